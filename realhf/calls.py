@@ -46,6 +46,9 @@ class OptimizerConfig:
     max_skipped: int = 3
     """Updates in a row whose gradients are not finite and which are skipped; one more ends the run. The
     metric `skipped_updates` counts them, and their samples are saved in the run directory."""
+    offload: bool = False
+    """Whether the moments and the master copy are in host memory between optimizer steps. In a step they pass
+    through the device in parts. This saves device memory, costs time, and changes no result."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -94,8 +97,11 @@ class Generate(Work):
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
     kv_cache_gib: float | None = None
-    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
-    half of the free memory."""
+    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more
+    than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's."""
+    takes_free_memory: bool = False
+    """Whether keys and values may take all free memory that passes leave, if `max_rows` sequences need it. A
+    plan's `max_rows` sets this, as the plan has counted them."""
     prefill_tokens: int = 8192  # Prompt tokens per forward pass; a longer prompt is processed in chunks.
     work_stealing: bool = True
     """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on

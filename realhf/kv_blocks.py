@@ -13,8 +13,10 @@ _STEP = 16
 _DOUBLING = 32
 """Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_STEPS_DOUBLE`."""
 _STEPS_DOUBLE = 256
-SHARE_OF_FREE = 0.5
-"""Share of the free memory that a cache may take, unless the user sets a limit."""
+SHARE_OF_HOST = 0.5
+"""Share of a host's free memory that a cache may take, unless the user sets a limit: others use it, too."""
+SHARE_OF_DEVICE = 0.9
+"""Share of a GPU's free memory for a cache and for what the passes need beside it."""
 
 
 class CachedHeads(NamedTuple):
@@ -101,3 +103,17 @@ def padded_size(count: int) -> int:
         return 1 << max(0, count - 1).bit_length()
     step = _DOUBLING if count <= _STEPS_DOUBLE else 2 * _DOUBLING
     return -(-count // step) * step
+
+
+def cache_limit(
+    free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False
+) -> float:
+    """Return the most bytes that a cache takes, beside passes that need `pass_bytes` at their peak.
+
+    With `takes_all` it may have all memory that the passes leave. The result is below 0 if they leave none.
+    """
+    if takes_all:
+        return free_bytes - pass_bytes
+    if device_type == "cuda":
+        return SHARE_OF_DEVICE * free_bytes - pass_bytes
+    return SHARE_OF_HOST * free_bytes

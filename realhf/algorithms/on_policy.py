@@ -63,8 +63,8 @@ class OnPolicy(Experiment):
     max_rows: int = Generate.max_rows
     """Sequences that a rank decodes at once; the others wait for a free slot."""
     kv_cache_gib: float | None = Generate.kv_cache_gib
-    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
-    half of the free memory."""
+    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more
+    than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's."""
     prefill_tokens: int = Generate.prefill_tokens
     """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
     work_stealing: bool = Generate.work_stealing
@@ -93,8 +93,9 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
-        # The experiment has each setting of Generate as a field of the same name.
-        settings = {setting.name: getattr(self, setting.name) for setting in fields(Generate)}
+        # The experiment has each setting of Generate as a field of the same name, but for what plans set.
+        names = [setting.name for setting in fields(Generate) if setting.name != "takes_free_memory"]
+        settings = {name: getattr(self, name) for name in names}
         if self.interruption is not None:
             settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
         settings["tokenizer"] = self.tokenizer_dir() if self.sampling.reads_text else None

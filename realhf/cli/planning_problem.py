@@ -114,8 +114,9 @@ def model_role(name: str, role: Role) -> ModelRole:
         raise ValueError(f"{name}.{error}") from error
     frozen = role.follows is None and (role.optimizer is None or lora is not None)
     source = role.weights_source if frozen else None
+    offloads = role.optimizer is not None and role.optimizer.offload
     return ModelRole(
-        config, dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
+        config, dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head, offloads)
 
 
 def _top_k(graph: DataflowGraph, name: str) -> int:

@@ -6,10 +6,12 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.job import LAUNCHER_PLAN, Job, is_worker, way_on
+from realhf.cli.memory_prediction import predict_memory
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
@@ -71,6 +73,9 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if is_new and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(Path(options.out))
     if in_worker or num_ranks == 1:
+        predicted = predict_memory(
+            experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
+        program = replace(program, predicted_memory=predicted)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
+from realhf.inference.cache_limit import CacheLimits
 from realhf.inference.rounds import Round
 from realhf.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
@@ -68,6 +69,10 @@ class Engine(ABC):
         self._adapters = adapters
         self._trained = parameters if adapters is None else adapters
         self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
+        self.cache_limits = CacheLimits(self.groups)
+        """The limits of the KV caches of its calls, which checkpoints hold."""
+        self.last_cache_bytes = 0
+        """Bytes of the keys and values of the last call that generated."""
 
     @abstractmethod
     def _generate(
@@ -120,7 +125,7 @@ class Engine(ABC):
 
     def optimizer_shards(self) -> Shards:
         """Return the part of the optimizer's copy that this replica owns."""
-        return self.optimizer.shards
+        return self.optimizer.sources
 
     @property
     def optimizer(self) -> ShardedAdamW:
@@ -146,6 +151,36 @@ class Engine(ABC):
         """Initialise the adapters, and the optimizer's copy of the trained parameters, after `load_base`."""
         if self._optimizer is not None:
             self._optimizer.reload()
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the device that each part of this engine takes now, without empty parts.
+
+        They are weights, adapters, gradients, optimizer and cache, as the planner names them. Engines that
+        share weights both count them.
+        """
+        adapters = self._adapters
+        states = [] if self._optimizer is None else self._optimizer.held
+        parts = {
+            "weights": _held_bytes(self._parameters.flat),
+            "adapters": 0 if adapters is None else _held_bytes(adapters.flat),
+            "gradients": self._trained.grad_bytes,
+            "optimizer": sum(state.nbytes for state in states if state.device == self.flat.device),
+            "cache": self._cache_bytes(),
+        }
+        return {part: size for part, size in parts.items() if size}
+
+    def release(self, *what: Literal["gradients", "cache"]) -> None:
+        """Free the memory of parts that come back by themselves when a call needs them.
+
+        Gradients are free between train steps. Of caches, those of rows that have ended are freed; for rows
+        between rounds there is `flush_cache`.
+        """
+        if "gradients" in what and self._optimizer is not None:
+            self._trained.release_grads()
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes of the caches that stay after a call."""
+        return 0
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
@@ -220,6 +255,7 @@ class Engine(ABC):
         """
         work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
+        self._trained.hold_grads()  # All at once, before activations could split the memory.
         self._trained.requires_grad_(True)
         history = []
         num_empty = 0
@@ -308,6 +344,11 @@ def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
     """Return the output columns in host memory, from which samples are sent; only the last stage has any."""
     fields = dict(zip(call.outputs, columns, strict=False))
     return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or 0 while its memory is released."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:

@@ -18,7 +18,6 @@ from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
-from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import page_pool
 from realhf.inference.prompt_queue import PromptQueue
@@ -52,7 +51,6 @@ class NativeEngine(Engine):
             spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
-        self._cache_limit = CacheLimit(groups)
         self.pages = page_pool(self.model, paged)
         """The pages of all generations of this engine; None: each generation has its own."""
         self._kept: dict[str, tuple[Generation, Batch]] = {}
@@ -82,7 +80,7 @@ class NativeEngine(Engine):
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         generation = Generation(
-            self.model, work, stream=call.name, limit=self._cache_limit, pool=self.pages,
+            self.model, work, stream=call.name, limit=self.cache_limits.of(call.name), pool=self.pages,
             keeps=keeps)
         held = Batch([])
         if keeps:
@@ -99,6 +97,7 @@ class NativeEngine(Engine):
         ended, unfinished = round_.join(call, made, batch)
         if keeps:
             self._kept[call.name] = (generation, unfinished)
+        self.last_cache_bytes = generation.cache_bytes
         return ended, unfinished
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
@@ -109,6 +108,9 @@ class NativeEngine(Engine):
         if call in self._kept:
             generation, _ = self._kept.pop(call)
             generation.release()
+
+    def _cache_bytes(self) -> int:
+        return sum(generation.kept_bytes for generation, _ in self._kept.values())
 
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int

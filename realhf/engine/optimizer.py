@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
+from realhf.engine.host_optimizer import HostStates, host_tensors
 from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards, pieces_of
@@ -45,8 +46,23 @@ class _Parts(NamedTuple):
     steps: list[torch.Tensor]
 
 
+class _Update(NamedTuple):
+    """The parts that are updated together: whole slices, and the norms and biases among them.
+
+    The values of `fixed` stay. Afterwards, `mine` of the model's parameters get those of the slices.
+    """
+
+    whole: _Parts
+    vectors: _Parts
+    fixed: list[torch.Tensor]
+    mine: list[torch.Tensor]
+
+
 class ShardedAdamW:
-    """An optimizer that owns the master copy of this rank's slices; `step` updates all replicas."""
+    """An optimizer that owns the master copy of this rank's slices; `step` updates all replicas.
+
+    With `config.offload`, the master copy and the moments are in host memory between steps.
+    """
 
     def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config = config
@@ -89,34 +105,65 @@ class ShardedAdamW:
         """The master copy, by section."""
         self._has_own_copy = model.flat.dtype != grads.dtype
         if self._has_own_copy:
-            sizes = [len(mine) for mine in self._mine]
-            self._slices = list(model.groups.world.zeros(sum(sizes), grads.dtype).split(sizes))
-        self._means, self._squares = ([torch.zeros_like(part) for part in self._slices] for _ in range(2))
-        self._steps = [torch.zeros((), device=part.device) for part in self._slices]
+            self._slices = self._zeros(shared=True)
+        self._means = self._zeros()
+        self._squares = self._zeros()
+        self._host = None
+        if config.offload:
+            kinds = [*([self._slices] if self._has_own_copy else []), self._means, self._squares]
+            self._host = HostStates(list(zip(*kinds, strict=True)), model.flat.device)
         self.reload()
         self.shards = self._by_parameter(self._slices)
         """Parameter name -> this replica's part of the master copy."""
         self._mean_shards = self._by_parameter(self._means)
         self._square_shards = self._by_parameter(self._squares)
-        fixed = [param.name for param in model.spec.params if not param.trainable]
-        self._fixed = [part for name in fixed for _, part in self.shards.get(name, ())]
-        self._vectors = self._vector_parts()
+        self.sources = self.shards if self._host is None else self._by_parameter(self._mine)
+        """The same on the device, for reallocation: equal to the master copy in the model's dtype."""
+        self._updates = self._make_updates()
+        if self._host is not None:
+            self._host.release()
 
-    def _vector_parts(self) -> "_Parts":
-        """Return this replica's part of norms and biases, which have no weight decay."""
-        kinds = (self._slices, self._mine_grads, self._means, self._squares)
-        names = [name for name in self.shards if self._by_name[name].is_vector]
-        by_name = [self._by_parameter(slices) for slices in kinds]
-        parts = [[part for name in names for _, part in shards[name]] for shards in by_name]
-        params, grads, means, squares = parts
-        return _Parts(params, grads, means, squares, [torch.zeros((), device=part.device) for part in params])
+    def _zeros(self, *, shared: bool = False) -> list[torch.Tensor]:
+        """Return zeros for each slice: in host memory if the optimizer is offloaded, else on the device,
+        where other ranks of the host can read them if they are `shared`."""
+        sizes = [len(mine) for mine in self._mine]
+        dtype = self._mine_grads[0].dtype
+        device = self._model.flat.device
+        if self.config.offload:
+            return host_tensors(sizes, dtype=dtype, device=device)
+        if shared:
+            return list(self._groups.world.zeros(sum(sizes), dtype).split(sizes))
+        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+    def _make_updates(self) -> list[_Update]:
+        """Return the updates of a step: one of everything, or one of each section that is on the host."""
+        if self._host is None:
+            return [self._update_of(self._sections, self._slices, self._means, self._squares)]
+        updates = []
+        for section, mine, states in zip(self._sections, self._mine, self._host.on_device, strict=True):
+            *master, mean, square = states
+            updates.append(self._update_of([section], master or [mine], [mean], [square]))
+        return updates
+
+    def _update_of(
+        self, sections: Sequence[_Section], slices: list[torch.Tensor], means: list[torch.Tensor],
+        squares: list[torch.Tensor],
+    ) -> _Update:  # fmt: skip
+        """Return the update of some sections, whose states lie in the given tensors."""
+        mine = [section.params[section.own] for section in sections]
+        grads = [section.grads[section.own] for section in sections]
+        kinds = [_by_parameter(sections, tensors) for tensors in (slices, grads, means, squares)]
+        names = [name for name in kinds[0] if self._by_name[name].is_vector]
+        params, *others = ([part for name in names for _, part in shards[name]] for shards in kinds)
+        fixed = [part for name, parts in kinds[0].items() for _, part in parts
+                 if not self._by_name[name].trainable]  # fmt: skip
+        return _Update(
+            _Parts(slices, grads, means, squares, _steps_of(slices)),
+            _Parts(params, others[0], others[1], others[2], _steps_of(params)), fixed, mine)
 
     def _by_parameter(self, slices: Sequence[torch.Tensor]) -> Shards:
         """Return this replica's part of every parameter, as views of one flat tensor per section."""
-        return {
-            name: pieces for section, part in zip(self._sections, slices, strict=True)
-            for name, pieces in pieces_of(part, section.boxes).items()
-        }  # fmt: skip
+        return _by_parameter(self._sections, slices)
 
     @property
     def state(self) -> dict[str, Shards]:
@@ -127,8 +174,9 @@ class ShardedAdamW:
         """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
-        for step in (*self._steps, *self._vectors.steps):
-            step.fill_(num_steps)
+        for update in self._updates:
+            for step in (*update.whole.steps, *update.vectors.steps):
+                step.fill_(num_steps)
         for master, mine in zip(self._slices, self._mine, strict=True):
             mine.copy_(master)
 
@@ -226,12 +274,10 @@ class ShardedAdamW:
         rate = learning_rate(self.config, self.num_steps)
         if grad_norm > self.config.max_grad_norm:
             torch._foreach_mul_(grads, self.config.max_grad_norm / (grad_norm + 1e-6))
-        fixed = [shard.clone() for shard in self._fixed]
-        self._update(grads, rate)
-        for shard, value in zip(self._fixed, fixed, strict=True):
-            shard.copy_(value)
-        for master, mine in zip(self._slices, self._mine, strict=True):
-            mine.copy_(master)
+        if self._host is None:
+            self._update(self._updates[0], rate)
+        else:
+            self._host.update(lambda section: self._update(self._updates[section], rate))
         if gather:  # (a no-op for one replica)
             self._gather()
         self._model.forget_grads()
@@ -249,22 +295,27 @@ class ShardedAdamW:
         self._open = self._by_layer()
 
     @torch.no_grad()
-    def _update(self, grads: list[torch.Tensor], rate: float) -> None:
+    def _update(self, update: _Update, rate: float) -> None:
         """Take a step of AdamW: all parameters as whole slices, then norms and biases again without decay.
 
         The slices are updated in one kernel. The second update starts from the values before the first, and
         costs little, as norms and biases are few.
         """
         decay = self.config.weight_decay
-        vectors = self._vectors
+        whole, vectors = update.whole, update.vectors
+        fixed = [shard.clone() for shard in update.fixed]
         again = [*vectors.params, *vectors.means, *vectors.squares] if decay else []
         before = [torch.empty_like(part) for part in again]
         if again:
             torch._foreach_copy_(before, again)
-        self._adamw(_Parts(self._slices, grads, self._means, self._squares, self._steps), rate, decay)
+        self._adamw(whole, rate, decay)
         if again:
             torch._foreach_copy_(again, before)
             self._adamw(vectors, rate, decay=0.0)
+        for shard, value in zip(update.fixed, fixed, strict=True):
+            shard.copy_(value)
+        for master, mine in zip(whole.params, update.mine, strict=True):
+            mine.copy_(master)
 
     def _adamw(self, parts: "_Parts", rate: float, decay: float) -> None:
         """Update some parts. (Using torch.optim.AdamW would import torch's compiler: memory and time.)"""
@@ -273,3 +324,16 @@ class ShardedAdamW:
             parts.params, parts.grads, parts.means, parts.squares, [], parts.steps,
             fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=rate,
             weight_decay=decay, eps=self.config.eps)
+
+
+def _by_parameter(sections: Sequence[_Section], slices: Sequence[torch.Tensor]) -> Shards:
+    """Return the parts of parameters in one flat tensor per section."""
+    return {
+        name: pieces for section, part in zip(sections, slices, strict=True)
+        for name, pieces in pieces_of(part, section.boxes).items()
+    }  # fmt: skip
+
+
+def _steps_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a count of steps, on its device, for each tensor."""
+    return [torch.zeros((), device=param.device) for param in params]

@@ -22,6 +22,7 @@ from realhf.inference.cohort import Cohort
 from realhf.inference.kept_cache import KeptCache
 from realhf.inference.kv_budget import GenerationLimits, agreed_sizes
 from realhf.inference.page_pool import PagePool
+from realhf.inference.pass_memory import pass_bytes
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, join_equal, output_columns
 from realhf.inference.sampling import stream_seed
@@ -70,6 +71,14 @@ class Generation:
         self._in_turns = in_turns
         self._block_size: int | None = None
         self._made: list[RolloutBuffer] = []
+        self.cache_bytes = 0
+        """Bytes of the keys and values for which the last round had blocks."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the caches that stay between rounds."""
+        caches = [kept.cache for kept in self._kept or [] if kept.cache is not None]
+        return sum(layer.nbytes for cache in caches for layer in cache.layers)
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""
@@ -119,10 +128,11 @@ class Generation:
                     self._model, limits, groups, queue=queue, seed=seed, kept=cache,
                     pool=self._cohort_pool() if cache is None else cache.pool)
                 for groups, cache in zip(parts, kept, strict=True)]
+            self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._kept is None:
+                self._limit.require_recorded(self._stream, self.cache_bytes)
                 self._limit.warn_once(
-                    self._stream,
-                    taken=limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts),
+                    self._stream, taken=self.cache_bytes,
                     needed=limits.block_bytes * sum(cohort.sizes.num_wanted for cohort in cohorts))
             waiting = queue.put([group for cohort in cohorts for group in cohort.rest])
             for cohort in cohorts:
@@ -153,11 +163,15 @@ class Generation:
         """
         model = self._model
         work = self._work
-        cache_bytes = self._limit.num_bytes if work.kv_cache_gib is None else None
         groups = [row.group for cache in self._kept or [] for row in cache.rows]
         groups += [*join_equal(self._resumed), *join_equal(self._new)]
         sizes = agreed_sizes(groups, queue.gather)
         most = max(queue.gather(sum(len(group.ids) for group in groups)))
+        cache_bytes = None
+        if work.kv_cache_gib is None:
+            cache_bytes = self._limit.agree(
+                lambda: pass_bytes(model, work, sizes, num_samples=most),
+                takes_all=work.takes_free_memory or self._kept is not None)
         pp = model.groups.layout.pp
         num_cohorts = pp if model.groups.ep.size > 1 else max(1, min(pp, most, work.max_rows))
         if self._kept is not None:
@@ -180,7 +194,7 @@ class Generation:
         gib = most * limits.num_cohorts * limits.block_bytes / _GIB if limits.affordable(most) < most else 0.0
         gib, num_rows = max(self._model.groups.replicas_control.all_gather_json((gib, num_rows)))
         if gib > 0:
-            limit = "half of what is free is less (see kv_cache_gib)"
+            limit = "less is free (see kv_cache_gib)"
             if self._work.kv_cache_gib is not None:
                 limit = f"kv_cache_gib is {self._work.kv_cache_gib:g}"
             raise UserError(

@@ -49,7 +49,8 @@ class ShardedParameters:
         self._shards = shards_of(self.flat, self.regions)
         self._pieces = one_piece_each(self._shards, self.regions)
         self.grad_buffer: Tensor | None = None
-        """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them."""
+        """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them. They
+        have no memory between `release_grads` and `hold_grads`."""
         self._grad_shards: dict[str, Tensor] = {}
         held = [p for p in spec.params if p.name in self.regions]
         self._fused: dict[tuple[int | None, str], list[ParamSpec]] = {}
@@ -108,6 +109,7 @@ class ShardedParameters:
     def grad_shards(self) -> dict[str, Tensor]:
         """Return parameter name -> gradient of this rank's region, a view of `grad_buffer`."""
         assert self.grad_buffer is not None, "enable_grad comes first"
+        self.hold_grads()
         return self._grad_shards
 
     @torch.no_grad()
@@ -147,6 +149,26 @@ class ShardedParameters:
         self._grad_shards = shards_of(self.grad_buffer, self.regions)
         for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes that the gradients take now."""
+        return 0 if self.grad_buffer is None else self.grad_buffer.untyped_storage().nbytes()
+
+    def hold_grads(self) -> None:
+        """Allocate the gradients' memory, unless it is there; its values are arbitrary.
+
+        The first gradient of a step overwrites them.
+        """
+        assert self.grad_buffer is not None, "enable_grad comes first"
+        if self.grad_bytes < self.grad_buffer.nbytes:
+            self.grad_buffer.untyped_storage().resize_(self.grad_buffer.nbytes)
+
+    def release_grads(self) -> None:
+        """Free the gradients' memory after a step; all views of it stay valid and need `hold_grads`."""
+        assert all(weight.is_empty for weight in self.weights()), "the step has not ended"
+        if self.grad_buffer is not None:
+            self.grad_buffer.untyped_storage().resize_(0)
 
     def requires_grad_(self, requires_grad: bool) -> None:
         """Switch autograd on or off for these parameters."""

@@ -51,7 +51,7 @@ class Transformer(ShardedParameters):
         adapters: Adapters | None = None, float32_head: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(spec, groups, dtype=dtype, memory=memory)
-        self._float32_head = float32_head
+        self.float32_head = float32_head
         self.adapters = adapters
         self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._adapted: list[Adapter] = []
@@ -227,7 +227,7 @@ class Transformer(ShardedParameters):
         weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
         return Head(
             weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap,
-            float32=self._float32_head)
+            float32=self.float32_head)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return logits_TV over `vocab_range`, in dtype `wide`, on the last stage."""

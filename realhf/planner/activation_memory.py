@@ -29,7 +29,7 @@ _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns 
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
 
 
-_LABELS = {"loaded_weights": "loaded weights", "beside_cache": "free beside the cache"}
+_LABELS = {"loaded_weights": "loaded weights"}
 """Uses that reports call otherwise than the fields of CallMemory."""
 
 
@@ -50,7 +50,6 @@ class CallMemory(NamedTuple):
     gradients: float = 0.0
     optimizer: float = 0.0
     loaded_weights: Any = 0.0  # Those that wait in host memory while other calls run.
-    beside_cache: Any = 0.0  # Memory that must be free, as a cache takes only a share of it.
 
     @property
     def num_bytes(self) -> Any:

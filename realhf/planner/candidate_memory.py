@@ -8,8 +8,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.call_memory import running_memory
-from realhf.planner.memory_account import beside_cache
-from realhf.planner.model_states import adapter_bytes, training_bytes, weights_bytes
+from realhf.planner.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem
 
 
@@ -55,8 +54,8 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
     copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
     adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
     training = np.zeros(len(stages))
-    if role.trainable:
-        training += [training_bytes(role, strategy, stage) for stage in stages]
+    if role.trainable and not problem.offloads_optimizer(role):
+        training += [optimizer_bytes(role, strategy, stage) for stage in stages]
     equal = [name for name, other in problem.roles.items() if role.source and other.source == role.source]
     is_first = equal[:1] in ([], [call.role])
     own_home = (copy if is_first else adapters) + training
@@ -103,13 +102,13 @@ def _may_share(problem: Problem, call: FunctionCall) -> bool:
 
 def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> float:
     memory = running_memory(problem, planned, call_plan, stage)
-    if planned.kind == "generate" and planned.workload.kv_cache_gib is None:
-        if planned.counts_whole_cache(call_plan):
-            memory = memory._replace(beside_cache=float(beside_cache(memory)))
-        else:
-            rows = call_plan.max_rows or planned.workload.max_rows
-            memory = memory._replace(kv_cache=memory.kv_cache / rows)
-    return memory.num_bytes
+    if planned.kind == "generate" and planned.waits_for_blocks(call_plan):
+        rows = call_plan.max_rows or planned.workload.max_rows
+        memory = memory._replace(kv_cache=memory.kv_cache / rows)
+    gradients = 0.0
+    if planned.kind == "train_step":
+        gradients = gradient_bytes(problem.roles[planned.role], call_plan.layout.strategy, stage)
+    return memory.num_bytes + gradients
 
 
 def _telling_stages(role: ModelRole, strategy: ParallelStrategy, *, trains: bool) -> tuple[int, ...]:

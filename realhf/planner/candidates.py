@@ -12,13 +12,12 @@ from realhf.planner.candidate_memory import Held, candidate_memory, running_byte
 from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
 from realhf.planner.cost import CallCost, call_cost, offloaded
 from realhf.planner.enumeration import find_strategies
-from realhf.planner.model_states import available_bytes, weights_bytes
+from realhf.planner.model_states import HOST_SHARE, available_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 
 _HALVINGS = 5  # The number of values tried for the rows generated at once, each half of the one before.
 _LARGEST_MICRO_BATCH = 1 << 17
-_HOST_SHARE = 0.8  # The fraction of host memory that offloaded weights may take.
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,6 @@ def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrateg
     num_frozen = sum(role.is_frozen for role in problem.roles.values())
     num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
     num_bytes = num_frozen * num_shards * weights_bytes(problem.model_role(call), strategy, 0)
-    return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
+    return num_bytes <= HOST_SHARE * problem.cluster.host_memory_bytes
 
 

@@ -21,7 +21,7 @@ from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
-from realhf.planner.model_states import trained_params, weights_bytes
+from realhf.planner.model_states import num_states, trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
@@ -125,6 +125,21 @@ def offloaded(
     return replace(cost, seconds=cost.seconds + loading, parts=parts)
 
 
+def update_seconds(rates: Rates, role: ModelRole, *, owned: float) -> float:
+    """Return the seconds of an optimizer step on the owned parameters.
+
+    States in host memory come up and go back while others are updated, both ways at once over PCIe; where
+    devices are processes, the copies go through the same memory.
+    """
+    update = rates.update(role, owned=owned)
+    if not role.offloads_optimizer:
+        return update
+    states = owned * num_states(role) * role.wide_itemsize
+    if rates.cluster.host_memory is None:
+        return update + rates.traffic(4 * states)
+    return max(update, rates.host_copy(states))
+
+
 def on_shared_cores(cost: CallCost, crowding: float, *, alone: float = 1.0, replicas: int = 1) -> CallCost:
     """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
 
@@ -194,7 +209,7 @@ class _Estimate:
                 data += gathers * rates.all_gather(part * role.itemsize, span)
                 owned += part / span.size
         data = max(0.0, data - rates.path.overlap * one.seconds)
-        update = rates.update(role, owned=owned)
+        update = update_seconds(rates, role, owned=owned)
         parts = {name: part * steps for name, part in one.parts.items()}
         parts |= {"data parallel": data * steps, "optimizer": update * steps}
         seconds = one.seconds + data + update

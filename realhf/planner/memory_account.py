@@ -3,21 +3,21 @@
 This is the only place that adds up a rank's memory: `memory_check.py` reports it, and the search asks for it
 when its bounds (`memory_bounds.py`) do not decide whether a plan fits.
 
-A rank always holds the parameters of the roles whose home it is part of, with gradients and optimizer for
-trained ones, copies of the roles that it runs in other layouts, and its communicators. Equal shards of frozen
-weights from one source count once (`runtime/engine_store.py`). A rank runs one call at a time, so only the
-largest call is added.
+A rank always holds the parameters of the roles whose home it is part of, with the optimizer of trained ones
+unless it is offloaded, copies of the roles that it runs in other layouts, and its communicators. Equal shards
+of frozen weights from one source count once (`runtime/engine_store.py`). A rank runs one call at a time, so
+only the largest call is added. Gradients exist during train steps only.
 
 Arrays have one entry per rank of the cluster.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from realhf.kv_blocks import SHARE_OF_FREE
+from realhf.kv_blocks import cache_limit
 from realhf.layout import MAX_RANKS, Layout
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.activation_memory import CallMemory
@@ -66,14 +66,25 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The bytes that always rest on every rank, by part, and those that each call adds, by its name."""
+    """The bytes that always rest on every rank, by part, and those that each call adds, by its name.
+
+    `on_host` are the bytes of each rank's offloaded optimizers in the memory of its host, by role.
+    """
 
     resting: Mapping[str, np.ndarray]
     running: Mapping[str, Running]
+    on_host: Mapping[str, np.ndarray]
 
     @property
     def resting_bytes(self) -> np.ndarray:
         return sum(self.resting.values(), start=np.zeros(1))
+
+    def host_bytes(self, devices_per_host: int) -> float:
+        """Return the most bytes of offloaded optimizers on a host."""
+        if not self.on_host:
+            return 0.0
+        total = sum(self.on_host.values(), start=np.zeros(1))
+        return float(total.reshape(-1, devices_per_host).sum(axis=1).max())
 
     def needs(self) -> dict[str, np.ndarray]:
         """Return the bytes of every rank while each call runs; -infinity where it does not run."""
@@ -170,7 +181,12 @@ class _PlanAccount:
             if planned.workload.keeps_cache:  # It stays between the rounds.
                 resting[f"{planned.role} kept cache"] = call.by_use.pop("kv_cache")
             running[planned.name] = call
-        return PlanMemory(resting, running)
+        on_host = {
+            name: self._account.state_bytes("optimizer", name, self._layouts[name][0])
+            for name, role in self._problem.roles.items()
+            if role.trainable and self._problem.offloads_optimizer(role)
+        }
+        return PlanMemory(resting, running, on_host)
 
     # What always rests on a rank
 
@@ -183,8 +199,7 @@ class _PlanAccount:
                 yield f"{name} weights", self._weights(name, home)
                 if copies:
                     yield f"{name} copy", np.sum([self._weights(name, layout) for layout in copies], axis=0)
-            if role.trainable:
-                yield f"{name} gradients", size("gradients", name, home)
+            if role.trainable and not self._problem.offloads_optimizer(role):
                 yield f"{name} optimizer", size("optimizer", name, home)
         if self._problem.cluster.device_type == "cuda":
             yield "communicators", self._communicators()
@@ -260,29 +275,23 @@ class _PlanAccount:
         if call_plan.offload:
             is_apart = ~self._is_shared(planned.role, call_plan.layout)
             sizes = sizes._replace(loaded_weights=sizes.loaded_weights * is_apart)
-        if planned.kind == "generate" and planned.workload.kv_cache_gib is None:
+        if planned.kind == "generate" and planned.waits_for_blocks(call_plan):
             sizes = self._with_cache(planned, call_plan, sizes, held)
-        return Running(here.is_inside, sizes.by_use())
+        by_use = sizes.by_use()
+        if planned.kind == "train_step":  # Other calls release the gradients.
+            gradients = self._account.state_bytes("gradients", planned.role, call_plan.layout)
+            by_use[f"{planned.role} gradients"] = gradients
+        return Running(here.is_inside, by_use)
 
     def _with_cache(
         self, planned: PlannedCall, call_plan: CallPlan, sizes: CallMemory, held: np.ndarray
     ) -> CallMemory:
-        """Return the sizes with the cache that a run takes: at most a share of the free memory.
-
-        If the plan says how many rows decode at once, or rows are kept between rounds, none may wait for
-        memory: the whole cache is counted, and beside it the memory of which it may only take a share. Else
-        rows wait for which there are no blocks.
-        """
-        if planned.counts_whole_cache(call_plan):
-            return sizes._replace(beside_cache=beside_cache(sizes))
-        free = np.maximum(0.0, self._account.available - held - sizes.loaded_weights)
+        """Return the sizes with the cache that a run takes if no plan promises how many rows decode at once:
+        no more than fits by `cache_limit`. Rows wait for which there are no blocks."""
+        apart = sizes.loaded_weights + sizes.merged
+        free = np.maximum(0.0, self._account.available - held - apart)
         one_row = sizes.kv_cache / (call_plan.max_rows or planned.workload.max_rows)
-        limit = np.maximum(SHARE_OF_FREE * free, one_row)
+        device = self._problem.cluster.device_type
+        passes = sizes.num_bytes - sizes.kv_cache - apart
+        limit = np.maximum(cache_limit(free, passes, device_type=device), one_row)
         return sizes._replace(kv_cache=np.minimum(sizes.kv_cache, limit))
-
-
-def beside_cache(sizes: Any) -> Any:
-    """Return the bytes that must stay free beside a cache and the call's other uses, as a cache takes only a
-    share of what is free; for numbers or arrays."""
-    others = sizes.num_bytes - sizes.kv_cache - sizes.loaded_weights
-    return np.maximum(0.0, sizes.kv_cache * (1 / SHARE_OF_FREE - 1) - others)

@@ -1,7 +1,7 @@
 """Check of the memory that a whole plan needs on every rank, with remedies where it does not fit."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.memory_account import MemoryAccount
-from realhf.planner.model_states import available_bytes, fixed_reserve
+from realhf.planner.model_states import HOST_SHARE, available_bytes, fixed_reserve
 from realhf.planner.problem import PlannedCall, Problem
 from realhf.units import format_bytes
 
@@ -53,6 +53,10 @@ class MemoryCheck:
 
     peaks: Mapping[int, Peak]
     by_call: Mapping[str, Peak]
+    on_host: Mapping[str, float] = field(default_factory=dict)
+    """Role -> the most bytes of a rank's offloaded optimizer in the memory of its host."""
+    host_bytes: float = 0.0
+    """The most bytes of offloaded optimizers on a host."""
 
     @property
     def available(self) -> float:
@@ -110,6 +114,8 @@ def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount |
     return MemoryCheck(
         {rank: peak(rank, names[largest[rank]]) for rank in busy},
         {name: peak(rank, name) for name, rank in fullest},
+        {role: float(sizes.max()) for role, sizes in memory.on_host.items()},
+        memory.host_bytes(problem.cluster.devices_per_host),
     )
 
 
@@ -120,6 +126,7 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     """
     account = MemoryAccount(problem)
     check = check_memory(problem, plan, account)
+    _require_fit_on_hosts(problem, check)
     if check.fits or (allow_tight and check.is_tight):
         return check
     peak = check.fullest
@@ -131,6 +138,16 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
         f"{format_bytes(check.available)} of {device} {format_bytes(check.device_bytes)} "
         f"are available; {_remedy(problem, plan, account)}"
     )
+
+
+def _require_fit_on_hosts(problem: Problem, check: MemoryCheck) -> None:
+    """Raise ValueError if the offloaded optimizers of a host's ranks take more than its memory."""
+    memory = problem.cluster.host_memory_bytes
+    if check.host_bytes > HOST_SHARE * memory:
+        role = max(check.on_host, key=lambda name: check.on_host[name])
+        raise ValueError(
+            f"{role}.optimizer.offload: the state takes {format_bytes(check.host_bytes)} of a host, "
+            f"and {format_bytes(HOST_SHARE * memory)} are available there: use more hosts, or train adapters")
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan, account: MemoryAccount) -> str:

@@ -9,14 +9,13 @@ from rich.text import Text
 from realhf.planner.memory_check import MemoryCheck, Peak
 from realhf.units import format_bytes
 
-_COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "left free", "reserve")
+_COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "reserve")
 _ENDINGS = {
     "weights": "weights", "copy": "weights", "merged": "weights", "gradients": "gradients",
     "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache", "communicators": "reserve",
     "context": "reserve", "staging": "reserve",
 }  # fmt: skip
 """The last word of a part -> its column; other parts are activations."""
-_LEFT_FREE = "free beside the cache"
 _RESERVED = ("context", "staging")  # Parts of the reserve that are in use.
 
 
@@ -33,6 +32,7 @@ def document(check: MemoryCheck) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "available_bytes": check.available, "device_bytes": check.device_bytes,
+        "on_host": dict(check.on_host),
         "reserve": dict(check.reserve), "fits": check.fits, "peaks": peaks, "calls": calls,
     }
 
@@ -44,7 +44,7 @@ def columns(check: MemoryCheck, peak: Peak) -> dict[str, float]:
         column = _ENDINGS.get(part.split()[-1], "activations")
         if part in ("gradients", "optimizer"):  # Those that exist only while the call runs.
             column = "activations"
-        found["left free" if part == _LEFT_FREE else column] += size
+        found[column] += size
     return found
 
 
@@ -57,7 +57,7 @@ def render(check: MemoryCheck) -> Group:
         sizes = columns(check, peak)
         shown = [_gigabytes(size) if size else "-" for size in (*sizes.values(), sum(sizes.values()))]
         table.add_row(name, str(peak.rank), *shown, f"{check.share(peak):.0%}")
-    return Group(table, Text(reserve_sentence(check)))
+    return Group(table, *map(Text, [reserve_sentence(check), *host_sentences(check)]))
 
 
 def reserve_sentence(check: MemoryCheck) -> str:
@@ -72,6 +72,14 @@ def reserve_sentence(check: MemoryCheck) -> str:
     if check.is_tight:
         sentence += f"; the plan is tight, as rank {check.fullest.rank} uses a part of that"
     return sentence
+
+
+def host_sentences(check: MemoryCheck) -> list[str]:
+    """Return for each role whose optimizer is offloaded what it takes of the host's memory."""
+    return [
+        f"{role}'s optimizer is in host memory between steps: {format_bytes(size)} for a rank"
+        for role, size in check.on_host.items()
+    ]
 
 
 def _gigabytes(size: float) -> str:

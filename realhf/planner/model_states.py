@@ -10,6 +10,8 @@ CONTEXT_BYTES = 1 << 30
 """For CUDA's context, kernels and libraries' work space; a Python process on CPU needs as much."""
 FRAGMENTATION = 0.05
 """The fraction of a device's memory that stays free, as the allocator cannot use all that is free."""
+HOST_SHARE = 0.8
+"""The fraction of a host's memory that offloaded weights, or offloaded optimizers, may take."""
 
 
 def available_bytes(cluster: Cluster) -> float:
@@ -53,12 +55,12 @@ def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Return the bytes of gradients and optimizer, which training always holds besides the weights."""
+    """Return the bytes of gradients and optimizer, which training needs besides the weights."""
     return gradient_bytes(role, strategy, stage) + optimizer_bytes(role, strategy, stage)
 
 
 def gradient_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Return the bytes of the buffer of gradients (float32), which stays between train steps."""
+    """Return the bytes of the buffer of gradients (float32), which exists during train steps only."""
     return trained_params(role, strategy, stage) * role.wide_itemsize
 
 
@@ -72,5 +74,10 @@ def optimizer_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> 
     """
     section_numel = role.trained_spec.section_numel
     sharded = fullest_chunks(role.config, strategy, stage, role.lora, section_numel)
-    num_copies = 2 + (role.itemsize < role.wide_itemsize)
-    return num_copies * sharded * role.wide_itemsize
+    return num_states(role) * sharded * role.wide_itemsize
+
+
+def num_states(role: ModelRole) -> int:
+    """Return how many values the optimizer holds of a parameter: two moments, and a master copy of narrower
+    weights."""
+    return 2 + (role.itemsize < role.wide_itemsize)

@@ -164,6 +164,7 @@ class ModelRole:
     """Roles with equal sources share the memory of frozen weights where their shards are equal; None shares
     nothing."""
     float32_head: bool = False  # The products of the head are computed in float32 (see experiment.Role).
+    offloads_optimizer: bool = False  # The optimizer's state is in host memory between steps.
 
     @property
     def itemsize(self) -> int:
@@ -212,11 +213,14 @@ class PlannedCall(NamedTuple):
     """The names under which a plan may have its layout; the first that the plan has counts."""
     is_evaluation: bool = False
 
-    def counts_whole_cache(self, call_plan: CallPlan) -> bool:
-        """Return whether no row may wait for memory: its time is predicted for rows that run at once, or the
-        cache is kept."""
+    def waits_for_blocks(self, call_plan: CallPlan) -> bool:
+        """Return whether rows of a generation may wait for memory.
+
+        Else the whole cache is allocated: as large as the user says, for as many rows as the plan promises,
+        or for all rows if it is kept.
+        """
         promised = call_plan.max_rows is not None and not self.is_evaluation
-        return self.workload.kv_cache_gib is None and (promised or self.workload.keeps_cache)
+        return self.workload.kv_cache_gib is None and not promised and not self.workload.keeps_cache
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,11 @@ class Problem:
         owner = next((other for other in of_role if other.kind == "train_step"), next(iter(of_role), None))
         rest = [p for p in self.evaluations if p.role == call.role and not names.intersection(p.plan_names)]
         return named + [(planned, False) for planned in rest if owner is call]
+
+    def offloads_optimizer(self, role: ModelRole) -> bool:
+        """Return whether offloading the optimizer of a role leaves memory to its device: hosts with devices
+        that are processes have the same memory."""
+        return role.offloads_optimizer and self.cluster.host_memory is not None
 
     def may_offload(self, call: FunctionCall) -> bool:
         """Return whether the weights may wait in host memory while other calls run.

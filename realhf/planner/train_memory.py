@@ -7,7 +7,7 @@ is the number of bytes of an element that needs precision.
 from functools import cached_property
 
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
-from realhf.planner.model_states import trained_params
+from realhf.planner.model_states import num_states, trained_params
 from realhf.planner.shard import held_params, in_section
 
 
@@ -26,7 +26,8 @@ class TrainMoments:
         return {
             **self._embedding(), **self._last_norm(), **self._head(), **self._block(),
             **self._sums_of_sections(),
-            "optimizer step": self.pieces.inputs()._replace(optimizer=self._optimizer_temporaries()),
+            "optimizer step": self.pieces.inputs()._replace(
+                optimizer=max(self._optimizer_temporaries(), self._optimizer_buffers())),
         }  # fmt: skip
 
     # What is alive between the operators
@@ -206,6 +207,18 @@ class TrainMoments:
         """Fraction of the trained parameters on this stage that a section of the gradients has at least."""
         return self.role.trained_spec.section_numel / trained_params(
             self.role, self.strategy, self.pieces.stage)
+
+    def _optimizer_buffers(self) -> float:
+        """Return the bytes of the two buffers through which an offloaded optimizer's states pass."""
+        if not self.role.offloads_optimizer:
+            return 0.0
+        s = self.strategy
+        shard = (self.role.config, s, self.pieces.stage, self.role.lora)
+        kinds = zip(
+            held_params(*shard), in_section(*shard, self.role.trained_spec.section_numel),
+            (s.num_replicas, s.num_expert_replicas), strict=True)
+        slices = max(min(held, 2 * section) / replicas for held, section, replicas in kinds)
+        return num_states(self.role) * self.role.wide_itemsize * slices
 
     def _optimizer_temporaries(self) -> float:
         """Return the peak bytes of gradient sums over ranks that share parameters.

@@ -166,7 +166,10 @@ class Checkpointer:
             self._snapshot.take()
         counts = {state.name: state.counts for state in states if state.optimizer is not None}
         in_flight = self._store.reallocations.in_flight
-        mine = {"counts": counts, "in_flight": in_flight, "host_state": self._context.state}
+        mine = {
+            "counts": counts, "in_flight": in_flight, "host_state": self._context.state,
+            "cache_limits": self._store.engines.cache_limits(),
+        }  # fmt: skip
         replicated = {"versions": self._store.versions.to_json(), "run": self._run.to_json()}
         shared = json.loads(json.dumps(replicated))  # A copy: the run goes on.
         samples = self._samples.pack()
@@ -294,6 +297,7 @@ def restore(
             context.state |= rank["host_state"]
         return
     mine = manifest.ranks[world.rank]
+    store.engines.restore_cache_limits(mine.get("cache_limits", {}))
     context.state |= mine["host_state"]
     store.versions.restore(manifest.versions, program.actions, store.start)
     store.reallocations.finish_all_but(mine["in_flight"])

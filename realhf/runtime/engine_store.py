@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -152,6 +153,45 @@ class EngineStore:
         finally:
             for key, weights in weights_of.items():
                 weights.release(written=key == written)
+
+    def release(self, what: Literal["gradients", "cache"], *, besides: EngineKey | None) -> None:
+        """Free a part of the memory of all engines but one (see `Engine.release`)."""
+        for key, engine in self._engines.items():
+            if key != besides:
+                engine.release(what)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of each part on this rank, as the planner names the parts.
+
+        Memory that engines share counts for the first of them.
+        """
+        parts: dict[str, int] = {}
+        seen: set[int] = set()
+        for (role, layout), engine in self._engines.items():
+            is_home = layout == self._catalog.home(role)
+            for part, size in engine.memory().items():
+                name = f"{role} {part}" if part != "cache" else part
+                if part in ("weights", "adapters"):
+                    flat = engine.flat if part == "weights" else engine.adapter_flat
+                    if flat.data_ptr() in seen:
+                        continue
+                    seen.add(flat.data_ptr())
+                    name = f"{role} weights" if is_home else f"{role} copy"
+                parts[name] = parts.get(name, 0) + size
+        return parts
+
+    def cache_limits(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the agreed limits of caches as JSON, by role, layout and call."""
+        limits: dict[str, dict[str, dict[str, int]]] = {}
+        for (role, layout), engine in self._engines.items():
+            if engine.cache_limits.agreed:
+                limits.setdefault(role, {})[str(layout)] = engine.cache_limits.agreed
+        return limits
+
+    def restore_cache_limits(self, limits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+        """Take over the limits of a checkpoint under the same plan."""
+        for (role, layout), engine in self._engines.items():
+            engine.cache_limits.restore(limits.get(role, {}).get(str(layout), {}))
 
     def shards(self, name: str, layout: Layout, *, sharded: bool = False) -> Shards | None:
         """Return this rank's part of a parameter set in a layout, or of the optimizer's copy if `sharded`."""

@@ -171,6 +171,7 @@ def _naming_own(one: EvaluationProgram, own: Mapping[str, CallPlan]) -> Iterator
 
 
 def with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
-    """Return the graph with the plan's `max_rows` in its generating calls."""
+    """Return the graph with the plan's `max_rows` in its generating calls, which get the memory for it."""
     limited = [(call, rows) for call in graph.calls if (rows := plan[call.name].max_rows) is not None]
-    return graph.replace(*(replace(c, work=replace(c.work, max_rows=rows)) for c, rows in limited))
+    return graph.replace(*(
+        replace(c, work=replace(c.work, max_rows=rows, takes_free_memory=True)) for c, rows in limited))

@@ -35,7 +35,9 @@ from realhf.runtime.compute import generate_flops, pass_flops
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.host_context import HostContext
+from realhf.runtime.memory_meter import MemoryMeter
 from realhf.runtime.models import ModelStore
+from realhf.runtime.program import PredictedMemory
 from realhf.runtime.rollout_collector import RolloutCollector
 from realhf.runtime.sample_store import SampleStore
 from realhf.runtime.step_record import StepRecord
@@ -58,6 +60,7 @@ class Executor:
         num_rounds: int = 1, is_evaluation: bool = False, outbox: Outbox | None = None,
         failures: Path | None = None, note: Callable[[int, str, str], None] | None = None,
         flops: Mapping[str, ModelFlops] | None = None, rollouts: RolloutCollector | None = None,
+        predicted_memory: PredictedMemory = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Samples of updates that were skipped are saved in the directory `failures`.
 
@@ -78,6 +81,7 @@ class Executor:
         self._note = note
         self._flops = flops or {}
         self._rollouts = rollouts
+        self._memory = MemoryMeter(world, models.engines, predicted_memory)
         self._agreements = Agreements(world)
         self._record = StepRecord()
         self._is_last = False
@@ -299,7 +303,8 @@ class Executor:
         weights = self._weights(action)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
-        with doing, weights, explaining(call, rank, self._context.step), timed as event:
+        explained = explaining(call, rank, self._context.step)
+        with doing, weights, explained, timed as event, self._memory.of_call(action, event):
             engine = self._models.engines[call.role, layout]
             before = self._unfinished.of(call)
             result = engine.run(

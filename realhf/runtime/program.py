@@ -28,6 +28,9 @@ from realhf.runtime.eval_program import (
     with_max_rows,
 )
 
+PredictedMemory = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""Call -> rank -> bytes by part, as the planner counts them."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -49,6 +52,8 @@ class Program:
     """The links for which reallocations are scheduled; None: they are unknown."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     """Dtype -> FLOP/s of a device, as far as a cluster or profile file tells."""
+    predicted_memory: PredictedMemory = field(default_factory=dict)
+    """The memory that the planner counts for the calls of a step; empty if it is unknown."""
 
     @property
     def actions(self) -> tuple[Action, ...]:

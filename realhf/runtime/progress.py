@@ -14,6 +14,7 @@ from rich.table import Table
 
 from realhf.dist.activity import Activity
 from realhf.runtime.program import Program
+from realhf.units import format_bytes
 
 _COLUMNS = {
     "reward/mean": "reward",
@@ -121,6 +122,9 @@ class Progress:
             lines.append(f"reallocated {role}: {moved}{measured}")
             computed = f"schedule computed at {realloc['over_bound']:.2f} x its lower bound"
             lines.append(f"  {computed} ({realloc['links']})")
+        for call, memory in summary["memory"].items():
+            shown = [f"{format_bytes(size)} {how}" for how, size in memory.items()]
+            lines.append(f"memory of a rank in {call}: {', '.join(shown)}")
         if out is not None:
             lines.append(f"metrics, pictures and TensorBoard files: {out}")
             lines.append(f"Hugging Face model: {summary['hf_dir']}")

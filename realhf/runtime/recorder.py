@@ -37,6 +37,10 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         else:  # A step may run a call several times.
             run = (name, event["rank"])
             seconds[run] = seconds.get(run, 0.0) + event["end"] - event["start"]
+        for name_of in ("memory_bytes", "predicted_memory_bytes"):
+            if name_of in event:
+                key = f"perf/{name_of}/{name}"
+                merged[key] = max(merged.get(key, 0.0), float(event[name_of]))
         if event["kind"] == "realloc":
             total = f"realloc_bytes/{name}"
             merged[total] = merged.get(total, 0.0) + event["sent_bytes"]

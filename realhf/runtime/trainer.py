@@ -27,6 +27,7 @@ from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.host_context import HostContext
 from realhf.runtime.journal import Journal
+from realhf.runtime.memory_meter import largest_by_call
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
@@ -128,7 +129,7 @@ class Trainer:
             read=None if loader is None else loader.batch, group_size=experiment.group_size,
             num_rounds=experiment.num_rounds, outbox=self._outbox,
             failures=None if self._out is None else self._out / "failures", note=note,
-            flops=flops_by_role(self._program.roles),
+            flops=flops_by_role(self._program.roles), predicted_memory=self._program.predicted_memory,
             rollouts=None if self._out is None else make_collector(self._program, self._world, loader))
 
     def _make_meter(self) -> ComputeMeter:
@@ -286,6 +287,7 @@ class Trainer:
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
+            "memory": largest_by_call(history),
         }
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]

@@ -11,7 +11,7 @@ from realhf.graph import FunctionCall
 from realhf.inference import cache_limit
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.kv_blocks import SHARE_OF_FREE
+from realhf.kv_blocks import SHARE_OF_HOST
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -82,7 +82,7 @@ def _generated(world, layout, free):
         for _ in range(2):
             made = engine.run(call, [batch], micro_batch_tokens=1000).batch
         rows = dict(zip(made.ids, made["s"].split(), strict=True)) if made.fields else {}
-        return {i: row.tolist() for i, row in rows.items()}, engine._cache_limit.num_bytes
+        return {i: row.tolist() for i, row in rows.items()}, engine.cache_limits.of("gen").num_bytes
     finally:
         cache_limit.free_bytes = real
 
@@ -91,10 +91,10 @@ def _generated(world, layout, free):
 def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
     """Rank 1 has memory for 20 blocks; the rows want more."""
     expected, roomy = _generated(World(), "d1@0", [1 << 40])
-    assert roomy == int(SHARE_OF_FREE * (1 << 40))
-    scarce = int(20 * BLOCK / SHARE_OF_FREE)
+    assert roomy == int(SHARE_OF_HOST * (1 << 40))
+    scarce = int(20 * BLOCK / SHARE_OF_HOST)
     results = [r for r in pool.run(_generated, layout, [1 << 40, scarce, 1 << 40, 1 << 40]) if r is not None]
-    assert {taken for _, taken in results} == {int(SHARE_OF_FREE * scarce)}
+    assert {taken for _, taken in results} == {int(SHARE_OF_HOST * scarce)}
     found = {i: row for rows, _ in results for i, row in rows.items()}
     assert found == expected
 
@@ -102,7 +102,7 @@ def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
 def test_it_is_said_once_what_was_taken(capsys):
     _generated(World(), "d1@0", [1 << 40])
     assert capsys.readouterr().err == ""
-    _generated(World(), "d1@0", [int(20.5 * BLOCK / SHARE_OF_FREE)])
+    _generated(World(), "d1@0", [int(20.5 * BLOCK / SHARE_OF_HOST)])
     (line,) = capsys.readouterr().err.splitlines()
     taken = f"{20 * BLOCK / 2**30:.3g} GiB, 50% of what is free, for its KV cache"
     assert line.startswith(f"realhf: gen: each rank takes {taken}; ") and line.endswith("(see kv_cache_gib)")

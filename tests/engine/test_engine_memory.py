@@ -1,0 +1,186 @@
+"""Memory that engines give back: gradients between train steps, an optimizer whose state is on the host."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realhf.calls import OptimizerConfig
+from realhf.dist.world import World
+from realhf.engine.host_optimizer import HostStates
+from realhf.engine.native import NativeEngine
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from tests.engine.reference import ragged_rows
+from tests.engine.training import CALL, minibatch
+from tests.nn.tiny import hf_config
+
+STEPS = 5
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def _engine(world, text, *, dtype="float32", lora=None, offload=False):
+    """Return an engine whose parameters are in several sections."""
+    spec = replace(model_spec(ModelConfig.from_hf(hf_config(tied=True))), section_numel=2000)
+    optimizer = replace(OPTIMIZER, offload=offload)
+    engine = NativeEngine(spec, Layout.parse(text), world, dtype=dtype, optimizer=optimizer, lora=lora)
+    engine.load(None, seed=0)
+    return engine
+
+
+def _step(engine, world, number):
+    layout = engine.groups.layout
+    mine = slice(layout.coordinate(world.rank).dp, None, layout.dp)
+    rows = [ragged_rows(8, seed=2 * number + i)[mine] for i in (0, 1)]
+    return engine.run(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40).metrics
+
+
+def _values(engine):
+    """Return copies of the model's parameters and of the optimizer's state."""
+    found = {"flat": engine._trained.flat.clone()}
+    for kind, shards in engine.optimizer.state.items():
+        for name, parts in shards.items():
+            found |= {f"{kind}/{name}/{box}": part.clone() for box, part in parts}
+    return found
+
+
+def _assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["model", "adapters"])
+def test_released_gradients_come_back_and_change_nothing(lora):
+    world = World()
+    kept, released = (_engine(world, "d1@0", lora=lora) for _ in range(2))
+    views = dict(released._trained.grad_shards())
+    size = 4 * released._trained.flat.numel()
+    for number in range(3):
+        released.release("gradients")
+        assert "gradients" not in released.memory()
+        assert released._trained.grad_buffer.untyped_storage().nbytes() == 0
+        assert _step(released, world, number) == _step(kept, world, number)
+        assert released.memory()["gradients"] == kept.memory()["gradients"] == size
+        _assert_equal(_values(released), _values(kept))
+        sums = kept._trained.grad_shards()
+        assert all(torch.equal(views[name], sums[name]) for name in sums), "the views are not valid any more"
+        assert any(sums[name].any() for name in sums)
+    assert released.memory() == kept.memory()
+
+
+def test_the_gradients_of_an_unfinished_step_are_not_released():
+    engine = _engine(World(), "d1@0")
+    next(iter(engine._trained.weights())).is_empty = False
+    with pytest.raises(AssertionError, match="the step has not ended"):
+        engine.release("gradients")
+
+
+def _offloaded_or_not(world, text, dtype):
+    """Train with and without offloaded state; return the names of values that differ, and the memory."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    plain, offloaded = (_engine(world, text, dtype=dtype, offload=offload) for offload in (False, True))
+    wrong = []
+    for number in range(STEPS):
+        if _step(plain, world, number) != _step(offloaded, world, number):
+            wrong.append(f"metrics of step {number}")
+        expected, found = _values(plain), _values(offloaded)
+        wrong += [f"{number} {name}" for name in expected if not torch.equal(expected[name], found[name])]
+        for name, parts in offloaded.optimizer_shards().items():
+            for (box, source), (_, master) in zip(parts, plain.optimizer.shards[name], strict=True):
+                if not torch.equal(source, master.to(source.dtype)):
+                    wrong.append(f"{number} source {name} {box}")
+    host = offloaded.optimizer._host
+    buffers = [buffer.untyped_storage().nbytes() for buffer in host._buffers]
+    return wrong, buffers, host.buffer_bytes, host.host_bytes, sum(x.nbytes for x in plain.optimizer.held)
+
+
+@pytest.mark.parametrize("text, dtype", [
+    ("d1@0", "bfloat16"), ("d1@0", "float32"), ("d4@0-3", "bfloat16"), ("d2t2@0-3", "float32"),
+])  # fmt: skip
+def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
+    ranks = len(Layout.parse(text).ranks)
+    for wrong, buffers, buffer_bytes, host_bytes, held in pool.run(
+        _offloaded_or_not, text, dtype, num_ranks=ranks
+    ):
+        assert wrong == []
+        assert buffers == [0, 0]
+        assert host_bytes == held and 0 < buffer_bytes < 0.7 * held
+
+
+def _saved(engine):
+    """Return a copy of the optimizer's state."""
+    tensors = {
+        f"{kind}/{name}": parts for kind, shards in engine.optimizer.state.items()
+        for name, parts in shards.items()
+    }  # fmt: skip
+    return {name: [(box, part.clone()) for box, part in parts] for name, parts in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_state_moves_between_offloaded_and_other_optimizers(dtype):
+    """What a checkpoint reads and writes are the same tensors; a run may go on with or without offload."""
+    world = World()
+    first = _engine(world, "d1@0", dtype=dtype, offload=True)
+    for number in range(2):
+        _step(first, world, number)
+    saved = _saved(first)
+    for offload in (True, False):
+        second = _engine(world, "d1@0", dtype=dtype, offload=offload)
+        for kind, shards in second.optimizer.state.items():
+            for name, parts in shards.items():
+                for (_, part), (_, value) in zip(parts, saved[f"{kind}/{name}"], strict=True):
+                    part.copy_(value)
+        second.optimizer.state_was_read(first.optimizer.num_steps, 0)
+        again = _engine(world, "d1@0", dtype=dtype)
+        for number in range(2):
+            _step(again, world, number)
+        for number in range(2, STEPS):
+            assert _step(second, world, number) == _step(again, world, number)
+        _assert_equal(_values(second), _values(again))
+
+
+def test_every_section_passes_through_the_buffers_once():
+    """Sections of unequal sizes, whose states are changed while they are on the device."""
+    sizes = (5, 1, 7, 3)
+    states = [[torch.full((size,), float(i)), torch.full((size,), 10.0 + i)] for i, size in enumerate(sizes)]
+    host = HostStates(states, torch.device("cpu"))
+    assert host.host_bytes == 4 * 2 * sum(sizes) and host.buffer_bytes == 4 * 2 * (7 + 3)
+    seen = []
+
+    def update(section):
+        seen.append([part.tolist() for part in host.on_device[section]])
+        for part in host.on_device[section]:
+            part += 100
+
+    host.update(update)
+    assert seen == [[[float(i)] * size, [10.0 + i] * size] for i, size in enumerate(sizes)]
+    assert [[part.tolist() for part in parts] for parts in states] == [
+        [[100.0 + i] * size, [110.0 + i] * size] for i, size in enumerate(sizes)]
+
+
+_SETTINGS = """
+import os
+from realhf.__main__ import set_allocator
+set_allocator(os.environ)
+import torch
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize("own, expected", [
+    ({}, "expandable_segments:True"),
+    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
+])  # fmt: skip
+def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
+    others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    made = subprocess.run(
+        [sys.executable, "-c", _SETTINGS], env=others | own, capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == expected
