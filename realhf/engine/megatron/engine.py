@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from realhf.calls import Generate, OptimizerConfig
@@ -48,7 +49,7 @@ class MegatronEngine(Engine):
     ) -> None:  # fmt: skip
         """With `overlap`, which is the default on CUDA, gradients are summed during the backward pass."""
         assert memory is None and lora is None and not float32_head, "a Role with this engine has none"
-        _start_random_states()
+        _start_globals()
         self.groups = ParallelGroups.create(world, layout)
         collection = make_collection(self.groups)
         config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
@@ -149,8 +150,14 @@ class MegatronEngine(Engine):
         return [i for part in parts for i in part], results
 
 
-def _start_random_states() -> None:
-    """Give Megatron-Core the random states that it asks for; without dropout it draws no numbers."""
+def _start_globals() -> None:
+    """Make the two globals that Megatron-Core needs even with explicit groups.
+
+    These are a buffer for gathered activations, and random states; without dropout it draws no numbers.
+    `parallel_state` has no groups, so that whatever reads one from there raises.
+    """
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
     if not get_cuda_rng_tracker().is_initialized():
         model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
