@@ -2,10 +2,7 @@
 
 from tests.megatron import shim  # isort: skip
 
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
@@ -42,13 +39,13 @@ def make_engine(
     return engine
 
 
-def train(engine: Engine, *, steps: int, recompute: bool = False, num_rows: int = 6) -> list[dict[str, float]]:
+def train(engine: Engine, *, steps: int, recompute: bool = False) -> list[dict[str, float]]:
     """Return the metrics of a few steps on ragged rows, of which each replica has a part."""
     dp = engine.groups.at.dp
     size = engine.groups.layout.dp
     found = []
     for seed in range(steps):
-        batch = minibatch(ragged_rows(num_rows, seed=seed)[dp::size])
+        batch = minibatch(ragged_rows(6, seed=seed)[dp::size])
         result = engine.run(CALL, [batch], micro_batch_tokens=16, recompute=recompute)
         found.append(result.metrics)
     return found

@@ -100,8 +100,12 @@ _patch()
 
 import megatron.core.tensor_parallel.random as random  # noqa: E402 (it must come after the patches)
 import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher  # noqa: E402
 
 random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+# Counts of tokens become numpy arrays when they come from a GPU.
+token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+    tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor)
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None

@@ -54,7 +54,7 @@ class MegatronEngine(Engine):
         collection = make_collection(self.groups)
         config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
         self.model = MegatronModel(spec, self.groups, collection, config)
-        self._parameters = self._trained = self.model  # type: ignore[assignment]
+        self._parameters = self._trained = self.model
         self._adapters = None
         self._optimizer = None
         if optimizer is not None:
@@ -140,7 +140,7 @@ class MegatronEngine(Engine):
             samples = micro[number]
             hidden_TH = self.model.rows(hidden)[: len(samples[key].values)]
             return loss_by_parts(
-                self.model, hidden_TH, samples, settings.finish, key=key,  # type: ignore[arg-type]
+                self.model, hidden_TH, samples, settings.finish, key=key,
                 group_size=settings.group_size, **settings.outputs)
 
         if torch.is_grad_enabled():

@@ -120,6 +120,7 @@ class MegatronModel(MegatronModule):
     def head(self) -> Head:
         """The output head over `vocab_range`, on the last stage."""
         weight = self.embedding if self.output is None else self.output
+        assert weight is not None
         return Head(
             weight, self.vocab_range[0], self.groups.tp, scale=self.shape.logit_scale,
             softcap=self.shape.logit_softcap)

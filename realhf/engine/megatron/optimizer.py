@@ -14,7 +14,6 @@ from megatron.core.optimizer import Adam, ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from realhf.calls import OptimizerConfig as AdamWConfig
 from realhf.engine.megatron.model import MegatronModel

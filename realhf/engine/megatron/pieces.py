@@ -7,6 +7,7 @@ native engine, only their memory differs. So each parameter is a few blocks of r
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class _Finder:
             part = "embedding" if config.tied else "score" if config.head == "score" else "lm_head"
             yield from self._stacked(model.output, f"{part}.weight")
 
-    def _of_layer(self, module: torch.nn.Module) -> Iterator[Block]:
+    def _of_layer(self, module: Any) -> Iterator[Block]:
         attention = module.self_attention
         yield from self._of_module(module.input_layernorm, "attn_norm")
         yield from self._of_module(attention.q_layernorm, "q_norm")
@@ -137,13 +138,13 @@ class _Finder:
             yield from self._of_mlp(local, "expert_")
         self._expert = None
 
-    def _of_mlp(self, mlp: torch.nn.Module, prefix: str) -> Iterator[Block]:
+    def _of_mlp(self, mlp: Any, prefix: str) -> Iterator[Block]:
         ups = ("gate", "up") if self._model.shape.gated else ("up",)
         for kind, tensor in mlp.linear_fc1.named_parameters():
             yield from self._stacked(tensor, *(f"{prefix}{part}.{kind}" for part in ups))
         yield from self._of_module(mlp.linear_fc2, f"{prefix}down")
 
-    def _of_module(self, module: torch.nn.Module | None, part: str) -> Iterator[Block]:
+    def _of_module(self, module: Any, part: str) -> Iterator[Block]:
         for kind, tensor in () if module is None else module.named_parameters():
             yield from self._stacked(tensor, f"{part}.{kind}")
 
