@@ -80,7 +80,7 @@ def copies_in_memory(directory: Path) -> float:
     tensor = torch.ones(_TENSOR_BYTES // 4)
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before = status_bytes("VmRSS")
-    snapshot = Snapshot({"tensor": tensor})
+    snapshot = Snapshot({"tensor": (((0, len(tensor)),), [(((0, len(tensor)),), tensor)])})
     for number in range(2):
         snapshot.take()
         snapshot.write(directory / f"{number}.safetensors")

@@ -9,8 +9,8 @@ import torch
 from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
-from realhf.realloc.bind import shards_of
 from realhf.realloc.execute import Reallocator
+from realhf.realloc.pieces import shards_of
 from realhf.region import Region, overlap, region_size, region_slices
 
 DTYPE = torch.float32

@@ -15,10 +15,10 @@ import numpy as np
 
 from realhf.layout import Coordinate, Layout, ParallelStrategy, even_part, even_split
 from realhf.model_config import ModelConfig
-from realhf.region import Region, region_size, shards_of_rows
+from realhf.region import Region, region_size, split_evenly
 
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
-"""The distinct regions of a parameter under a layout, by tp index, each with the ranks that hold it."""
+"""The distinct regions of a parameter under a layout, each with the ranks that hold it."""
 NUM_TERMS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
 _BOTH_ENDS = -1  # Stands for the stages of an embedding that is also the head: the first and the last.
 
@@ -108,18 +108,10 @@ class ModelSpec:
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
         return range(*even_split(self.config.num_layers, strategy.pp, stage))
 
-    def held_by(self, layout: Layout, rank: int, *, sharded: bool = False) -> dict[str, Region]:
-        """Return parameter name -> region on `rank`, in table order; empty for a rank outside the layout.
-
-        With `sharded`, these are regions of the optimizer's copy, of which every replica has a part (ZeRO-1).
-        """
+    def held_by(self, layout: Layout, rank: int) -> dict[str, Region]:
+        """Return parameter name -> region on `rank`, in table order; empty for a rank outside the layout."""
         if rank not in layout:
             return {}
-        if sharded:
-            owned: dict[str, Region] = {}
-            for held, ranks in self.sections(layout, rank):
-                owned |= shards_of_rows(held, len(ranks))[ranks.index(rank)]
-            return owned
         at = layout.coordinate(rank)
         kinds, stages, owners = self._placement_keys(layout)
         on_stage = (stages == at.pp) | ((stages == _BOTH_ENDS) & (at.pp in (0, layout.pp - 1)))
@@ -129,6 +121,20 @@ class ModelSpec:
             regions[int(kind)] = self.params[here[first]].region(layout.tp, at.tp)
         numbers = zip(here.tolist(), kinds[here].tolist(), strict=True)
         return {self.params[i].name: regions[kind] for i, kind in numbers}
+
+    def boxes_held_by(
+        self, layout: Layout, rank: int, *, sharded: bool = False
+    ) -> dict[str, tuple[Region, ...]]:
+        """Return parameter name -> the boxes of it on `rank`, which do not overlap.
+
+        With `sharded`, these are boxes of the optimizer's copy, of which every replica has a part (ZeRO-1):
+        at most three of a matrix.
+        """
+        if not sharded:
+            return {name: (region,) for name, region in self.held_by(layout, rank).items()}
+        sections = self.sections(layout, rank) if rank in layout else []
+        parts = [split_evenly(held, len(ranks))[ranks.index(rank)] for held, ranks in sections]
+        return {name: boxes for part in parts for name, boxes in part.items()}
 
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
         """Split the regions on `rank` into sections, each with the ranks that hold the same regions.
@@ -179,9 +185,9 @@ class ModelSpec:
             for regions, ranks in sections:
                 if owner and not self._expert_names & regions.keys():  # Counted with the first owner.
                     continue
-                for part, rank in zip(shards_of_rows(regions, len(ranks)), ranks, strict=True):
-                    for name, region in part.items():
-                        boxes[name].setdefault(region, []).append(rank)
+                for part, rank in zip(split_evenly(regions, len(ranks)), ranks, strict=True):
+                    for name, box in ((name, box) for name, some in part.items() for box in some):
+                        boxes[name].setdefault(box, []).append(rank)
         found: dict[Placement, Placement] = {}
         made = (tuple((r, tuple(sorted(ranks))) for r, ranks in boxes[p.name].items()) for p in self.params)
         return [found.setdefault(placement, placement) for placement in made]

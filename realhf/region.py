@@ -1,10 +1,11 @@
 """Region: the box of a parameter that a rank holds. Also splits regions evenly over replicas."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
+CHUNK_MULTIPLE = 128
+"""Number of elements that divides a chunk, so that the chunks of all members start at aligned addresses."""
 Region = tuple[tuple[int, int], ...]
 """A half-open index range for each dim."""
 
@@ -36,20 +37,60 @@ def row_blocks(num_rows: int, row_size: int, block_size: int) -> Iterator[slice]
         yield slice(start, start + step)
 
 
-def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
-    """Split regions that are stored end to end into parts that are as even as whole rows allow.
+def boxes_between(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """Yield elements [start, stop) of a region, in row-major order, as at most 2 * dims - 1 boxes."""
+    if start >= stop:
+        return
+    low = region[0][0]
+    rest = region[1:]
+    row = region_size(rest)
+    first = start // row
+    last = stop // row
 
-    Returns name -> region for each part.
+    def inside_row(row_index: int, start: int, stop: int) -> Iterator[Region]:
+        for box in boxes_between(rest, start, stop):
+            yield ((low + row_index, low + row_index + 1), *box)
+
+    if first == last:
+        yield from inside_row(first, start % row, stop % row)
+        return
+    if start % row:
+        yield from inside_row(first, start % row, row)
+        first += 1
+    if first < last:
+        yield ((low + first, low + last), *rest)
+    yield from inside_row(last, 0, stop % row)
+
+
+def chunk_edges(numel: int, num_parts: int) -> list[int]:
+    """Return where the chunks of a flat tensor start, one per part, and where the last one stops.
+
+    All but the last are equal, and a multiple of CHUNK_MULTIPLE, so that one collective operation takes them
+    all. The last one also has the rest, which is less than num_parts * (CHUNK_MULTIPLE + 1).
     """
-    boxes = list(regions.items())
-    sizes = np.array([region_size(region) for region in regions.values()])
-    num_rows = np.array([stop - start for (start, stop), *_ in regions.values()])
-    cuts = np.arange(num_parts + 1) * sizes.sum() // num_parts
-    rows = (cuts - (sizes.cumsum() - sizes)[:, None]) / (sizes // num_rows)[:, None]
-    edges = rows.round().clip(0, num_rows[:, None]).astype(np.int64)  # Of each region, one per cut.
-    parts: list[dict[str, Region]] = [{} for _ in range(num_parts)]
-    for number, i in np.argwhere(np.diff(edges)).tolist():
-        name, ((low, _), *rest) = boxes[number]
-        first, last = edges[number, i : i + 2].tolist()
-        parts[i][name] = ((low + first, low + last), *rest)
+    body = chunk_body(numel, num_parts)
+    return [*(body * i for i in range(num_parts)), numel]
+
+
+def chunk_body(numel: int, num_parts: int) -> int:
+    """Return the number of elements that every chunk of a flat tensor has (see `chunk_edges`)."""
+    return numel // (num_parts * CHUNK_MULTIPLE) * CHUNK_MULTIPLE if num_parts > 1 else numel
+
+
+def split_evenly(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, tuple[Region, ...]]]:
+    """Split regions that are stored end to end into one chunk per part (see `chunk_edges`).
+
+    Returns name -> the boxes that a chunk has of the region, for each part.
+    """
+    sizes = [region_size(region) for region in regions.values()]
+    edges = chunk_edges(sum(sizes), num_parts)
+    parts: list[dict[str, tuple[Region, ...]]] = [{} for _ in range(num_parts)]
+    start = 0
+    for (name, region), size in zip(regions.items(), sizes, strict=True):
+        for part in range(bisect_right(edges, start, hi=num_parts) - 1, num_parts):
+            first, last = max(edges[part], start), min(edges[part + 1], start + size)
+            if first >= last:
+                break
+            parts[part][name] = tuple(boxes_between(region, first - start, last - start))
+        start += size
     return parts

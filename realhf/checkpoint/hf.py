@@ -89,7 +89,7 @@ def save_weights(
         model.spec, groups.layout, groups.world, dtype=model.flat.dtype, leader=groups.layout.ranks[0],
         max_shard_bytes=max_shard_bytes, lora=model.lora if isinstance(model, Adapters) else None, base=base,
     )  # fmt: skip
-    writer.write(Path(directory), model.shards(), beside=beside or {})
+    writer.write(Path(directory), model.pieces(), beside=beside or {})
 
 
 def _read_all(

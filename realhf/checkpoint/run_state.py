@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
@@ -21,9 +21,10 @@ from realhf.checkpoint.names import CHECKSUM, MANIFEST
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
 from realhf.checkpoint.write import memory_of
 from realhf.field_types import check_types
+from realhf.realloc.pieces import Piece, cut
 from realhf.region import Region, overlap, region_size, region_slices
 
-FORMAT = 2
+FORMAT = 3
 """Version of the format; a checkpoint of another version is refused."""
 _BLOCK_BYTES = 4 << 20
 
@@ -125,6 +126,12 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def tensor_name(set_name: str, kind: str, parameter: str, box: Region) -> str:
+    """Return the name, in a file of a checkpoint, of a box of a parameter."""
+    spans = ",".join(f"{start}:{stop}" for start, stop in box)
+    return f"{set_name}/{kind}/{parameter}[{spans}]"
+
+
 def check_file(directory: Path, name: str, entry: FileEntry) -> str:
     """Return what is wrong with a file of a checkpoint, or an empty string."""
     path = directory / name
@@ -169,24 +176,30 @@ def sync_directory(path: Path) -> None:
 class Snapshot:
     """A copy of tensors in host memory, in the form of a safetensors file. The memory is allocated once."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors whose values `take` copies; their memory must stay the same."""
+    def __init__(self, boxes: Mapping[str, tuple[Region, Sequence[Piece]]]) -> None:
+        """Take the name of each tensor in the file -> its box, and pieces that hold it, whose values `take`
+        copies; their memory must stay the same."""
         # Wide types come first, so that each tensor is aligned.
-        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        ordered = dict(sorted(boxes.items(), key=lambda item: -item[1][1][0][1].element_size()))
         stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+        shapes = {name: tuple(stop - start for start, stop in box) for name, (box, _) in ordered.items()}
         self._header, starts = pack_header(
-            (name, stored[tensor.dtype], tuple(tensor.shape)) for name, tensor in self._tensors.items()
+            (name, stored[pieces[0][1].dtype], shapes[name]) for name, (_, pieces) in ordered.items()
         )
         self._data = torch.empty(starts[""] - len(self._header), dtype=torch.uint8)
-        self._copies = {
-            name: self._data[starts[name] - len(self._header) :][: tensor.nbytes].view(tensor.dtype)
-            for name, tensor in self._tensors.items()
-        }
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Parts of `_data`, each with the tensor to copy to it."""
+        for name, (box, pieces) in ordered.items():
+            dtype = pieces[0][1].dtype
+            num_bytes = region_size(box) * dtype.itemsize
+            copy = self._data[starts[name] - len(self._header) :][:num_bytes].view(dtype).view(shapes[name])
+            for region, tensor in cut(pieces, box):
+                self._copies.append((copy[region_slices(region, within=box)], tensor))
 
     def take(self) -> None:
         """Copy the tensors as they are now."""
-        for name, tensor in self._tensors.items():
-            self._copies[name].view(tensor.shape).copy_(tensor)
+        for copy, tensor in self._copies:
+            copy.copy_(tensor)
 
     def write(self, path: Path) -> FileEntry:
         """Write what `take` has copied. Raises OSError."""
@@ -207,7 +220,7 @@ class SavedTensors:
         missing = target.numel()
         for file, box in self._saved.pieces[parameter]:
             if (shared := overlap(region, box)) is not None:
-                values = self._open(file, f"{self._name}/{kind}/{parameter}")
+                values = self._open(file, tensor_name(self._name, kind, parameter, box))
                 target[region_slices(shared, within=region)] = values[region_slices(shared, within=box)]
                 missing -= region_size(shared)
         if missing:

@@ -24,6 +24,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.nn.split_float32 import joined, sum_dtype
 from realhf.param_spec import ModelSpec, ParamSpec
+from realhf.realloc.pieces import Shards, assembled
 from realhf.region import Region, region_size, row_blocks
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -139,7 +140,7 @@ class CheckpointWriter:
         self._group = world.group(tuple(sorted({*layout.ranks, leader})), purpose="export")
 
     @torch.no_grad()
-    def write(self, directory: Path, shards: Mapping[str, Tensor], *, beside: Mapping[str, Beside]) -> None:
+    def write(self, directory: Path, shards: Shards, *, beside: Mapping[str, Beside]) -> None:
         """Write the directory; all ranks of the layout and the leader must call this.
 
         Returns when the directory is complete. `beside` maps names to further files. The config is written
@@ -173,14 +174,14 @@ class CheckpointWriter:
         first = self._writers.index(self._rank) * num_files // len(self._writers)
         return sorted(jobs, key=lambda job: (file_index[job.param.in_file.name] - first) % num_files)
 
-    def _blocks(self, job: WriteJob, shards: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _blocks(self, job: WriteJob, shards: Shards) -> Iterator[tuple[int, Tensor]]:
         """Yield, on the rank that writes a region, the indices of first rows and the rows that fit a block.
 
         If another rank holds the region, that one sends them meanwhile.
         """
         peers = self._group.ranks
         if self._rank == job.sender:
-            values = in_file_order(job.param, shards[job.param.name])
+            values = in_file_order(job.param, assembled(shards[job.param.name], job.region))
         elif self._rank == job.writer:
             shape = [stop - start for start, stop in box_in_tensor(job.param, job.region)]
             values = torch.empty(shape, dtype=_dtype_in_file(job.param, self._dtype), device="meta")

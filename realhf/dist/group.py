@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from realhf.dist.activity import Activity
 from realhf.dist.message_size import checked_length
+from realhf.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
@@ -150,8 +152,8 @@ class Group:
             tensor.copy_(reduce(torch.Tensor.add_, self.all_gather(tensor).unbind()))
         else:
             chunks = list(tensor.view(-1).tensor_split(self.size))
-            self.reduce_scatter_chunks(chunks)
-            self.all_gather_chunks(chunks)
+            self._post_reduce_scatter(chunks)()
+            self._all_gather_chunks(chunks)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,18 +165,64 @@ class Group:
             self._backend._allgather_base(out, tensor.contiguous()).wait()
         else:
             out[self.index] = tensor
-            self.all_gather_chunks(list(out.unbind()))
+            self._all_gather_chunks(list(out.unbind()))
         return out
 
-    def reduce_scatter_chunks(self, chunks: list[torch.Tensor]) -> torch.Tensor:
-        """Sum chunk `index` of all members into this member's chunk, in place; chunks may differ in size."""
-        self.post_reduce_scatter(chunks)()
-        return chunks[self.index]
+    def post_reduce_scatter(self, flat: torch.Tensor) -> Callable[[], None]:
+        """Start to sum a flat tensor over the group, in place; it must stay untouched until the returned
+        function is called.
 
-    def post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
-        """Start `reduce_scatter_chunks`; chunks must stay untouched until the returned function is called."""
-        if self._native:
-            return Pending([(self._backend.reduce(c, i), self.ranks) for i, c in enumerate(chunks)]).wait
+        Every member gets the sum of its own chunk (see `chunk_edges`), in whole over gloo. On NCCL this is
+        one collective, which leaves out the rest that only the last chunk has: see `sum_rests`.
+        """
+        if not self._native:
+            return self._post_reduce_scatter(self._chunks(flat))
+        body = chunk_body(len(flat), self.size)
+        if not body:
+            return lambda: None
+        own = flat[body * self.index :][:body]
+        work = self._backend._reduce_scatter_base(own, flat[: body * self.size])
+        return Pending([(work, self.ranks)], activity=self._activity).wait
+
+    def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
+        """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
+        if self._native and (rests := self._rests(flats)):
+            total = self.all_reduce(torch.cat(rests))
+            _copy_parts(total, rests)
+
+    def all_gather_flat(self, flat: torch.Tensor) -> None:
+        """Fill every chunk of a flat tensor (see `chunk_edges`), in place, from the member with its index.
+
+        On NCCL this is one collective, which leaves out the rest that only the last chunk has: see
+        `spread_rests`.
+        """
+        if not self._native:
+            self._all_gather_chunks(self._chunks(flat))
+        elif body := chunk_body(len(flat), self.size):
+            own = flat[body * self.index :][:body]
+            self._backend._allgather_base(flat[: body * self.size], own).wait()
+
+    def spread_rests(self, flats: Sequence[torch.Tensor]) -> None:
+        """Fill what `all_gather_flat` has left out of these tensors, in one collective."""
+        if self._native and (rests := self._rests(flats)):
+            joined = torch.cat(rests)
+            self._backend.broadcast(joined, self.size - 1).wait()
+            _copy_parts(joined, rests)
+
+    def _chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        edges = chunk_edges(len(flat), self.size)
+        return [flat[first:last] for first, last in pairwise(edges)]
+
+    def _rests(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the last chunk of each tensor has more than the others, where it has more."""
+        rests = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
+        return [rest for rest in rests if len(rest)]
+
+    def _post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
+        """Start to sum chunk `index` of all members into this member's chunk, in place, over gloo.
+
+        Chunks may differ in size, and must stay untouched until the returned function is called.
+        """
         mine = chunks[self.index]
         peers = self._peers()
         parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
@@ -186,12 +234,8 @@ class Group:
 
         return finish
 
-    def all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
-        """Fill every chunk, in place, from the member with its index; chunks may differ in size."""
-        if self._native:
-            for index, chunk in enumerate(chunks):
-                self._backend.broadcast(chunk, index).wait()
-            return
+    def _all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
+        """Fill all chunks, in place, each from the member with its index, over gloo; sizes may differ."""
         sends = [(peer, chunks[self.index]) for peer in self._peers()]
         self.exchange(sends, [(peer, chunks[peer]) for peer, _ in sends])
 
@@ -231,6 +275,12 @@ class Group:
     def _peers(self) -> list[int]:
         """Return the other members, from the next one on, so that not all members send to one port first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
+
+
+def _copy_parts(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy a flat tensor to the parts that it is made of."""
+    for part, values in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        part.copy_(values)
 
 
 def _encode_json(document: Any) -> torch.Tensor:

@@ -14,13 +14,14 @@ from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.protocol import CallResult, Metrics, Shards
+from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
 from realhf.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters
+from realhf.realloc.pieces import Shards
 
 Outputs = dict[str, torch.Tensor]
 
@@ -110,15 +111,15 @@ class Engine(ABC):
 
     def shards(self) -> Shards:
         """Return the parameters, without the adapters, for reallocation."""
-        return self._parameters.shards()
+        return self._parameters.pieces()
 
     def adapter_shards(self) -> Shards:
         """Return the parameters of the adapters."""
         assert self._adapters is not None, "a model without LoRA has no adapters"
-        return self._adapters.shards()
+        return self._adapters.pieces()
 
     def optimizer_shards(self) -> Shards:
-        """Return for each parameter the rows of the optimizer's copy that this replica owns."""
+        """Return the part of the optimizer's copy that this replica owns."""
         return self.optimizer.shards
 
     @property

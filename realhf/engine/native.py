@@ -14,7 +14,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_parts
-from realhf.engine.protocol import DTYPES, Metrics, Shards
+from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
@@ -28,6 +28,7 @@ from realhf.micro_batch import attention_share, micro_batches
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
+from realhf.realloc.pieces import Shards
 
 
 class NativeEngine(Engine):
@@ -65,9 +66,9 @@ class NativeEngine(Engine):
 
     def export_shards(self) -> Shards:
         if self.adapters is None:
-            return self.model.shards()
+            return self.model.pieces()
         merges = self.adapters.lora.export_merged
-        return self.model.merged_model().shards() if merges else self.adapters.shards()
+        return self.model.merged_model().pieces() if merges else self.adapters.pieces()
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report

@@ -7,7 +7,6 @@ own. If parameters have the optimizer's dtype, their slice is itself the master 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,8 @@ from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
 from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
-from realhf.realloc.bind import shards_of
-from realhf.region import Region, region_size, shards_of_rows
+from realhf.realloc.pieces import Shards, pieces_of
+from realhf.region import Region, chunk_edges, region_size, split_evenly
 
 _MAX_IN_FLIGHT = 2
 """Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
@@ -28,9 +27,10 @@ class _Section(NamedTuple):
     """A part of the flat parameters that all members of `group` hold, split into one chunk per member."""
 
     group: Group
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    shards: dict[str, Region]  # Parameter name -> its region in this member's chunk.
+    params: torch.Tensor
+    grads: torch.Tensor
+    own: slice  # This member's chunk of both.
+    boxes: dict[str, tuple[Region, ...]]  # Parameter name -> its boxes in this member's chunk.
     names: list[str]  # Names of all parameters of the section.
     first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
 
@@ -65,17 +65,24 @@ class ShardedAdamW:
         start = 0
         for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
             group = model.groups.world.group(ranks)
-            parts = shards_of_rows(regions, group.size)
-            stops = list(accumulate((sum(map(region_size, part.values())) for part in parts), initial=start))
-            slices = list(pairwise(stops))
-            params, sums = ([flat[first:stop] for first, stop in slices] for flat in (model.flat, grads))
+            stop = start + sum(map(region_size, regions.values()))
+            first, last = chunk_edges(stop - start, group.size)[group.index :][:2]
+            boxes = split_evenly(regions, group.size)[group.index]
             layers = [model.spec.layer_of[name] for name in regions]
-            first = min(math.inf if layer is None else layer for layer in layers)
-            self._sections.append(_Section(group, params, sums, parts[group.index], list(regions), first))
-            self._counted += self._primary(regions, grads, *slices[group.index])
-            start = stops[-1]
+            first_layer = min(math.inf if layer is None else layer for layer in layers)
+            params = model.flat[start:stop]
+            sums = grads[start:stop]
+            self._sections.append(
+                _Section(group, params, sums, slice(first, last), boxes, list(regions), first_layer))
+            self._counted += self._primary(regions, grads, start + first, start + last)
+            start = stop
+        self._by_group: dict[Group, list[_Section]] = {}
+        for section in self._sections:
+            self._by_group.setdefault(section.group, []).append(section)
         self._open = self._by_layer()
         """Sections whose gradients are not summed yet."""
+        self._has_rests = False
+        """Whether sums have begun, of which what is left over of every section follows (see `sum_rests`)."""
         self._in_flight: deque[Callable[[], None]] = deque()
         """Functions that complete the sums that have begun."""
         self._slices = self._mine
@@ -88,31 +95,32 @@ class ShardedAdamW:
         self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
         self.shards = self._by_parameter(self._slices)
-        """Parameter name -> this replica's rows of the master copy."""
+        """Parameter name -> this replica's part of the master copy."""
         self._mean_shards = self._by_parameter(self._means)
         self._square_shards = self._by_parameter(self._squares)
-        fixed = {param.name for param in model.spec.params if not param.trainable}
-        self._fixed = [shard for name, shard in self.shards.items() if name in fixed]
+        fixed = [param.name for param in model.spec.params if not param.trainable]
+        self._fixed = [part for name in fixed for _, part in self.shards.get(name, ())]
         self._vectors = self._vector_parts()
 
     def _vector_parts(self) -> "_Parts":
         """Return this replica's part of norms and biases, which have no weight decay."""
         kinds = (self._slices, self._mine_grads, self._means, self._squares)
-        by_name = [self._by_parameter(slices) for slices in kinds]
         names = [name for name in self.shards if self._by_name[name].is_vector]
-        params, grads, means, squares = ([parts[name] for name in names] for parts in by_name)
+        by_name = [self._by_parameter(slices) for slices in kinds]
+        parts = [[part for name in names for _, part in shards[name]] for shards in by_name]
+        params, grads, means, squares = parts
         return _Parts(params, grads, means, squares, [torch.zeros((), device=part.device) for part in params])
 
-    def _by_parameter(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return parameter name -> this replica's rows, as views of one flat tensor per section."""
+    def _by_parameter(self, slices: Sequence[torch.Tensor]) -> Shards:
+        """Return this replica's part of every parameter, as views of one flat tensor per section."""
         return {
-            name: shard for section, part in zip(self._sections, slices, strict=True)
-            for name, shard in shards_of(part, section.shards).items()
+            name: pieces for section, part in zip(self._sections, slices, strict=True)
+            for name, pieces in pieces_of(part, section.boxes).items()
         }  # fmt: skip
 
     @property
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of this replica, which checkpoints hold: kind -> parameter name -> rows."""
+    def state(self) -> dict[str, Shards]:
+        """The tensors of this replica, which checkpoints hold, by kind."""
         return {"master": self.shards, "exp_avg": self._mean_shards, "exp_avg_sq": self._square_shards}
 
     def state_was_read(self, num_steps: int, num_skipped: int) -> None:
@@ -132,12 +140,12 @@ class ShardedAdamW:
     @property
     def _mine(self) -> list[torch.Tensor]:
         """This replica's chunks of the model's parameters."""
-        return [section.params[section.group.index] for section in self._sections]
+        return [section.params[section.own] for section in self._sections]
 
     @property
     def _mine_grads(self) -> list[torch.Tensor]:
         """The gradients of `_mine`, complete once all sums are."""
-        return [section.grads[section.group.index] for section in self._sections]
+        return [section.grads[section.own] for section in self._sections]
 
     def _primary(
         self, names: Iterable[str], grads: torch.Tensor, start: int, stop: int
@@ -169,6 +177,7 @@ class ShardedAdamW:
     def _reduce(self, section: _Section) -> None:
         """Begin to sum a section's gradients over its replicas."""
         self._model.finish_grads(section.names)
+        self._has_rests = True
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.popleft()()
         self._in_flight.append(section.group.post_reduce_scatter(section.grads))
@@ -183,6 +192,17 @@ class ShardedAdamW:
             self._reduce(self._open.pop())
         while self._in_flight:
             self._in_flight.popleft()()
+        if self._has_rests:
+            self._has_rests = False
+            for group, sections in self._by_group.items():
+                group.sum_rests([section.grads for section in sections])
+
+    def _gather(self) -> None:
+        """Fill the parameters of all replicas with what each of them has updated."""
+        for section in self._sections:
+            section.group.all_gather_flat(section.params)
+        for group, sections in self._by_group.items():
+            group.spread_rests([section.params for section in sections])
 
     def _by_layer(self) -> list[_Section]:
         """Return the sections by first layer; the backward pass completes the last section first."""
@@ -213,8 +233,7 @@ class ShardedAdamW:
         for master, mine in zip(self._slices, self._mine, strict=True):
             mine.copy_(master)
         if gather:  # (a no-op for one replica)
-            for section in self._sections:
-                section.group.all_gather_chunks(section.params)
+            self._gather()
         self._model.forget_grads()
         self._open = self._by_layer()
         self.num_steps += 1

@@ -8,8 +8,6 @@ from realhf.data.batch import Batch
 
 Metrics = dict[str, float]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-Shards = dict[str, torch.Tensor]
-"""Parameter name -> this rank's region of it, always the same memory."""
 
 
 @dataclass(frozen=True)

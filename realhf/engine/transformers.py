@@ -20,7 +20,7 @@ from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
 from realhf.engine.hf_module import TransformersModel, token_mask
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.kv_budget import agreed_sizes, check_positions
@@ -31,6 +31,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.micro_batch import padded_micro_batches
 from realhf.param_spec import ModelSpec
+from realhf.realloc.pieces import Shards, whole_parameters
 
 
 class TransformersEngine(Engine):
@@ -52,7 +53,7 @@ class TransformersEngine(Engine):
         self.model.load(directory, seed=seed)
 
     def export_shards(self) -> Shards:
-        return self.model.file_tensors()
+        return whole_parameters(self.model.file_tensors())
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report

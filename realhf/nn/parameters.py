@@ -13,7 +13,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.nn.grad_accumulation import Weight
 from realhf.param_spec import ModelSpec, ParamSpec
-from realhf.realloc.bind import shards_of
+from realhf.realloc.pieces import Shards, one_piece_each, shards_of
 from realhf.region import region_size, region_slices
 
 _DRAWN_NUMEL = 1 << 20
@@ -47,6 +47,7 @@ class ShardedParameters:
         self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
         assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
         self._shards = shards_of(self.flat, self.regions)
+        self._pieces = one_piece_each(self._shards, self.regions)
         self.grad_buffer: Tensor | None = None
         """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them."""
         self._grad_shards: dict[str, Tensor] = {}
@@ -99,6 +100,10 @@ class ShardedParameters:
     def shards(self) -> dict[str, Tensor]:
         """Return parameter name -> this rank's region, a view of `flat`; always the same mapping."""
         return self._shards
+
+    def pieces(self) -> Shards:
+        """Return parameter name -> this rank's region as its only piece; always the same mapping."""
+        return self._pieces
 
     def grad_shards(self) -> dict[str, Tensor]:
         """Return parameter name -> gradient of this rank's region, a view of `grad_buffer`."""

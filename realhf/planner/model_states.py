@@ -3,7 +3,7 @@
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole
-from realhf.planner.shard import held_params, num_params
+from realhf.planner.shard import fullest_chunks, held_params, num_params
 from realhf.realloc.schedule import STAGING_BYTES
 
 CONTEXT_BYTES = 1 << 30
@@ -66,13 +66,11 @@ def optimizer_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> 
     """Return the bytes of the optimizer.
 
     All of it is in float32 with ZeRO stage 1 (Rajbhandari et al. 2020): a replica has its share of the
-    moments and, where the weights have a narrower dtype, of a master copy. Shards end at whole rows of a
-    parameter, hence one extra row (in each section rounding may go either way). The optimizer of experts is
-    shared by 1/ep as many replicas.
+    moments and, where the weights have a narrower dtype, of a master copy. The last replica has the most,
+    because the others have equal, aligned chunks of each section. The optimizer of experts is shared by 1/ep
+    as many replicas.
     """
-    shared, experts = held_params(role.config, strategy, stage, role.lora)
-    replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
-    row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
-    sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
+    section_numel = role.trained_spec.section_numel
+    sharded = fullest_chunks(role.config, strategy, stage, role.lora, section_numel)
     num_copies = 2 + (role.itemsize < role.wide_itemsize)
     return num_copies * sharded * role.wide_itemsize

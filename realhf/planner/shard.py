@@ -14,7 +14,7 @@ from realhf.layout import ParallelStrategy
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, ParamSpec, model_spec
-from realhf.region import region_size
+from realhf.region import chunk_body, region_size
 
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 
@@ -94,13 +94,32 @@ def in_section(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
 ) -> tuple[int, int]:
     """Return the two numbers of `held_params` for the largest section (ModelSpec.sections) of each kind."""
-    largest = [0, 0]
-    for kind, counts in enumerate(_on_stage(config, strategy, stage, lora).tolist()):
-        numel = 0
+    shared, experts = _section_sizes(config, strategy, stage, lora, section_numel)
+    return max(shared, default=0), max(experts, default=0)
+
+
+@lru_cache(maxsize=1 << 16)
+def fullest_chunks(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
+) -> int:
+    """Return the parameters of a stage whose optimizer the fullest replica has, at most."""
+    sections = _section_sizes(config, strategy, stage, lora, section_numel)
+    replicas = (strategy.num_replicas, strategy.num_expert_replicas)
+    kinds = zip(sections, replicas, strict=True)
+    return sum(n - (r - 1) * chunk_body(n, r) for sizes, r in kinds for n in sizes)
+
+
+def _section_sizes(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
+) -> tuple[list[int], list[int]]:
+    """Return the sizes of the sections (ModelSpec.sections) of both kinds of `held_params`."""
+    sections: tuple[list[int], list[int]] = ([], [])
+    for sizes, counts in zip(sections, _on_stage(config, strategy, stage, lora).tolist(), strict=True):
         for count in counts:
-            numel = count if numel >= section_numel else numel + count
-            largest[kind] = max(largest[kind], numel)
-    return largest[0], largest[1]
+            if not sizes or sizes[-1] >= section_numel:
+                sizes.append(0)
+            sizes[-1] += count
+    return sections
 
 
 @lru_cache(maxsize=1 << 16)

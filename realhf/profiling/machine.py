@@ -81,8 +81,8 @@ def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, 
             chunks = list(tensor.tensor_split(count))
             calls: dict[str, Callable[[], object]] = {
                 "all_reduce": partial(group.all_reduce, tensor),
-                "all_gather": partial(group.all_gather_chunks, chunks),
-                "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),
+                "all_gather": partial(group.all_gather_flat, tensor),
+                "reduce_scatter": partial(_reduce_scatter, group, tensor),
                 "all_to_all": partial(_all_to_all, group, chunks),
             }
             work |= {(name, count, num_bytes): call for name, call in calls.items()}
@@ -94,6 +94,11 @@ def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, 
         for name in COLLECTIVES
     }
     return tables, {name: _median(spreads[key] for key in spreads if key[0] == name) for name in COLLECTIVES}
+
+
+def _reduce_scatter(group: Group, flat: torch.Tensor) -> None:
+    """Sum the chunks of a tensor, each on one member."""
+    group.post_reduce_scatter(flat)()
 
 
 def _all_to_all(group: Group, chunks: Sequence[torch.Tensor]) -> None:

@@ -1,26 +1,18 @@
 """Binds one rank's part of a Schedule to tensors: the memory that is sent, received and copied by wave."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from realhf.dist.group import Group
-from realhf.realloc.host_memory_reads import HostMemoryReads, Shards, Side
+from realhf.realloc.host_memory_reads import HostMemoryReads, Side
+from realhf.realloc.pieces import Shards, detached, in_row_major_order, pairs
 from realhf.realloc.schedule import Message, Schedule
-from realhf.region import Region, region_size, region_slices
 
 Copies = list[tuple[Tensor, Tensor]]
 """Tensors to write, each with the tensor to read."""
-
-
-def shards_of(flat: Tensor, regions: Mapping[str, Region]) -> dict[str, Tensor]:
-    """Return the regions as views of a flat tensor in which they lie end to end."""
-    shards = flat.split([region_size(region) for region in regions.values()])
-    shapes = ([stop - start for start, stop in region] for region in regions.values())
-    return {name: shard.view(shape) for name, shard, shape in zip(regions, shards, shapes, strict=True)}
 
 
 class Staging:
@@ -66,7 +58,8 @@ class Binder:
 
     Ranks on the same host read each other's memory where they can. A forwarded box then still needs a
     message, which says that the box has arrived in the memory that is to be read. With `in_place`, received
-    elements overwrite the target's; otherwise they are averaged into it.
+    elements overwrite the target's; otherwise they are averaged into it. A box is cut where the pieces of
+    this rank end; in a message its elements are in row-major order, however either side holds them.
     """
 
     def __init__(
@@ -81,19 +74,14 @@ class Binder:
         self._dtype = dtype
         self._device = device
         self._in_place = in_place
-        held_by = schedule.spec.held_by
-        self._regions_of: Mapping[Side, Callable[[int], Mapping[str, Region]]] = {
-            "source": cache(partial(held_by, schedule.source, sharded=schedule.sharded)),
-            "target": cache(partial(held_by, schedule.target)),
-        }
-        """Functions from a rank to its regions on each side."""
         self._shards: Mapping[Side, Shards] = {}
 
     def bind(self, source: Shards | None, target: Shards | None, staging: Staging) -> Binding:
         """Return the waves and local copies on the tensors; grow `staging` to what they need."""
-        self._shards = {"source": _detached(source), "target": _detached(target)}
-        for name, tensor in self._shards["target"].items():
-            assert tensor.dtype == self._dtype, f"target {name} is {tensor.dtype}, not {self._dtype}"
+        self._shards = {"source": detached(source), "target": detached(target)}
+        for name, pieces in self._shards["target"].items():
+            for _, tensor in pieces:
+                assert tensor.dtype == self._dtype, f"target {name} is {tensor.dtype}, not {self._dtype}"
         local = self._local_copies()
         waves = [Wave() for _ in self._messages]
         sent: list[list[tuple[Message, list[Tensor]]]] = [[] for _ in waves]
@@ -118,10 +106,11 @@ class Binder:
         """Return the copies within this rank, except those of a tensor onto itself."""
         copies: Copies = []
         for name, region in self._schedule.local_copies(self._rank):
-            old = self._own("source", name, region)
-            new = self._own("target", name, region)
-            if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
-                copies.append((new, old))
+            old = self._shards["source"][name]
+            copies += (
+                (ours, theirs) for ours, theirs in pairs(self._shards["target"][name], old, region)
+                if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride()
+            )  # fmt: skip
         return _join(copies)
 
     def _share(self, message: Message, wave: Wave, local: Copies) -> None:
@@ -151,15 +140,14 @@ class Binder:
         peer = self._group.ranks.index(message.peer)
         (wave.sends if message.sending else wave.recvs).append((peer, tensor))
 
-    def _own(self, side: Side, name: str, region: Region) -> Tensor:
-        """Return a region of this rank's shard on one side."""
-        within = self._regions_of[side](self._rank)[name]
-        return self._shards[side][name][region_slices(region, within=within)]
-
     def _tensors(self, message: Message) -> list[Tensor]:
-        """Return the tensors of a message in this rank's memory."""
+        """Return the tensors of a message in this rank's memory, in the order of the message."""
         side: Side = "source" if message.sending and not message.forwarded else "target"
-        boxes = [self._own(side, name, region) for name, region in message.boxes]
+        boxes = [
+            tensor
+            for name, region in message.boxes
+            for tensor in in_row_major_order(self._shards[side][name], region)
+        ]
         return [tensor for tensor, _ in _join([(box, box) for box in boxes])]
 
     def _reading(self, message: Message) -> Copies:
@@ -168,9 +156,8 @@ class Binder:
         side: Side = "target" if message.forwarded else "source"
         copies: Copies = []
         for name, region in message.boxes:
-            within = self._regions_of[side](peer)[name]
-            theirs = self._host_memory.tensor(peer, side, name)[region_slices(region, within=within)]
-            copies.append((self._own("target", name, region), theirs))
+            theirs = self._host_memory.pieces(peer, side, name)
+            copies += pairs(self._shards["target"][name], theirs, region)
         return _join(copies)
 
     def _is_staged(self, message: Message, tensors: Sequence[Tensor]) -> bool:
@@ -179,10 +166,6 @@ class Binder:
         is_direct = len(tensors) == 1 and first.is_contiguous()
         is_direct = is_direct and (first.dtype, first.device) == (self._dtype, self._device)
         return not is_direct or not (message.sending or self._in_place)
-
-
-def _detached(shards: Shards | None) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in (shards or {}).items()}
 
 
 def _numel(tensors: Sequence[Tensor]) -> int:

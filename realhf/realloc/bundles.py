@@ -6,12 +6,11 @@ Overlaps of source and target are computed once per pair of placements, so once 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
 
 import numpy as np
 
 from realhf.param_spec import Placement
-from realhf.region import Region, region_size
+from realhf.region import Region, boxes_between, overlap, region_size
 
 Ranks = tuple[int, ...]
 Box = tuple[int, Region]
@@ -59,7 +58,7 @@ class Bundle:
             param, region = self.boxes[index]
             first, end = self._edges[index : index + 2].tolist()
             last = min(stop, end)
-            for box in _boxes(region, start - first, last - first):
+            for box in boxes_between(region, start - first, last - first):
                 yield param, box
             start = last
             index += 1
@@ -81,48 +80,51 @@ def make_bundles(source: Sequence[Placement], target: Sequence[Placement]) -> li
     return list(bundles.values())
 
 
-def _missing(source: Placement, target: Placement) -> Iterator[tuple[Region, Ranks, Ranks]]:
-    """Split a parameter at every border of a held or wanted region; yield the boxes that some rank lacks.
+def _missing(source: Placement, target: Placement) -> list[tuple[Region, Ranks, Ranks]]:
+    """Cut a parameter where a held or wanted region ends; return the boxes that some rank lacks.
 
-    Each box comes with the ranks that hold it and the ranks that lack it.
+    Each box comes with the ranks that hold it and the ranks that lack it. Held regions may overlap, because
+    stages or tensor-parallel ranks that hold the same parameter can split it at different elements.
     """
-    borders = zip(*(region for region, _ in (*source, *target)), strict=True)
-    edges = [sorted({edge for span in spans for edge in span}) for spans in borders]
-    for region in product(*(list(pairwise(e)) for e in edges)):
-        holders = _owners(region, source)
-        held = set(holders)
-        if receivers := tuple(rank for rank in _owners(region, target) if rank not in held):
-            yield region, holders, receivers
+    boxes = []
+    for held, holders in disjoint(source):
+        has_it = set(holders)
+        for wanted, takers in target:
+            shared = overlap(held, wanted)
+            if shared is not None and (receivers := tuple(rank for rank in takers if rank not in has_it)):
+                boxes.append((shared, holders, receivers))
+    return sorted(boxes)
 
 
-def _owners(box: Region, placement: Placement) -> Ranks:
-    owners: list[int] = []
-    for region, ranks in placement:
-        if all(low <= start < high for (start, _), (low, high) in zip(box, region, strict=True)):
-            owners.extend(ranks)
-    return tuple(sorted(owners))
+def disjoint(placement: Placement) -> Iterator[tuple[Region, Ranks]]:
+    """Cut the regions of a placement where others end; yield each box once, with all ranks that hold it."""
+    open_boxes: list[tuple[Region, Ranks]] = []
+    for region, ranks in sorted(placement):
+        # Regions come in the order of their first rows, so boxes that end before this one meet no others.
+        yield from (pair for pair in open_boxes if pair[0][0][1] <= region[0][0])
+        rest = [region]
+        still_open: list[tuple[Region, Ranks]] = []
+        for box, owners in open_boxes:
+            if box[0][1] <= region[0][0]:
+                continue
+            shared = overlap(box, region)
+            if shared is None:
+                still_open.append((box, owners))
+                continue
+            still_open.append((shared, tuple(sorted({*owners, *ranks}))))
+            still_open += ((part, owners) for part in _without(box, shared))
+            rest = [part for other in rest for part in _without(other, shared)]
+        open_boxes = [*still_open, *((part, ranks) for part in rest)]
+    yield from open_boxes
 
 
-def _boxes(region: Region, start: int, stop: int) -> Iterator[Region]:
-    """Yield elements [start, stop) of a box, in row-major order, as at most 2 * dims - 1 boxes."""
-    if start >= stop:
+def _without(box: Region, hole: Region) -> Iterator[Region]:
+    """Yield the part of a box outside another one, as boxes."""
+    shared = overlap(box, hole)
+    if shared is None:
+        yield box
         return
-    low = region[0][0]
-    rest = region[1:]
-    row = region_size(rest)
-    first = start // row
-    last = stop // row
-
-    def inside_row(row_index: int, start: int, stop: int) -> Iterator[Region]:
-        for box in _boxes(rest, start, stop):
-            yield ((low + row_index, low + row_index + 1), *box)
-
-    if first == last:
-        yield from inside_row(first, start % row, stop % row)
-        return
-    if start % row:
-        yield from inside_row(first, start % row, row)
-        first += 1
-    if first < last:
-        yield ((low + first, low + last), *rest)
-    yield from inside_row(last, 0, stop % row)
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, shared, strict=True)):
+        for low, high in ((start, first), (last, stop)):
+            if low < high:
+                yield (*shared[:dim], (low, high), *box[dim + 1 :])

@@ -14,9 +14,10 @@ from realhf.dist.group import PeerError, Pending
 from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
-from realhf.realloc.bind import Binder, Binding, Copies, Staging, shards_of
-from realhf.realloc.host_memory_reads import HostMemoryReads, Shards, Side
+from realhf.realloc.bind import Binder, Binding, Copies, Staging
+from realhf.realloc.host_memory_reads import HostMemoryReads, Side
 from realhf.realloc.links import Links
+from realhf.realloc.pieces import Shards, detached, pairs, pieces_of
 from realhf.realloc.schedule import STAGING_BYTES, Schedule, make_schedule
 from realhf.region import region_size
 
@@ -69,7 +70,7 @@ class Reallocator:
 
     Every rank of either layout must construct it and call `run`, in the same order relative to its other
     group requests and messages. A run writes target = eta * source + (1 - eta) * target. The source may be on
-    another device. With `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
+    another device. With `sharded` it is the optimizer's copy, `spec.boxes_held_by(..., sharded=True)`.
     Parameters travel in `dtype`, the dtype of the target's tensors. `staging_bytes` caps the memory for
     messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
     the links that the schedule is made for; by default they are assumed. A `schedule` made from the same
@@ -100,8 +101,9 @@ class Reallocator:
             self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
             device=world.device, in_place=self._in_place,
         )  # fmt: skip
-        regions = spec.held_by(target, self._rank) if arrives_apart else {}
-        self._apart = shards_of(world.zeros(sum(map(region_size, regions.values())), dtype), regions)
+        boxes = spec.boxes_held_by(target, self._rank) if arrives_apart else {}
+        numel = sum(region_size(box) for some in boxes.values() for box in some)
+        self._apart = pieces_of(world.zeros(numel, dtype), boxes)
         self.staging = staging or Staging(world.device)
         self._binding: Binding | None = None
         self._what = f"reallocation of {role} from {source} to {target}"
@@ -119,7 +121,11 @@ class Reallocator:
         """
         self._move(source, self._apart or target)
         if target and self._apart:
-            self._mix([(target[name].detach(), arrived) for name, arrived in self._apart.items()])
+            written = detached(target)
+            self._mix([
+                pair for name, pieces in self._apart.items() for box, _ in pieces
+                for pair in pairs(written[name], pieces, box)
+            ])  # fmt: skip
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return self._stats

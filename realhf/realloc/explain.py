@@ -47,8 +47,8 @@ def document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
 
 def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]:
     """Return the regions that each rank holds under a layout, by rank and parameter name."""
-    spec = schedule.spec
-    return {str(r): {n: [box] for n, box in spec.held_by(layout, r).items()} for r in layout.ranks}
+    held = {rank: schedule.spec.boxes_held_by(layout, rank).items() for rank in layout.ranks}
+    return {str(rank): {name: list(boxes) for name, boxes in some} for rank, some in held.items()}
 
 
 def table(schedule: Schedule, *, title: str) -> Group:

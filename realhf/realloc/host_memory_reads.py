@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from realhf.dist.group import Group
 from realhf.dist.shared_memory import Mapped
 from realhf.dist.world import World
+from realhf.realloc.pieces import Piece, Shards
 from realhf.realloc.schedule import Message
 
-Shards = Mapping[str, Tensor]
-"""The tensor of the region that a rank holds, by parameter name."""
 Side = Literal["source", "target"]
 """The side of a reallocation whose layout a shard belongs to."""
 _DONE = torch.zeros(1, dtype=torch.uint8)
@@ -33,7 +31,7 @@ class HostMemoryReads:
         self._readers = sorted(peer for sending, peer in peers if sending)
         self._owners = sorted(peer for sending, peer in peers if not sending)
         self._published: Any = None
-        self._tensors: dict[int, dict[tuple[Side, str], Tensor]] = {}
+        self._pieces: dict[int, dict[tuple[Side, str], list[Piece]]] = {}
 
     def start(self, shards: Mapping[Side, Shards] | None) -> bool:
         """Wait until the owners that this rank reads have started; return whether their shards are new.
@@ -53,37 +51,39 @@ class HostMemoryReads:
         pending.wait()
         return changed
 
-    def _describe(self, shards: Mapping[Side, Shards]) -> list[tuple[Side, str, Any]] | None:
-        """Return the shards' descriptions for the readers; None if some are not in shared memory."""
+    def _describe(self, shards: Mapping[Side, Shards]) -> list[Any] | None:
+        """Return the pieces' descriptions for the readers; None if some are not in shared memory."""
         if self._memory is None or not self._readers:
             return None
         described = [
-            (side, name, self._memory.describe(tensor))
-            for side, tensors in shards.items() for name, tensor in tensors.items()
+            (side, name, region, self._memory.describe(tensor)) for side, some in shards.items()
+            for name, pieces in some.items() for region, tensor in pieces
         ]  # fmt: skip
         return described if all(description for *_, description in described) else None
 
     def _map(self, peer: int, published: Any) -> None:
-        self._tensors.pop(peer, None)
-        if published is not None:
-            mapped = Mapped()
-            self._tensors[peer] = {
-                (side, name): mapped.tensor(description) for side, name, description in published
-            }  # fmt: skip
+        self._pieces.pop(peer, None)
+        if published is None:
+            return
+        mapped = Mapped()
+        found = self._pieces[peer] = {}
+        for side, name, region, description in published:
+            box = tuple((start, stop) for start, stop in region)
+            found.setdefault((side, name), []).append((box, mapped.tensor(description)))
 
     def replaces(self, message: Message) -> bool:
         """Return whether the receiver reads the sender's memory instead of getting the message."""
         if message.sending:
             return message.peer in self._readers and self._published is not None
-        return message.peer in self._tensors
+        return message.peer in self._pieces
 
-    def tensor(self, peer: int, side: Side, name: str) -> Tensor:
-        """Return a peer's shard on one side."""
-        return self._tensors[peer][side, name]
+    def pieces(self, peer: int, side: Side, name: str) -> Sequence[Piece]:
+        """Return a peer's pieces of a parameter on one side."""
+        return self._pieces[peer][side, name]
 
     def finish(self) -> None:
         """Tell the owners that this rank has read, and wait until all readers of its shards have."""
         index = self._group.ranks.index
         readers = self._readers if self._published is not None else []
         dones = [(index(peer), torch.empty_like(_DONE)) for peer in readers]
-        self._group.exchange([(index(peer), _DONE) for peer in self._tensors], dones)
+        self._group.exchange([(index(peer), _DONE) for peer in self._pieces], dones)

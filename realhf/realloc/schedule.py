@@ -245,10 +245,12 @@ class Schedule:
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
-        held = self.spec.held_by(self.source, rank, sharded=self.sharded)
-        for name, wanted in self.spec.held_by(self.target, rank).items():
-            if name in held and (region := overlap(held[name], wanted)):
-                yield name, region
+        held = self.spec.boxes_held_by(self.source, rank, sharded=self.sharded)
+        for name, wanted in self.spec.boxes_held_by(self.target, rank).items():
+            for one in held.get(name, ()):
+                for other in wanted:
+                    if (region := overlap(one, other)) is not None:
+                        yield name, region
 
     @cached_property
     def port_bytes(self) -> tuple[Counter[int], Counter[int]]:

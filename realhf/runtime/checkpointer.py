@@ -18,11 +18,14 @@ from realhf.checkpoint.run_state import (
     Snapshot,
     check_file,
     sync_directory,
+    tensor_name,
     write_file,
 )
 from realhf.dist import tags
 from realhf.dist.world import World
 from realhf.errors import UserError, one_line, warn
+from realhf.realloc.pieces import Piece
+from realhf.region import Region
 from realhf.runtime.actions import role_of
 from realhf.runtime.home_state import HomeState
 from realhf.runtime.host_context import HostContext
@@ -156,7 +159,7 @@ class Checkpointer:
         self._store.reallocations.wait_for_followers()
         states = self._store.home_states()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._own_tensors(states))
+            self._snapshot = Snapshot(self._own_boxes(states))
         with ExitStack() as stack:
             copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
             stack.enter_context(self._store.engines.in_use(*copies))
@@ -169,11 +172,11 @@ class Checkpointer:
         samples = self._samples.pack()
         self._writing = self._thread.submit(self._write, step, states, mine, shared, samples, journal)
 
-    def _own_tensors(self, states: list[HomeState]) -> dict[str, Any]:
-        """Return the tensors that this rank writes, by their names in its file."""
+    def _own_boxes(self, states: list[HomeState]) -> dict[str, tuple[Region, tuple[Piece, ...]]]:
+        """Return the boxes that this rank writes, by their names in its file, with the pieces to read."""
         return {
-            f"{state.name}/{kind}/{param}": state.tensors[kind][param]
-            for state in states for param, _, rank in state.pieces() if rank == self._world.rank
+            tensor_name(state.name, kind, param, region): (region, state.tensors[kind][param])
+            for state in states for param, region, rank in state.pieces() if rank == self._world.rank
             for kind in state.kinds
         }  # fmt: skip
 
@@ -282,7 +285,7 @@ def restore(
         copy = (role_of(state.name), state.layout)
         if world.rank in state.layout:
             with store.engines.in_use(copy, written=copy):
-                state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
+                state.read(SavedTensors(checkpoint.path, state.name, saved))
         if state.optimizer is not None:
             state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
     if not checkpoint.is_of(program, world):

@@ -11,10 +11,11 @@ from realhf.dist.group import PeerError
 from realhf.dist.world import World
 from realhf.engine.base import Engine
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.layout import Layout
+from realhf.realloc.pieces import Shards
 from realhf.region import region_size
 from realhf.runtime.actions import Action, Run, adapters_of
 from realhf.runtime.offload import OffloadedWeights

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from realhf.checkpoint.run_state import Saved, SavedTensors
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.protocol import Shards
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
+from realhf.realloc.bundles import disjoint
+from realhf.realloc.pieces import Shards
 from realhf.region import Region
 
 _KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
@@ -39,13 +40,13 @@ class HomeState:
         return (0, 0) if optimizer is None else (optimizer.num_steps, optimizer.num_skipped)
 
     def pieces(self) -> Iterator[tuple[str, Region, int]]:
-        """Yield every region of every parameter once, with the rank that writes it; equal on all ranks.
+        """Yield boxes that make up every parameter, with the rank that writes each; equal on all ranks.
 
-        Where several ranks hold a region, they take turns.
+        Where several ranks hold a box, they take turns.
         """
         placements = self.spec.placements(self.layout, sharded=self.trained)
         for number, (param, placement) in enumerate(zip(self.spec.params, placements, strict=True)):
-            for region, holders in placement:
+            for region, holders in disjoint(placement):
                 yield param.name, region, holders[number % len(holders)]
 
     def describe(self, files: Sequence[str], counts: Sequence[int]) -> Saved:
@@ -56,12 +57,12 @@ class HomeState:
         num_steps, num_skipped = counts
         return Saved(self.kinds, pieces, num_steps, num_skipped, self.spec.config.to_hf())
 
-    def read(self, saved: SavedTensors, *, rank: int) -> None:
+    def read(self, saved: SavedTensors) -> None:
         """Fill this rank's tensors from a checkpoint."""
-        regions = self.spec.held_by(self.layout, rank, sharded=self.trained)
         for kind, shards in self.tensors.items():
-            for param, shard in shards.items():
-                saved.read(kind, param, regions[param], shard)
+            for param, pieces in shards.items():
+                for region, tensor in pieces:
+                    saved.read(kind, param, region, tensor)
 
     def difference(self, saved: Saved) -> str:
         """Return how the saved parameters are not those of this model, or an empty string."""

@@ -98,7 +98,7 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
         spec = class_spec(TransformersConfig.load(str(directory)))
     engine = engine_type(spec, layout, world, dtype="float64", optimizer=LINEAR)
     engine.load(directory, seed=0)
-    before = {name: shard.clone() for name, shard in engine.shards().items()}
+    before = {name: shard.clone() for name, shard in engine.model.shards().items()}
     work = TrainStep(ReverseKL(NAMES, VOCABULARY), temperature=TEMPERATURE)
     call = FunctionCall(
         "actor_train", "train_step", ("sequence_ids", "response_mask", *columns), role="actor", work=work)
@@ -111,7 +111,7 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
         metrics = engine.run(call, [batch], micro_batch_tokens=40).metrics
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
-    return metrics, {name: before[name] - shard for name, shard in engine.shards().items()}
+    return metrics, {name: before[name] - shard for name, shard in engine.model.shards().items()}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.split_float32 import joined, split_into
 from realhf.param_spec import model_spec
-from realhf.realloc.bind import shards_of
+from realhf.realloc.pieces import one_piece_each, shards_of
 from realhf.region import region_size
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
@@ -58,7 +58,8 @@ def _copy(world, source, target, dtype, layout, leader=0, max_shard_bytes=5 * 10
     missing = read_shards(source, spec, shards, regions) if shards else []
     if shards or world.rank == leader:
         options = {"dtype": dtype, "leader": leader, "max_shard_bytes": max_shard_bytes}
-        CheckpointWriter(spec, layout, world, **options).write(target, shards, beside={})
+        writer = CheckpointWriter(spec, layout, world, **options)
+        writer.write(target, one_piece_each(shards, regions), beside={})
     return missing
 
 

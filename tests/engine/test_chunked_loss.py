@@ -42,7 +42,7 @@ def _run(world, text, chunk_tokens, tied):
         logprobs = engine.run(FORWARD, batches[:1], micro_batch_tokens=60).batch.fields.get("logprobs")
     finally:
         chunk_sizes.CHUNK_NUMEL = before
-    shards = {name: shard.clone() for name, shard in engine.shards().items()}
+    shards = {name: shard.clone() for name, shard in engine.model.shards().items()}
     return metrics, shards, None if logprobs is None else logprobs.values
 
 
@@ -106,7 +106,7 @@ def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens
         spec = class_spec(TransformersConfig.load(str(directory)))
     engine = engine_type(spec, layout, world, dtype="float64", optimizer=LINEAR)
     engine.load(directory, seed=0)
-    before = {name: shard.clone() for name, shard in engine.shards().items()}
+    before = {name: shard.clone() for name, shard in engine.model.shards().items()}
     call = replace(CALL, work=TrainStep(WithBonus(attached=attached), temperature=TEMPERATURE))
     rows = ROWS[layout.coordinate(world.rank).dp :: layout.dp]
     numel = chunk_sizes.CHUNK_NUMEL
@@ -115,7 +115,7 @@ def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens
         metrics = engine.run(call, [minibatch(rows)], micro_batch_tokens=40).metrics
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
-    return metrics, {name: before[name] - shard for name, shard in engine.shards().items()}
+    return metrics, {name: before[name] - shard for name, shard in engine.model.shards().items()}
 
 
 def _plain_gradients(model, *, attached):

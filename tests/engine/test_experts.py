@@ -29,7 +29,7 @@ def _engine(name, world, layout, *, head="lm", optimizer=None):
     spec = model_spec(ModelConfig.from_hf(hf, head=head))
     engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=optimizer)
     engine.load(None, seed=0)
-    for key, shard in engine.shards().items():
+    for key, shard in engine.model.shards().items():
         if key.endswith("e_score_correction_bias"):
             split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
     return engine
@@ -120,7 +120,7 @@ def _train(world, name, text, recompute):
     history = [
         engine.run(call, [batch], micro_batch_tokens=9, recompute=recompute).metrics for _ in range(2)
     ]
-    shards = {key: (engine.model.regions[key], shard.clone()) for key, shard in engine.shards().items()}
+    shards = {key: (engine.model.regions[key], shard.clone()) for key, shard in engine.model.shards().items()}
     return history if engine.groups.is_last_stage else None, shards
 
 
@@ -151,7 +151,7 @@ def test_training_is_that_of_one_process(pool, name, layout):
 
 def test_training_leaves_the_bias_of_the_choice_alone():
     world, layout = World(), Layout.parse("d1@0")
-    before = _engine("deepseek-v3", world, layout).shards()
+    before = _engine("deepseek-v3", world, layout).model.shards()
     _, after = _train(world, "deepseek-v3", "d1@0", False)
     for key, (_, shard) in after.items():
         assert torch.equal(shard, before[key]) == key.endswith("e_score_correction_bias"), key

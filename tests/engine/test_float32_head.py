@@ -29,7 +29,7 @@ def _engine(world, layout, *, float32_head, tied=True, lora=None):
         model_spec(ModelConfig.from_hf(hf)), Layout.parse(layout), world, dtype="bfloat16",
         float32_head=float32_head, lora=lora, optimizer=OptimizerConfig(lr=1e-3))
     engine.load(None, seed=0)
-    for name, shard in engine.shards().items():
+    for name, shard in engine.model.shards().items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             shard.add_(1.0)
     return engine

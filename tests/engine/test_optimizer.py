@@ -148,12 +148,13 @@ def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64, section_n
         for name, grad in shards.grad_shards().items():
             grad.copy_(shares[name] * grads[name][region_slices(shards.regions[name])])
         norms.append(optimizer.step()["grad_norm"])
-    for name, owned in optimizer.shards.items():
-        region = spec.held_by(layout, world.rank, sharded=True)[name]
-        low = shards.regions[name][0][0]
-        rows = shards.shards()[name][region[0][0] - low : region[0][1] - low]
-        assert owned.dtype == torch.promote_types(dtype, torch.float32)
-        assert torch.equal(owned.to(dtype), rows), name
+    assert {name: tuple(box for box, _ in pieces) for name, pieces in optimizer.shards.items()} == (
+        spec.boxes_held_by(layout, world.rank, sharded=True))
+    for name, pieces in optimizer.shards.items():
+        for box, owned in pieces:
+            mine = shards.shards()[name][region_slices(box, within=shards.regions[name])]
+            assert owned.dtype == torch.promote_types(dtype, torch.float32)
+            assert torch.equal(owned.to(dtype), mine), name
     return norms, {n: (region, shards.shards()[n]) for n, region in shards.regions.items()}
 
 
@@ -256,10 +257,10 @@ def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):
     config = OptimizerConfig(lr=1e-5, weight_decay=0.0)
     engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="bfloat16", optimizer=config)
     engine.load(tmp_path, seed=0)
-    before = {name: shard.clone() for name, shard in engine.shards().items()}
+    before = {name: shard.clone() for name, shard in engine.model.shards().items()}
     batch = _batch(ragged_rows(9, seed=0))
     losses = [engine.run(CALL, [batch], micro_batch_tokens=40).metrics["loss"] for _ in range(40)]
-    after = engine.shards()
+    after = engine.model.shards()
     assert all(shard.dtype == torch.bfloat16 for shard in after.values())
     name = "model.layers.0.mlp.down_proj.weight"
     change = (after[name] - before[name]).float().abs()

@@ -17,7 +17,7 @@ def _train(world, text, recompute):
     engine.model.blocks[0] = lambda *args: passes.append(1) or first(*args)
     options = {"micro_batch_tokens": 20, "recompute": recompute}
     history = [engine.run(CALL, batches, **options).metrics for _ in range(2)]
-    return history, len(passes), {name: shard.clone() for name, shard in engine.shards().items()}
+    return history, len(passes), {name: shard.clone() for name, shard in engine.model.shards().items()}
 
 
 @pytest.mark.parametrize("layout", ["d1@0", "t2p2@0-3", "d2p2@0-3"])

@@ -168,7 +168,7 @@ def test_a_train_step_is_that_of_a_plain_loop(made, recompute):
     assert norm > OPTIMIZER.max_grad_norm  # It is clipped.
     assert (metrics["loss"], metrics["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(engine.shards()[name], tensor, rtol=0, atol=2e-6, msg=name)
+        torch.testing.assert_close(engine.model.shards()[name], tensor, rtol=0, atol=2e-6, msg=name)
     for i, row in generated(engine, temperature=0.0).items():
         ids = torch.tensor([ROWS[i][0]])
         assert row[0] == model.generate(ids, do_sample=False, max_new_tokens=6)[0].tolist()
@@ -280,7 +280,7 @@ def _generated_and_trained(world, directory, layout):
     part = (world.rank, target.dp)
     rows = generated(engine, part=part, temperature=1.3, top_k=40, top_p=0.95)
     metrics = engine.run(TRAIN, [batch_of(ROWS, part=part)], micro_batch_tokens=24).metrics
-    return rows, metrics, {name: shard.clone() for name, shard in engine.shards().items()}
+    return rows, metrics, {name: shard.clone() for name, shard in engine.model.shards().items()}
 
 
 def test_two_replicas_do_the_same_as_one(pool, made):
@@ -305,7 +305,7 @@ def test_native_and_transformers_engines_agree(tmp_path):
     spec = model_spec(ModelConfig.load(str(tmp_path)))
     ours = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float32", optimizer=OPTIMIZER)
     ours.load(tmp_path, seed=0)
-    assert theirs.shards().keys() == ours.shards().keys()
+    assert theirs.model.shards().keys() == ours.model.shards().keys()
     found = [forward(engine, LogProbs()).values for engine in (ours, theirs)]
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}):
@@ -316,8 +316,8 @@ def test_native_and_transformers_engines_agree(tmp_path):
     mine, others = (
         engine.run(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24).metrics for engine in (ours, theirs))
     assert mine == pytest.approx(others, rel=1e-5)
-    for name, shard in ours.shards().items():
-        torch.testing.assert_close(theirs.shards()[name], shard, rtol=0, atol=2e-6, msg=name)
+    for name, shard in ours.model.shards().items():
+        torch.testing.assert_close(theirs.model.shards()[name], shard, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize(("family", "head"), [("opt", "lm"), ("mixtral", "lm"), ("phi", "score")])
@@ -341,10 +341,10 @@ def test_exported_directories_open_in_transformers(made, tmp_path, family, head)
 def test_a_critic_starts_from_a_language_model(made, capsys):
     directory, model = made("gpt_neox")
     engines = [engine_of(directory, head="score") for _ in range(2)]
-    shards = engines[0].shards()
+    shards = engines[0].model.shards()
     assert torch.equal(shards["gpt_neox.embed_in.weight"], model.gpt_neox.embed_in.weight)
     assert shards["score.weight"].std() > 0
-    assert torch.equal(shards["score.weight"], engines[1].shards()["score.weight"])
+    assert torch.equal(shards["score.weight"], engines[1].model.shards()["score.weight"])
     assert "is left out" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """The collectives of `dist.group` over NCCL (over gloo where the tests run on the CPU)."""
 
+import itertools
 import socket
 import time
 
@@ -11,6 +12,7 @@ import torch.multiprocessing
 from realhf.dist.activity import Activity
 from realhf.dist.group import Group
 from realhf.dist.world import World
+from realhf.region import chunk_edges
 
 pytestmark = pytest.mark.gpu
 _REFUSED = ("Duplicate GPU", "invalid usage", "ncclInvalidUsage")
@@ -27,11 +29,16 @@ def _check(group, device):
     assert (sums == size * (size + 1) / 2).all()
     gathered = group.all_gather(torch.full((3,), float(index), device=device))
     assert gathered.tolist() == [[float(i)] * 3 for i in range(size)]
-    chunks = list(torch.full((5 * size + 1,), index + 1.0, device=device).tensor_split(size))
-    assert (group.reduce_scatter_chunks(chunks) == size * (size + 1) / 2).all()
-    chunks = list(torch.full((5 * size + 1,), float(index), device=device).tensor_split(size))
-    group.all_gather_chunks(chunks)
-    assert [float(chunk.mean()) for chunk in chunks] == [float(i) for i in range(size)]
+    edges = chunk_edges(301 * size + 1, size)
+    flat = torch.full((edges[-1],), index + 1.0, device=device)
+    group.post_reduce_scatter(flat)()
+    group.sum_rests([flat])
+    assert (flat[edges[index] : edges[index + 1]] == size * (size + 1) / 2).all()
+    flat = torch.full((edges[-1],), float(index), device=device)
+    group.all_gather_flat(flat)
+    group.spread_rests([flat])
+    chunks = [flat[first:last] for first, last in itertools.pairwise(edges)]
+    assert all((chunk == i).all() for i, chunk in enumerate(chunks))
     if size > 1:
         peer = 1 - index
         sends = [torch.full((4,), 10.0 * index + i, device=device) for i in range(2)]

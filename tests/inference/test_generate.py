@@ -225,7 +225,7 @@ def test_forward_calls_give_every_sample_its_own_result(case):
     sequences = Packed.of(rows)
     mask = Packed.of([(torch.arange(len(row)) >= len(row) // 2).double() for row in rows])
     batch = Batch(list(range(9)), {"sequence_ids": sequences, "response_mask": mask})
-    head = engine.shards()["score.weight"][0]
+    head = engine.model.shards()["score.weight"][0]
     expected = [model.model(row[None]).last_hidden_state[0] @ head for row in rows]
     for max_tokens in (1, 17, 1000):
         results = []

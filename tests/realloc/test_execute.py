@@ -14,6 +14,7 @@ from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
+from realhf.realloc.pieces import one_piece_each, whole_parameters
 from realhf.region import Region
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -38,6 +39,11 @@ def _model(spec: ModelSpec, *, seed: int, dtype: torch.dtype) -> dict[str, torch
 def _shards(model, regions):
     """Return contiguous copies of regions, or None on a rank that holds nothing."""
     return {name: model[name][_at(region)].clone() for name, region in regions.items()} or None
+
+
+def _pieces(tensors, regions):
+    """Return the tensors of these regions as shards of a reallocation."""
+    return tensors and one_piece_each(tensors, {name: regions[name] for name in tensors})
 
 
 def _lacking(spec: ModelSpec, source: Layout, target: Layout, rank: int) -> int:
@@ -138,7 +144,7 @@ def _move(world, case: Case, transport: str):
         source, target = _shards(new, held), _shards(old, wanted)
         if transport != "messages":
             source, target = (_in_shared_memory(world, shards) for shards in (source, target))
-        stats = realloc.run(source, target)
+        stats = realloc.run(_pieces(source, held), _pieces(target, wanted))
         for name, region in wanted.items():
             cast = new[name].to(case.dtypes[1])
             expected = cast if case.eta == 1 else case.eta * cast + (1 - case.eta) * old[name]
@@ -183,13 +189,13 @@ def _move_in_place(world, eta):
         low = [start for start, _ in full[name]]
         within = (slice(a - z, b - z) for (a, b), z in zip(half[name], low, strict=True))
         target[name] = source[name][tuple(within)]
-    _reallocator(world, replace(there, eta=eta), staging).run(source, target)
+    _reallocator(world, replace(there, eta=eta), staging).run(_pieces(source, full), _pieces(target, half))
     for name, region in half.items():
         moved = new[name] if name in full or eta == 1 else eta * new[name] + (1 - eta) * old[name]
         assert torch.equal(target[name], moved[_at(region)]), name
     if eta == 1:
         kept = {name: tensor.clone() for name, tensor in source.items()}
-        _reallocator(world, back, staging).run(target, source)
+        _reallocator(world, back, staging).run(_pieces(target, half), _pieces(source, full))
         assert all(torch.equal(source[name], kept[name]) for name in full)
     return len(half)
 
@@ -206,11 +212,12 @@ def test_parameters_that_need_gradients(pool):
 def _move_into_parameters(world):
     case = Case("t2@0-1", "d2@0-1")
     model = _model(case.spec, seed=1, dtype=F32)
-    held = _shards(model, case.spec.held_by(Layout.parse(case.source), world.rank))
+    regions = case.spec.held_by(Layout.parse(case.source), world.rank)
+    held = _shards(model, regions)
     source = {name: torch.nn.Parameter(tensor) for name, tensor in held.items()}
     target = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in model.items()}
     for eta in (1.0, 0.5):
-        _reallocator(world, replace(case, eta=eta)).run(source, target)
+        _reallocator(world, replace(case, eta=eta)).run(_pieces(source, regions), whole_parameters(target))
         assert all(torch.equal(target[name], model[name]) for name in model)
     assert all(p.is_leaf and p.grad_fn is None for p in target.values())
     return len(target)

@@ -20,7 +20,7 @@ def _rank(rank, port, fault, at_wave, results):
     from realhf.dist.world import World
     from realhf.layout import Layout
     from realhf.realloc.execute import Reallocator
-    from tests.realloc.test_execute import _model, _shards, _spec
+    from tests.realloc.test_execute import _model, _pieces, _shards, _spec
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -30,7 +30,8 @@ def _rank(rank, port, fault, at_wave, results):
     settings = {"dtype": torch.float32, "staging_bytes": 1000, "role": "critic"}
     reallocator = Reallocator(spec, source=source, target=target, world=world, **settings)
     model = _model(spec, seed=1, dtype=torch.float32)
-    shards = [_shards(model, spec.held_by(layout, rank)) for layout in (source, target)]
+    held = [spec.held_by(layout, rank) for layout in (source, target)]
+    shards = [_pieces(_shards(model, regions), regions) for regions in held]
     reallocator.run(*shards)
     post = reallocator._post
 

@@ -14,7 +14,9 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.realloc.execute import Reallocator
-from tests.realloc.test_execute import _model, _shards
+from realhf.realloc.pieces import one_piece_each
+from realhf.region import region_slices
+from tests.realloc.test_execute import _model
 
 STAGING_BYTES = 150_000
 SLACK_BYTES = 4096  # Notices between ranks and other small tensors.
@@ -84,14 +86,18 @@ def _move(world, source, target, eta, sharded, dtype):
     store = torch.distributed.PrefixStore(prefix, world._store)
     apart = World(rank=world.rank, size=world.size, store=store, ranks_per_host=1)
     model = _model(spec, seed=1, dtype=torch.float32)
-    old = _shards(model, spec.held_by(layouts[0], world.rank, sharded=sharded))
+    held = spec.boxes_held_by(layouts[0], world.rank, sharded=sharded)
+    old = {
+        name: tuple((box, model[name][region_slices(box)].clone()) for box in boxes)
+        for name, boxes in held.items()
+    }  # fmt: skip
     ends = {"source": layouts[0], "target": layouts[1], "sharded": sharded}
     realloc = Reallocator(spec, **ends, world=apart, dtype=dtype, eta=eta, staging_bytes=STAGING_BYTES)
     wanted = spec.held_by(layouts[1], world.rank)
     with Storages() as storages:
         shapes = {name: [stop - start for start, stop in region] for name, region in wanted.items()}
         new = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        realloc.run(old, new)
+        realloc.run(old or None, one_piece_each(new, wanted))
     return storages.peak, sum(x.nbytes for x in new.values())
 
 

@@ -226,7 +226,7 @@ def _sizes(world, task):
     buffers = [parameters.grad_buffer for parameters in (engine.model, engine.adapters, copy.adapters)]
     base, adapters, copied = (0 if buffer is None else buffer.numel() for buffer in buffers)
     expected = sum(map(region_size, held.values()))
-    owned = sum(shard.numel() for shard in engine.optimizer_shards().values())
+    owned = sum(part.numel() for pieces in engine.optimizer_shards().values() for _, part in pieces)
     return base, adapters, expected, copied, owned
 
 
