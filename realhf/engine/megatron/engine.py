@@ -24,10 +24,10 @@ from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.megatron.configuration import make_config
 from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.optimizer import MegatronTrainer
-from realhf.engine.megatron.pieces import Piece, blocks_of, pieces_by_name
+from realhf.engine.megatron.pieces import blocks_of, by_name
 from realhf.engine.megatron.process_groups import make_collection
 from realhf.engine.megatron.schedule import Schedule
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES
 from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
 from realhf.layout import Layout
@@ -35,7 +35,7 @@ from realhf.lora import LoraConfig
 from realhf.micro_batch import attention_share, groups_of, micro_batches
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import ModelSpec
-from realhf.region import region_slices
+from realhf.realloc.pieces import Shards, pairs
 
 
 class MegatronEngine(Engine):
@@ -54,52 +54,37 @@ class MegatronEngine(Engine):
         collection = make_collection(self.groups)
         config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
         self.model = MegatronModel(spec, self.groups, collection, config)
+        self._blocks = blocks_of(self.model)
         self._parameters = self._trained = self.model
         self._adapters = None
         self._optimizer = None
         if optimizer is not None:
             overlap = world.device.type == "cuda" if overlap is None else overlap
             trainer = MegatronTrainer(
-                self.model, config, collection, optimizer, blocks=blocks_of(self.model), overlap=overlap)
+                self.model, config, collection, optimizer, blocks=self._blocks, overlap=overlap)
             self._optimizer = trainer  # type: ignore[assignment]
         self.model.requires_grad_(False)
         wrapped = self.model if optimizer is None else trainer.wrapped
         self._schedule = Schedule(wrapped, config, collection, layout)
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
-        return pieces_by_name(blocks_of(self.model))
+    def _shards(self) -> Shards:
+        return by_name((block.name, block.piece()) for block in self._blocks)
 
-    def pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """Return parameter name -> its pieces on this rank, always the same memory."""
-        return self._pieces
+    def shards(self) -> Shards:
+        return self._shards
+
+    def export_shards(self) -> Shards:
+        return self._shards
 
     @torch.no_grad()
     def load_base(self, directory: Path | None, *, seed: int) -> None:
         whole = ShardedParameters(self.model.spec, self.groups, dtype=self.model.config.params_dtype)
-        read = None if directory is None else load_weights(directory, whole)  # type: ignore[arg-type]
-        whole.init_random(seed, names=read)
-        self.write(whole.shards())
-
-    @torch.no_grad()
-    def write(self, shards: Shards) -> None:
-        """Copy this rank's regions into the model."""
-        regions = self.model.spec.held_by(self.groups.layout, self.groups.rank)
-        for name, pieces in self.pieces().items():
-            for region, memory in pieces:
-                memory.copy_(shards[name][region_slices(region, within=regions[name])])
-
-    @torch.no_grad()
-    def export_shards(self) -> Shards:
-        """Return a copy of this rank's regions, each in one tensor."""
-        regions = self.model.spec.held_by(self.groups.layout, self.groups.rank)
-        shards: Shards = {}
-        for name, pieces in self.pieces().items():
-            shape = [stop - start for start, stop in regions[name]]
-            shards[name] = pieces[0][1].new_empty(shape)
-            for region, memory in pieces:
-                shards[name][region_slices(region, within=regions[name])] = memory
-        return shards
+        missing = None if directory is None else load_weights(directory, whole)  # type: ignore[arg-type]
+        whole.init_random(seed, names=missing)
+        for name, pieces in self._shards.items():
+            for mine, read in pairs(pieces, whole.pieces()[name], whole.regions[name]):
+                mine.copy_(read)
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report

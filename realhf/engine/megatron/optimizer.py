@@ -1,7 +1,8 @@
 """Training with Megatron-Core's gradient buffers and its distributed optimizer (ZeRO-1)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from realhf.calls import OptimizerConfig as AdamWConfig
 from realhf.engine.megatron.model import MegatronModel
-from realhf.engine.megatron.pieces import Block, Piece
+from realhf.engine.megatron.pieces import Block, by_name
 from realhf.learning_rates import learning_rate
+from realhf.realloc.pieces import Piece, Shards
 
-KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Kind of tensor in our checkpoints -> its name in Megatron-Core's optimizer."""
 
 
@@ -137,23 +139,23 @@ class MegatronTrainer:
             skipped = f", and {self.num_skipped - 1} updates before were skipped for such norms"
             raise FloatingPointError(what + (skipped if self.config.max_skipped else ""))
 
-    def pieces(self) -> Mapping[str, dict[str, tuple[Piece, ...]]]:
-        """Return kind ("master", "exp_avg", "exp_avg_sq") -> parameter name -> this replica's boxes."""
-        found: dict[str, dict[str, tuple[Piece, ...]]] = {kind: {} for kind in KINDS}
+    @cached_property
+    def state(self) -> Mapping[str, Shards]:
+        """The tensors of this replica, which checkpoints hold: kind -> parameter name -> boxes."""
+        return {kind: by_name(self._boxes(name)) for kind, name in _KINDS.items()}
+
+    def _boxes(self, name: str) -> Iterator[tuple[str, Piece]]:
+        """Yield parameter name and box of all that this replica owns of one of the optimizer's tensors."""
         for block in self._blocks:
             for part in self._optimizer.chained_optimizers:
-                if block.tensor not in part.model_param_gbuf_map:
-                    continue
-                owned = part._get_model_param_range_map(block.tensor)["param"]
-                tensors = part._get_main_param_and_optimizer_states(block.tensor)
-                for kind, name in KINDS.items():
-                    boxes = tuple(block.elements(owned.start, owned.end, tensors[name].detach()))
-                    if boxes:
-                        found[kind][block.name] = found[kind].get(block.name, ()) + boxes
-        return found
+                if block.tensor in part.model_param_gbuf_map:
+                    owned = part._get_model_param_range_map(block.tensor)["param"]
+                    values = part._get_main_param_and_optimizer_states(block.tensor)[name].detach()
+                    for box in block.elements(owned.start, owned.end, values):
+                        yield block.name, box
 
     def state_was_read(self, num_steps: int, num_skipped: int) -> None:
-        """Continue after `num_steps` steps; the tensors of `pieces` have been filled from a checkpoint."""
+        """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
         for part in self._optimizer.chained_optimizers:

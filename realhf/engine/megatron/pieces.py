@@ -5,7 +5,7 @@ and its value, and `linear_fc1` has gate above up-projection. The regions of a r
 native engine, only their memory differs. So each parameter is a few blocks of rows of one tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from realhf.engine.megatron.model import MegatronModel
 from realhf.param_spec import ParamSpec
+from realhf.realloc.pieces import Piece, Shards
 from realhf.region import Region, region_size
-
-Piece = tuple[Region, Tensor]
-"""A region of a parameter, and the memory that holds it."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,12 @@ def blocks_of(model: MegatronModel) -> list[Block]:
     return found
 
 
-def pieces_by_name(blocks: list[Block]) -> dict[str, tuple[Piece, ...]]:
-    """Return parameter name -> its pieces in the model's memory."""
-    found: dict[str, list[Piece]] = {}
-    for block in blocks:
-        found.setdefault(block.name, []).append(block.piece())
-    return {name: tuple(pieces) for name, pieces in found.items()}
+def by_name(pieces: Iterable[tuple[str, Piece]]) -> Shards:
+    """Return parameter name -> its pieces."""
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name, piece in pieces:
+        found[name] = (*found.get(name, ()), piece)
+    return found
 
 
 class _Finder:
