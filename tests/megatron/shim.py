@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 VERSION = "0.16.1"
 assert version("megatron-core") == VERSION, f"these replacements were made for megatron-core {VERSION}"
@@ -75,6 +76,35 @@ def _typed(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return typed
 
 
+def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `all_gather` for tensors of any sizes, which NCCL has and gloo has not."""
+
+    def gathered(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        if len({x.shape for x in outputs}) == 1:
+            return gather(outputs, tensor, group=group, **options)
+        for index, output in enumerate(outputs):
+            if index == group.rank():
+                output.copy_(tensor)
+            dist.broadcast(output, group=group, group_src=index)
+        return None
+
+    return gathered
+
+
+def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `reduce_scatter` for tensors of any sizes, which NCCL has and gloo has not."""
+
+    def scattered(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+        if len({x.shape for x in tensors}) == 1:
+            return scatter(output, tensors, group=group, **options)
+        total = torch.cat(tensors)
+        dist.all_reduce(total, group=group)
+        output.copy_(total.split([len(x) for x in tensors])[group.rank()])
+        return None
+
+    return scattered
+
+
 def _patch() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "set_device"):
@@ -90,6 +120,8 @@ def _patch() -> None:
     cuda.IntTensor = lambda values: torch.tensor(values, dtype=torch.int32)
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    dist.all_gather = _gather_uneven(dist.all_gather)
+    dist.reduce_scatter = _scatter_uneven(dist.reduce_scatter)
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     tensor.to = _moved(tensor.to)
