@@ -79,7 +79,7 @@ def _typed(type_of: Callable[..., Any]) -> Callable[..., Any]:
 def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Return `all_gather` for tensors of any sizes, which NCCL has and gloo has not."""
 
-    def gathered(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    def gathered(outputs: list[torch.Tensor], tensor: torch.Tensor, *, group: Any, **options: Any) -> Any:
         if len({x.shape for x in outputs}) == 1:
             return gather(outputs, tensor, group=group, **options)
         for index, output in enumerate(outputs):
@@ -94,7 +94,7 @@ def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """Return `reduce_scatter` for tensors of any sizes, which NCCL has and gloo has not."""
 
-    def scattered(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+    def scattered(output: torch.Tensor, tensors: list[torch.Tensor], *, group: Any, **options: Any) -> Any:
         if len({x.shape for x in tensors}) == 1:
             return scatter(output, tensors, group=group, **options)
         total = torch.cat(tensors)
