@@ -16,12 +16,15 @@ from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 from realhf.hub import commits_of, find_model
 from realhf.lora import LoraConfig
+from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.rollout_log import RolloutLog
 from realhf.step_program import StepRunner
 from realhf.transformers_config import TransformersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+_CONFIGS: dict[str, type[ModelConfig]] = {
+    "native": ModelConfig, "transformers": TransformersConfig, "megatron": MegatronConfig}
 _SECONDS = {"m": 60.0, "h": 3600.0}
 
 
@@ -47,8 +50,9 @@ class Role:
     """Whether the logits of a bfloat16 or float16 model are computed in float32: in its head's products with
     the hidden states, when it generates and when it trains, both operands count as float32 (MiniMax-M1,
     arXiv:2506.13585). It brings the log-probs of both nearer to each other."""
-    engine: Literal["native", "transformers"] = "native"
-    """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
+    engine: Literal["native", "transformers", "megatron"] = "native"
+    """`transformers` runs that library's own class of any family, in whole replicas (data parallelism).
+    `megatron` trains and computes forward passes with Megatron-Core; the native engine generates for it."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -56,19 +60,18 @@ class Role:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
         if self.follows is not None and self.lora is not None:
             raise ValueError("a role that follows another cannot have adapters (lora)")
-        if self.engine == "transformers" and self.float32_head:
+        if self.engine != "native" and self.float32_head:
             raise ValueError(
-                "float32_head is true: the transformers engine computes the head in the model's dtype; use "
+                f"float32_head is true: the {self.engine} engine computes the head in the model's dtype; use "
                 "engine native, or dtype float32")
         if self.float32_head and self.head != "lm":
             raise ValueError(f"float32_head is true: it is for head lm, and head is {self.head}")
-        if self.engine == "transformers" and self.lora is not None:
-            raise ValueError("the transformers engine has no adapters (lora): use engine native for them")
+        if self.engine != "native" and self.lora is not None:
+            raise ValueError(f"the {self.engine} engine has no adapters (lora): use engine native for them")
         require(0 < self.follow_rate <= 1, "follow_rate", self.follow_rate, "be above 0 and at most 1")
 
     def config(self) -> ModelConfig:
-        kind = TransformersConfig if self.engine == "transformers" else ModelConfig
-        return kind.load(self.model, head=self.head)
+        return _CONFIGS[self.engine].load(self.model, head=self.head)
 
     @property
     def weights_dtype(self) -> Dtype:

@@ -135,10 +135,15 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A ParallelStrategy on a DeviceMesh; text form `d2t4p1@0-7`."""
+    """A ParallelStrategy on a DeviceMesh; text form `d2t4p1@0-7`.
+
+    `engine` marks the copy of a model's weights that is held by another engine than that of the role: such a
+    copy is distinct, although every rank holds the same regions. Its text form is `d2@0-1/native`.
+    """
 
     strategy: ParallelStrategy
     mesh: DeviceMesh
+    engine: str = ""
 
     def __post_init__(self) -> None:
         need, have = self.strategy.num_ranks, len(self.ranks)
@@ -147,15 +152,15 @@ class Layout:
             raise ValueError(f"layout {self} is not legal: {needs}")
 
     def __str__(self) -> str:
-        return f"{self.strategy}@{self.mesh}"
+        return f"{self.strategy}@{self.mesh}" + (f"/{self.engine}" if self.engine else "")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)", str(text).strip())
+        match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)(?:/(native))?", str(text).strip())
         if match is None:
             legal = "write strategy@ranks, for example d2t4@0-7 or t2@0,3"
             raise ValueError(f"{text!r} is not a layout: {legal}")
-        return cls(ParallelStrategy.parse(match[1]), DeviceMesh.parse(match[2]))
+        return cls(ParallelStrategy.parse(match[1]), DeviceMesh.parse(match[2]), match[3] or "")
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -305,6 +305,10 @@ class ModelConfig:
             if refused:
                 raise ValueError(f"layout {layout}: {why}")
 
+    def check_generation_layout(self, layout: Layout) -> None:
+        """Raise ValueError if the engine that generates with the model cannot split it this way."""
+        self.check_layout(layout)
+
     def _mlp_widths(self) -> tuple[int, ...]:
         """Return the widths of the dense, routed and shared MLPs that the model has."""
         if self.moe is None:

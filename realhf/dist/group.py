@@ -112,6 +112,11 @@ class Group:
         self._backend = backend
         self._native = native and backend is not None
 
+    @property
+    def backend(self) -> Any:
+        """The communicator of torch.distributed; None in a group of one."""
+        return self._backend
+
     def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
         """Send and receive at the same time; messages between two ranks match in the order of the lists."""
         self.post(sends, recvs, tag=tag).wait()

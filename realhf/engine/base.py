@@ -236,7 +236,7 @@ class Engine(ABC):
         if not self.groups.is_last_stage:
             return []
         lengths = [1 if work.output == "scores" else batch[settings.key].lengths[i] for i in order]
-        empty = torch.zeros(0, dtype=self._parameters.wide, device=self.flat.device)
+        empty = torch.zeros(0, dtype=self._parameters.wide, device=self.groups.world.device)
         nothing = [empty.view(0, top).long(), empty.view(0, top)] if top else [empty]
         values = [torch.cat(parts) for parts in zip(nothing, *results, strict=True)]
         in_order = sorted(range(len(order)), key=order.__getitem__)

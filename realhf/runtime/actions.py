@@ -1,7 +1,7 @@
 """Compiles a graph and a plan into a list of actions, which every rank executes in the same order."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import networkx as nx
@@ -103,10 +103,23 @@ class ParameterSet:
     follows: str | None = None  # The role of whose weights the set is the moving average.
     follow_rate: float = 0.0  # Share of the followed weights in each update.
     weights_source: tuple[str | bool, ...] = ()  # Frozen weights of one source are equal; () for adapters.
+    engine: str = "native"
 
     @property
     def is_adapters(self) -> bool:
         return self.name != self.role
+
+    def is_sharded(self, home: Layout) -> bool:
+        """Return whether train steps update only the optimizer's copy, of which each replica has a part.
+
+        Megatron-Core's optimizer gathers the parts itself.
+        """
+        return self.trained and self.engine != "megatron" and is_sharded(home)
+
+    def layout_of(self, call: FunctionCall, layout: Layout) -> Layout:
+        """Return the layout of the copy with which a call runs: the native engine generates for all."""
+        needs_copy = self.engine == "megatron" and call.kind == "generate"
+        return replace(layout, engine="native") if needs_copy else layout
 
 
 def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
@@ -115,7 +128,8 @@ def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
     for name, role in roles.items():
         trained = role.optimizer is not None
         sets[name] = ParameterSet(
-            name, name, trained and role.lora is None, role.follows, role.follow_rate, role.weights_source)
+            name, name, trained and role.lora is None, role.follows, role.follow_rate, role.weights_source,
+            role.engine)
         if role.lora is not None:
             sets[adapters_of(name)] = ParameterSet(adapters_of(name), name, trained)
     return sets
@@ -253,11 +267,16 @@ class _PartCompiler:
             actions.append(self.receives[call.name])
             if (tag := redistribute_tags.get(call.name)) is not None:
                 actions.append(Redistribute(call, layout, tag))
-            actions.append(Run(call, layout))
+            actions.append(Run(call, self._copy_of(call)))
             actions += [send for send in sends if send.producer == call.name]
             for name in self._updated_by(call):
                 actions += self._after_update(name, call, calls[i:], all_parts)
         return tuple(actions)
+
+    def _copy_of(self, call: FunctionCall) -> Layout:
+        """Return the layout of the copy of the weights with which a call runs."""
+        layout = self.plan[call.name].layout
+        return layout if call.role is None else self.sets[call.role].layout_of(call, layout)
 
     def _updated_by(self, call: FunctionCall) -> list[str]:
         """Return the parameter sets that a call changes."""
@@ -294,7 +313,7 @@ class _PartCompiler:
         for calls in parts:
             updates = (i for i, call in enumerate(calls, start=1) if name in self._updated_by(call))
             users += calls[: next(updates, len(calls))]
-        layouts = dict.fromkeys(self.plan[call.name].layout for call in users if call.role == role)
+        layouts = dict.fromkeys(self._copy_of(call) for call in users if call.role == role)
         return _copies(self.sets[name], self.homes[role], list(layouts), self.specs[name], ahead=ahead)
 
 
@@ -307,7 +326,7 @@ def _copies(
     earlier one if nothing has to move between the two; this makes gathering the home copy free in some plans.
     """
     name = params.name
-    if not params.trained or not is_sharded(home):
+    if not params.is_sharded(home):
         return [Reallocate(name, home, name, layout, ahead=ahead) for layout in layouts if layout != home]
     copies: list[Reallocate] = []
     for layout in layouts:

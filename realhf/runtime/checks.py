@@ -15,6 +15,7 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.hub import is_incomplete
 from realhf.lora import adapter_spec
+from realhf.megatron_config import check_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import spec_of
 from realhf.runtime.dry_trace import checked_parts, try_step_program
@@ -146,6 +147,11 @@ def _check_model(name: str, role: Role) -> None:
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
     _check_dtype(name, role)
+    if role.engine == "megatron":
+        try:
+            check_installed()
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
     if role.random_init:
         return
     directory = role.model_path()
@@ -157,7 +163,7 @@ def _check_model(name: str, role: Role) -> None:
             f"directory, or set {name}.random_init"
         )
     try:
-        if role.engine == "native":
+        if role.engine != "transformers":
             open_checkpoint(directory, spec)
         else:  # transformers checks the rest when it loads them.
             check_tensors(directory, spec)
@@ -171,6 +177,8 @@ def _check_dtype(name: str, role: Role) -> None:
         dtype = role.weights_dtype
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
+    if role.engine == "megatron" and dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"{name}.dtype is {dtype}: the megatron engine has float32 and bfloat16")
     if role.optimizer is not None and dtype == "float16":
         origin = "" if role.dtype is not None else f" (from config.json of {role.model})"
         why = "training in it needs loss scaling, which realhf does not have"
@@ -240,7 +248,8 @@ def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, R
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
     if call.role is not None:
         try:
-            roles[call.role].config().check_layout(layout)
+            config = roles[call.role].config()
+            (config.check_generation_layout if call.kind == "generate" else config.check_layout)(layout)
         except ValueError as error:
             raise ValueError(f"calls.{call.name}: {error}") from error
 
@@ -346,7 +355,7 @@ def _check_kept_caches(
     if not keeping or experiment.num_rounds == 1:
         return
     for role in (call.role for call in keeping if call.role is not None):
-        if roles[role].engine != "native":
+        if roles[role].engine == "transformers":
             why = "the transformers engine keeps no cache"
             raise ValueError(f"cache_on_update is 'keep', and {why}: set it to 'recompute'")
     if experiment.checkpoint_period()[1]:

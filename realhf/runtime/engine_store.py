@@ -1,7 +1,8 @@
 """EngineStore: constructs and loads this rank's engines, one for each layout of each role."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -23,8 +24,14 @@ from realhf.runtime.parameter_catalog import ParameterCatalog
 
 EngineKey = tuple[str, Layout]
 """The role and the layout of an engine."""
-ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
-"""Engines by the value of `Role.engine`."""
+
+
+def engine_class(name: str) -> Callable[..., Engine]:
+    """Return the engine of this name, a value of `Role.engine`; Megatron-Core is imported only on demand."""
+    if name == "megatron":
+        found: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
+        return found
+    return {"native": NativeEngine, "transformers": TransformersEngine}[name]
 
 
 class EngineStore:
@@ -69,7 +76,7 @@ class EngineStore:
             self._offloaded[key] = OffloadedWeights(memory)
         adapters = self._equal_home(adapters_of(role), layout)
         with self.in_use(key):
-            self._engines[key] = ENGINES[settings.engine](
+            self._engines[key] = engine_class(layout.engine or settings.engine)(
                 catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
@@ -91,6 +98,8 @@ class EngineStore:
         catalog = self._catalog
         if name not in catalog.sets:  # The role has no adapters.
             return None
+        if not layout.engine and catalog.sets[name].engine == "megatron":
+            return None  # Megatron-Core allocates its own memory.
         for other in (name, *catalog.sets):
             home = (catalog.sets[other].role, catalog.home(other))
             if not catalog.may_share(name, other) or home not in self._engines:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from realhf.checkpoint.run_state import Saved, SavedTensors
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec
+from realhf.param_spec import ModelSpec, Placement
 from realhf.realloc.bundles import disjoint
 from realhf.realloc.pieces import Shards
 from realhf.region import Region
@@ -28,6 +28,8 @@ class HomeState:
     trained: bool
     tensors: Mapping[str, Shards]
     optimizer: ShardedAdamW | None = None
+    placements: Sequence[Placement] | None = None
+    """Of the tensors of every parameter, by rank; None: those that the spec tells."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -44,7 +46,7 @@ class HomeState:
 
         Where several ranks hold a box, they take turns.
         """
-        placements = self.spec.placements(self.layout, sharded=self.trained)
+        placements = self.placements or self.spec.placements(self.layout, sharded=self.trained)
         for number, (param, placement) in enumerate(zip(self.spec.params, placements, strict=True)):
             for region, holders in disjoint(placement):
                 yield param.name, region, holders[number % len(holders)]

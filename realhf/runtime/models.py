@@ -7,8 +7,10 @@ from realhf.checkpoint.write import Beside
 from realhf.dist.world import World
 from realhf.experiment import Role
 from realhf.layout import Layout
+from realhf.param_spec import Placement
 from realhf.realloc.execute import agreed_links
 from realhf.realloc.links import Links
+from realhf.region import Region
 from realhf.runtime.actions import Action, Reallocate
 from realhf.runtime.copy_versions import CopyVersions
 from realhf.runtime.engine_store import EngineStore
@@ -41,6 +43,23 @@ class ModelStore:
         self.reallocations = Reallocations(
             world, catalog, self.engines, self._thread, _reallocations_of(actions, catalog), links=self.links)
         self._exporter = WeightExporter(world, catalog, self.engines)
+        own = [name for name, p in catalog.sets.items() if p.trained and p.engine == "megatron"]
+        self._placements = {name: self._exchanged_placements(world, name) for name in own}
+        """Parameter set -> the owners of boxes of an optimizer that cuts parameters in its own way."""
+
+    def _exchanged_placements(self, world: World, name: str) -> list[Placement]:
+        """Return the placements of a set's optimizer, as its ranks tell. Every rank must call this."""
+        engine = self.engines.get((self._catalog.sets[name].role, self._catalog.home(name)))
+        mine = {} if engine is None else engine.optimizer.state["master"]
+        boxes = {param: [box for box, _ in pieces] for param, pieces in mine.items()}
+        held: dict[str, dict[Region, list[int]]] = {}
+        for rank, theirs in enumerate(world.control.all_gather_json(boxes)):
+            for param, regions in theirs.items():
+                for region in regions:
+                    box = tuple((start, stop) for start, stop in region)
+                    held.setdefault(param, {}).setdefault(box, []).append(rank)
+        names = (param.name for param in self._catalog.specs[name].params)
+        return [tuple((box, tuple(ranks)) for box, ranks in held[param].items()) for param in names]
 
     def updated(self, role: str) -> None:
         """Count an update of the role. Every rank calls this after every train step."""
@@ -67,7 +86,9 @@ class ModelStore:
                 engine = self.engines.get((params.role, home))
                 optimizer = None if engine is None else engine.optimizer
                 tensors = {} if optimizer is None else optimizer.state
-                states.append(HomeState(name, spec, home, trained=True, tensors=tensors, optimizer=optimizer))
+                states.append(HomeState(
+                    name, spec, home, trained=True, tensors=tensors, optimizer=optimizer,
+                    placements=self._placements.get(name)))
             elif params.follows is not None:
                 tensors = {"weights": self.engines.shards(name, home) or {}}
                 states.append(HomeState(name, spec, home, trained=False, tensors=tensors))

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.param_spec import is_sharded
 from realhf.runtime.actions import Reallocate, adapters_of, parameter_sets, parameter_specs
 
 
@@ -36,7 +35,7 @@ class ParameterCatalog:
 
     def is_sharded(self, name: str) -> bool:
         """Return whether train steps update only the optimizer's copy, of which each replica has a part."""
-        return self.sets[name].trained and is_sharded(self.home(name))
+        return self.sets[name].is_sharded(self.home(name))
 
     def gathering(self, name: str) -> Reallocate:
         """Return the reallocation that updates the home of a sharded set from the optimizer's copy."""
@@ -55,6 +54,8 @@ class ParameterCatalog:
 
     def is_same_part(self, name: str, layout: Layout, other: Layout, *, rank: int) -> bool:
         """Return whether a rank holds the same regions, in the same order, of a set in both layouts."""
+        if layout.engine != other.engine:
+            return False
         spec = self.specs[name]
         return list(spec.held_by(layout, rank).items()) == list(spec.held_by(other, rank).items())
 

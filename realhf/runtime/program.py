@@ -132,9 +132,13 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
 
 
 def _frozen(role: Role) -> Role:
-    """Return the role without training; fresh adapters, which change nothing, are left out."""
+    """Return the role without training; fresh adapters, which change nothing, are left out.
+
+    Without training, the native engine is as good as Megatron-Core, and runs anywhere.
+    """
     lora = role.lora if role.lora is not None and role.lora.adapter is not None else None
-    return replace(role, optimizer=None, lora=lora, follows=None)
+    engine = "native" if role.engine == "megatron" else role.engine
+    return replace(role, optimizer=None, lora=lora, follows=None, engine=engine)
 
 
 def _datasets(eval_sets: Sequence[EvaluationProgram]) -> dict[str, tuple[DatasetConfig, DataflowGraph]]:

@@ -128,7 +128,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     """Yield warnings about changed settings of generation that only the native engine has."""
     for call in graph.of_kind("generate"):
-        if call.role is None or roles[call.role].engine == "native":
+        if call.role is None or roles[call.role].engine != "transformers":
             continue
         names = ("kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
         if changed := [name for name in names if getattr(call.work, name) != getattr(Generate, name)]:

@@ -1,0 +1,148 @@
+"""MegatronEngine: trains a role, and computes its forward passes, with Megatron-Core.
+
+The native engine generates for such a role, from a copy of its weights.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from realhf.calls import Generate, OptimizerConfig
+from realhf.checkpoint.hf import load_weights
+from realhf.data.batch import Batch
+from realhf.dist.activity import Report
+from realhf.dist.parallel import ParallelGroups
+from realhf.dist.world import World
+from realhf.engine.base import Engine, PassSettings
+from realhf.engine.chunked_loss import loss_by_parts
+from realhf.engine.megatron.configuration import make_config
+from realhf.engine.megatron.model import MegatronModel
+from realhf.engine.megatron.optimizer import MegatronTrainer
+from realhf.engine.megatron.pieces import blocks_of, by_name
+from realhf.engine.megatron.process_groups import make_collection
+from realhf.engine.megatron.schedule import Schedule
+from realhf.engine.protocol import DTYPES
+from realhf.graph import FunctionCall
+from realhf.inference.rounds import Round
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.micro_batch import attention_share, groups_of, micro_batches
+from realhf.nn.parameters import ShardedParameters
+from realhf.param_spec import ModelSpec
+from realhf.realloc.pieces import Shards, pairs
+
+
+class MegatronEngine(Engine):
+    """An engine for the models and layouts that `MegatronConfig` accepts."""
+
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, world: World,
+        *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
+        lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
+        float32_head: bool = False, overlap: bool | None = None,
+    ) -> None:  # fmt: skip
+        """With `overlap`, which is the default on CUDA, gradients are summed during the backward pass."""
+        assert memory is None and lora is None and not float32_head, "a Role with this engine has none"
+        _start_globals()
+        self.groups = ParallelGroups.create(world, layout)
+        collection = make_collection(self.groups)
+        config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
+        self.model = MegatronModel(spec, self.groups, collection, config)
+        self._blocks = blocks_of(self.model)
+        self._parameters = self._trained = self.model
+        self._adapters = None
+        self._optimizer = None
+        if optimizer is not None:
+            overlap = world.device.type == "cuda" if overlap is None else overlap
+            trainer = MegatronTrainer(
+                self.model, config, collection, optimizer, blocks=self._blocks, overlap=overlap)
+            self._optimizer = trainer  # type: ignore[assignment]
+        self.model.requires_grad_(False)
+        wrapped = self.model if optimizer is None else trainer.wrapped
+        self._schedule = Schedule(wrapped, config, collection, layout)
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return by_name((block.name, block.piece()) for block in self._blocks)
+
+    def shards(self) -> Shards:
+        return self._shards
+
+    def export_shards(self) -> Shards:
+        return self._shards
+
+    @torch.no_grad()
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        whole = ShardedParameters(self.model.spec, self.groups, dtype=self.model.config.params_dtype)
+        missing = None if directory is None else load_weights(directory, whole)  # type: ignore[arg-type]
+        whole.init_random(seed, names=missing)
+        for name, pieces in self._shards.items():
+            for mine, read in pairs(pieces, whole.pieces()[name], whole.regions[name]):
+                mine.copy_(read)
+
+    def _generate(
+        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+    ) -> tuple[Batch, Batch]:
+        raise NotImplementedError(f"{call.name}: the native engine generates for this role")
+
+    def flush_cache(self, call: str) -> None:
+        """Do nothing, as this engine has no cache."""
+
+    def _micro_batches(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[int]]:
+        """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts
+        together; there is at least one, which may be empty."""
+        parts = micro_batches(
+            lengths, max_tokens=max_tokens, groups=groups, at_least=self.groups.layout.pp,
+            attention=attention_share(self.model.spec)) or [[]]
+        if self.groups.ep.size > 1:
+            parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
+        return parts
+
+    def _run_micro_batch(
+        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
+        *, layer_done: Callable[[int], None] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        raise NotImplementedError("Megatron-Core's schedule runs the micro-batches")
+
+    def _pipeline(
+        self, batch: Batch, settings: PassSettings, report: Report
+    ) -> tuple[list[int], list[Any]]:
+        key = settings.key
+        parts = self._micro_batches(
+            batch[key].lengths, groups_of(batch.ids, settings.group_size), settings.max_tokens)
+        micro = [batch.select(part) for part in parts]
+
+        def finish(number: int, hidden: torch.Tensor) -> Any:
+            report(f"micro-batch {number + 1} of {len(micro)}")
+            samples = micro[number]
+            hidden_TH = self.model.rows(hidden)[: len(samples[key].values)]
+            return loss_by_parts(
+                self.model, hidden_TH, samples, settings.finish, key=key,
+                group_size=settings.group_size, **settings.outputs)
+
+        if torch.is_grad_enabled():
+            self._optimizer.start()  # type: ignore[union-attr]
+        packed = [samples[key] for samples in micro]
+        results = self._schedule.run(packed, finish, recompute=settings.recompute)
+        return [i for part in parts for i in part], results
+
+
+def _start_globals() -> None:
+    """Make the two globals that Megatron-Core needs even with explicit groups.
+
+    These are a buffer for gathered activations, and random states; without dropout it draws no numbers.
+    `parallel_state` has no groups, so that whatever reads one from there raises.
+    """
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    if not get_cuda_rng_tracker().is_initialized():
+        model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -1,0 +1,185 @@
+"""Training with Megatron-Core's gradient buffers and its distributed optimizer (ZeRO-1)."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import Adam, ChainedOptimizer, DistributedOptimizer, OptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from realhf.calls import OptimizerConfig as AdamWConfig
+from realhf.engine.megatron.model import MegatronModel
+from realhf.engine.megatron.pieces import Block, by_name
+from realhf.learning_rates import learning_rate
+from realhf.realloc.pieces import Piece, Shards
+
+_KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Kind of tensor in our checkpoints -> its name in Megatron-Core's optimizer."""
+
+
+class MegatronTrainer:
+    """The gradients and the optimizer of a model, whose steps follow the same rules as `ShardedAdamW`.
+
+    Each replica updates a part of the elements. The parts are gathered at the end of a step, so that the
+    model's own weights are always up to date.
+    """
+
+    def __init__(
+        self, model: MegatronModel, transformer: TransformerConfig, collection: ProcessGroupCollection,
+        config: AdamWConfig, *, blocks: Sequence[Block], overlap: bool,
+    ) -> None:  # fmt: skip
+        """With `overlap`, gradients are summed over replicas during the last backward pass."""
+        self.config = config
+        self.num_steps = 0
+        self.num_skipped = 0
+        """Updates in a row that have been skipped so far."""
+        self._model = model
+        self._blocks = blocks
+        _mark(model, blocks)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        self.wrapped = DistributedDataParallel(transformer, settings, model, pg_collection=collection)
+        transformer.finalize_model_grads_func = self._finish_grads
+        transformer.no_sync_func = self.wrapped.no_sync if overlap else None
+        self._collection = collection
+        found = [self._make(buffers) for buffers in (
+            self.wrapped.buffers, self.wrapped.expert_parallel_buffers) if buffers]
+        self._optimizer = ChainedOptimizer(found)
+
+    def _make(self, buffers: list[Any]) -> DistributedOptimizer:
+        """Return the optimizer of the parameters in some gradient buffers. Vectors have no weight decay.
+
+        `get_megatron_optimizer` is not used, because it communicates with all ranks of the run.
+        """
+        config = self.config
+        params = [param for buffer in buffers for param in buffer.params]
+        matrices = [param for param in params if param.dim() > 1]
+        vectors = [param for param in params if param.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+        adam = Adam(groups, lr=0.0, betas=config.betas, eps=config.eps)
+        settings = OptimizerConfig(
+            optimizer="adam", lr=0.0, use_distributed_optimizer=True, clip_grad=config.max_grad_norm,
+            bf16=params[0].dtype == torch.bfloat16, params_dtype=params[0].dtype)
+        made = DistributedOptimizer(
+            adam, settings, None, lambda *_: None, model_chunks=[self.wrapped],
+            per_model_buffers={0: buffers}, data_parallel_group=buffers[0].data_parallel_group,
+            data_parallel_group_gloo=None, data_parallel_group_idx=self._model.groups.layout.ranks.index(
+                self._model.groups.rank), distributed_optimizer_instance_id=0)  # fmt: skip
+        made.grad_stats_parallel_group = self._collection.intra_dist_opt
+        made.tp_group = self._collection.tp
+        for group in made.optimizer.param_groups:
+            for param in group["params"]:
+                made.optimizer.state[param] = {
+                    "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param),
+                    "step": torch.zeros(())}  # fmt: skip
+        return made
+
+    def _finish_grads(self, models: Any, _: Any, *, pg_collection: Any, **options: Any) -> None:
+        """Sum gradients: over replicas, of split norms over tp, and of a tied embedding over both its
+        stages."""
+        finalize_model_grads(models, None, pg_collection=pg_collection, **options)
+        groups = self._model.groups
+        if self._model.shape.tied and groups.ends is not None:
+            weight = self._model.embedding if self._model.output is None else self._model.output
+            assert weight is not None
+            groups.ends.all_reduce(weight.main_grad)  # type: ignore[attr-defined]
+
+    def start(self) -> None:
+        """Begin a mini-batch: set all gradients to zero."""
+        self.wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def finish_sums(self) -> None:
+        """Do nothing: the schedule has summed the gradients."""
+
+    def layer_is_done(self, layer: int) -> None:
+        """Do nothing: Megatron-Core begins its sums by buckets of gradients."""
+
+    def reload(self) -> None:
+        """Copy weights that were written from outside to the optimizer's copy."""
+        self._optimizer.reload_model_params()
+
+    @torch.no_grad()
+    def step(self, *, gather: bool = True) -> dict[str, float]:
+        """Clip, update and gather; return `grad_norm`, `lr` and `skipped_updates`, as `ShardedAdamW.step`.
+
+        It always gathers. Raises FloatingPointError when too many gradient norms in a row are not finite.
+        """
+        optimizer = self._optimizer
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            self._skip(grad_norm)
+            return {"skipped_updates": 1.0}
+        self.num_skipped = 0
+        rate = learning_rate(self.config, self.num_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), max_norm=self.config.max_grad_norm, total_norm=grad_norm)
+        optimizer.step_with_ready_grads()
+        self.num_steps += 1
+        return {"grad_norm": grad_norm, "lr": rate, "skipped_updates": 0.0}
+
+    def _skip(self, grad_norm: float) -> None:
+        self.num_skipped += 1
+        if self.num_skipped > self.config.max_skipped:
+            what = f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}"
+            skipped = f", and {self.num_skipped - 1} updates before were skipped for such norms"
+            raise FloatingPointError(what + (skipped if self.config.max_skipped else ""))
+
+    @cached_property
+    def state(self) -> Mapping[str, Shards]:
+        """The tensors of this replica, which checkpoints hold: kind -> parameter name -> boxes."""
+        return {kind: by_name(self._boxes(name)) for kind, name in _KINDS.items()}
+
+    def _boxes(self, name: str) -> Iterator[tuple[str, Piece]]:
+        """Yield parameter name and box of all that this replica owns of one of the optimizer's tensors."""
+        for block in self._blocks:
+            for part in self._optimizer.chained_optimizers:
+                if block.tensor in part.model_param_gbuf_map:
+                    owned = part._get_model_param_range_map(block.tensor)["param"]
+                    values = part._get_main_param_and_optimizer_states(block.tensor)[name].detach()
+                    for box in block.elements(owned.start, owned.end, values):
+                        yield block.name, box
+
+    def state_was_read(self, num_steps: int, num_skipped: int) -> None:
+        """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
+        self.num_steps = num_steps
+        self.num_skipped = num_skipped
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = num_steps
+                for param in group["params"]:
+                    part.optimizer.state[param]["step"].fill_(num_steps)
+            part._copy_main_params_to_model_params()
+        self.wrapped.start_param_sync(force_sync=True)
+
+
+def _mark(model: MegatronModel, blocks: Sequence[Block]) -> None:
+    """Mark parameters as Megatron-Core expects it, by which gradient norms count each value once."""
+    params = {param.name: param for param in model.spec.params}
+    for block in blocks:
+        param = params[block.name]
+        block.tensor.tensor_model_parallel = param.split_dim is not None  # type: ignore[attr-defined]
+        block.tensor.partition_dim = param.split_dim or 0  # type: ignore[attr-defined]
+        block.tensor.partition_stride = 1  # type: ignore[attr-defined]
+    for matrix in (model.embedding, model.output):
+        if matrix is not None:
+            # In a bucket of its own: its size differs over tp, and its copy on the other end of the pipeline
+            # must be split over replicas in the same way.
+            matrix.shared_embedding = True  # type: ignore[attr-defined]
+    if model.shape.tied and model.output is not None:
+        model.output.shared = True  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+"""Runs the micro-batches of a batch through the pipeline stages by Megatron-Core's 1F1B schedule."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from realhf.data.batch import Packed
+from realhf.layout import Layout
+
+Finish = Callable[[int, Tensor], Any]
+"""(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
+
+
+class Schedule:
+    """The schedule of one model or of its wrapper for training."""
+
+    def __init__(
+        self, model: torch.nn.Module, config: TransformerConfig, collection: ProcessGroupCollection,
+        layout: Layout,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._config = config
+        self._collection = collection
+        self._layout = layout
+        self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=None)
+        pipelined = layout.pp > 1
+        self._messages = {"p2p_communicator": P2PCommunicator(collection.pp, config)} if pipelined else {}
+
+    def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
+        """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
+
+        With `recompute`, every layer keeps only its input for the backward pass.
+        """
+        train = torch.is_grad_enabled()
+        self._config.recompute_granularity = "full" if recompute else None
+        self._config.recompute_method = "uniform" if recompute else None
+        self._config.recompute_num_layers = 1 if recompute else None
+        sizes = self._padded_sizes(micro_batches)
+        results: list[Any] = []
+
+        def forward(numbers: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            number = next(numbers)
+            ids_T, seq_lens = padded(micro_batches[number], sizes[number])
+            return model(ids_T, seq_lens), partial(collect, number)
+
+        def collect(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            result = finish(number, hidden)
+            results.append(result.detach() if train else result)
+            # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
+            return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
+
+        self._run(
+            forward_step_func=forward, data_iterator=iter(range(len(micro_batches))), model=self._model,
+            num_microbatches=len(micro_batches), seq_length=sizes[0], micro_batch_size=1,
+            forward_only=not train, collect_non_loss_data=not train, pg_collection=self._collection,
+            **self._messages)  # fmt: skip
+        return results
+
+    def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
+        """Return the size of each micro-batch: a multiple of tp, and under a pipeline the same for all.
+
+        Messages between stages of different sizes would have to be announced, for which the host waits.
+        """
+        tp = self._layout.tp
+        sizes = [max(1, -(-len(tokens.values) // tp)) * tp for tokens in micro_batches]
+        return sizes if self._layout.pp == 1 else [max(sizes)] * len(sizes)
+
+
+def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
+    """Return packed tokens with a last sequence of padding up to this size, and the sequences' lengths."""
+    rest = size - len(tokens.values)
+    if not rest:
+        return tokens.values, list(tokens.lengths)
+    return torch.nn.functional.pad(tokens.values, (0, rest)), [*tokens.lengths, rest]

@@ -1,0 +1,131 @@
+"""What the workers of these tests run. Importing this module patches torch: see shim.py."""
+
+from tests.megatron import shim  # isort: skip
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import OptimizerConfig, TrainStep
+from realhf.dist.world import World
+from realhf.engine.base import Engine
+from realhf.engine.megatron.engine import MegatronEngine
+from realhf.engine.native import NativeEngine
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.plan import ExecutionPlan
+from realhf.realloc.execute import Reallocator
+from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.engine.reference import ragged_rows
+from tests.engine.training import minibatch
+from tests.runtime.tiny import Recorder, make_experiment, recording, role
+
+assert shim.VERSION
+ENGINES = {"native": NativeEngine, "megatron": MegatronEngine}
+CALL = FunctionCall(
+    "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
+    work=TrainStep(CrossEntropy()),
+)  # fmt: skip
+
+
+def make_engine(
+    world: World, kind: str, hf: dict[str, Any], text: str, *, dtype: str = "float32", **options: Any
+) -> Engine | None:
+    """Return an engine with random weights; None if the rank is not in the layout."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    spec = model_spec(ModelConfig.from_hf(hf))
+    config = OptimizerConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=0.5)
+    engine = ENGINES[kind](spec, layout, world, dtype=dtype, optimizer=config, **options)
+    engine.load(None, seed=0)
+    return engine
+
+
+def train(engine: Engine, *, steps: int, recompute: bool = False) -> list[dict[str, float]]:
+    """Return the metrics of a few steps on ragged rows, of which each replica has a part."""
+    dp = engine.groups.at.dp
+    size = engine.groups.layout.dp
+    found = []
+    for seed in range(steps):
+        batch = minibatch(ragged_rows(6, seed=seed)[dp::size])
+        result = engine.run(CALL, [batch], micro_batch_tokens=16, recompute=recompute)
+        found.append(result.metrics)
+    return found
+
+
+def curve(
+    world: World, kind: str, hf: dict[str, Any], text: str, options: dict[str, Any]
+) -> list[dict[str, float]] | None:
+    """Return the metrics of five steps, on the last pipeline stage."""
+    options = dict(options)
+    recompute = options.pop("recompute", False)
+    engine = make_engine(world, kind, hf, text, **options)
+    return None if engine is None else train(engine, steps=5, recompute=recompute)
+
+
+def native_state(world: World, hf: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the same as `state` of the native engine on one rank."""
+    return state(world, hf, "d1@0", "native")
+
+
+def state(world: World, hf: dict[str, Any], text: str, kind: str = "megatron") -> dict[str, Any] | None:
+    """Return, after two steps, this rank's pieces: of the weights, and of every tensor of the optimizer."""
+    engine = make_engine(world, kind, hf, text)
+    if engine is None:
+        return None
+    train(engine, steps=2)
+    kinds = {"weights": engine.shards(), **engine.optimizer.state}
+    return {
+        kind: {name: [(box, x.clone()) for box, x in pieces] for name, pieces in shards.items()}
+        for kind, shards in kinds.items()
+    }  # fmt: skip
+
+
+def moved_back(world: World, hf: dict[str, Any], text: str, other: str) -> list[str] | None:
+    """Move trained weights to a native copy and on to a frozen megatron engine.
+
+    Return the parameters that differ on this rank in the end.
+    """
+    trained = make_engine(world, "megatron", hf, text)
+    if trained is not None:
+        train(trained, steps=1)
+    spec = model_spec(ModelConfig.from_hf(hf))
+    home, away = Layout.parse(text), Layout.parse(other)
+    copy = NativeEngine(spec, away, world, dtype="float32") if world.rank in away else None
+    end = MegatronEngine(spec, home, world, dtype="float32") if trained is not None else None
+    shards = [None if engine is None else engine.shards() for engine in (trained, copy, end)]
+    for source, target, pair in ((home, away, shards[:2]), (away, home, shards[1:])):
+        Reallocator(spec, source=source, target=target, world=world, dtype=torch.float32).run(*pair)
+    if trained is None:
+        return None
+    changed = make_engine(world, "megatron", hf, text)
+    assert not all(_equal(changed.shards()[name], pieces) for name, pieces in shards[0].items())
+    return [name for name, pieces in shards[0].items() if not _equal(shards[2][name], pieces)]
+
+
+def _equal(pieces: Any, others: Any) -> bool:
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(pieces, others, strict=True))
+
+
+def grpo(
+    world: World, kind: str, layouts: tuple[str, ...], directory: Path, out: Path | None, start: Path | None
+) -> tuple[list, list[dict[str, float]]] | None:
+    """Run GRPO with an actor of this engine; return the sampled tokens and the metrics, on rank 0."""
+    actor = replace(role(directory), engine=kind, dtype="float32")
+    recorder = Recorder()
+    settings = {"checkpoint_every": 1, "keep_checkpoints": 3} if out is not None else {}
+    experiment = recording(make_experiment("grpo", directory, actor=actor, **settings), recorder)
+    calls = ("actor_generate", "ref_forward", "actor_train")
+    chosen = {call: {"layout": text} for call, text in zip(calls, layouts, strict=True)}
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": chosen}), world_size=world.size)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    result = Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+    return (recorder.steps, result.metrics) if world.rank == 0 else None
