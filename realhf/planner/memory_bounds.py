@@ -16,6 +16,7 @@ import numpy as np
 
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_group import OPEN, CallGroup
+from realhf.planner.communicators import use_of
 from realhf.planner.memory_account import MemoryAccount
 
 
@@ -36,24 +37,32 @@ class Loads(NamedTuple):
     smaller: np.ndarray
     """The bytes that the device of rank `first` has less than the largest device of the cluster."""
 
-    def resting_at(self, rank: np.ndarray) -> np.ndarray:
-        """Return what rests on one rank of each plan for every group."""
+    def at_firsts(self) -> "Crowds":
+        """Return the loads on the first rank of every group's mesh."""
+        rank = self.first[:, None]
         covers = (self.first <= rank) & (rank < self.stop)
-        return np.where(rank < self.inner, self.start_resting, self.least_resting) * covers
+        is_start = rank < self.inner
+        resting = np.where(is_start, self.start_resting, self.least_resting) * covers
+        running = np.where(is_start, self.start_running, self.least_running) * covers
+        return Crowds(resting, resting.sum(axis=1), running.max(axis=1))
 
-    def running_at(self, rank: np.ndarray) -> np.ndarray:
-        """Return what runs on one rank of each plan for every group."""
-        covers = (self.first <= rank) & (rank < self.stop)
-        return np.where(rank < self.inner, self.start_running, self.least_running) * covers
 
-    def fullest(self) -> np.ndarray:
+class Crowds(NamedTuple):
+    """The loads on the first rank of every group's mesh: what rests of each group, (U, U, K), in total, (U, K),
+    and the most that runs, (U, K). The first axis is that of the ranks.
+
+    Some rank with the most bytes is among them: where no mesh begins, no more groups come in.
+    """
+
+    by_group: np.ndarray
+    resting: np.ndarray
+    running: np.ndarray
+
+    def fullest(self, loads: Loads) -> np.ndarray:
         """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
         the largest and the difference were in use."""
-        fullest = np.zeros(self.first.shape[1])
-        for rank, smaller in zip(self.first, self.smaller, strict=True):  # One rank of each plan.
-            need = self.resting_at(rank).sum(axis=0) + self.running_at(rank).max(axis=0)
-            fullest = np.maximum(fullest, need + smaller)
-        return fullest
+        need: np.ndarray = (self.resting + self.running + loads.smaller).max(axis=0)
+        return need
 
 
 class _Layouts(NamedTuple):
@@ -81,7 +90,8 @@ class MemoryBounds:
 
     def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
         """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
-        excess = self._loads(choices).fullest() - capacity
+        loads = self._loads(choices)
+        excess = loads.at_firsts().fullest(loads) - capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -102,7 +112,7 @@ class MemoryBounds:
         resting += loads.start_resting
         loads = loads._replace(
             start_resting=resting, least_resting=resting, start_running=running, least_running=running)
-        return loads.fullest() - capacity
+        return loads.at_firsts().fullest(loads) - capacity
 
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
@@ -115,24 +125,27 @@ class MemoryBounds:
             self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
         return self._known[chosen]
 
-    def call_lower_bounds(self, choices: np.ndarray, capacity: float, num_calls: int) -> np.ndarray:
-        """Return lower bounds of the seconds of calls, see `SearchSpace.call_lower_bounds`."""
+    def limits(
+        self, choices: np.ndarray, capacity: float, num_calls: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the excess without exact counts and lower bounds of the seconds of calls, see
+        `SearchSpace.memory_limits`."""
         bounds = np.zeros((len(choices), num_calls))
         loads = self._loads(choices)
+        crowds = loads.at_firsts()
+        excess = crowds.fullest(loads) - capacity
         for u, group in enumerate(self._open_groups):
-            rows = np.flatnonzero(group.is_mesh(choices[:, u]))
+            rows = np.flatnonzero(group.is_mesh(choices[:, u]) & (excess <= 0))
             if not len(rows):
                 continue
-            here = Loads(*(array[:, rows] for array in loads))
             mesh = group.mesh_index(choices[rows, u])
-            for stage, beside in zip(("start", "least"), _beside(here, u), strict=True):
-                own = getattr(group, f"{stage}_resting")[choices[rows, u]]
+            for stage, beside in zip(("start", "least"), _beside(loads, crowds, u, rows), strict=True):
                 tier_bytes, seconds = self._tiers[u][stage]
-                free = capacity - here.smaller[u] - (beside - own)
+                free = capacity - loads.smaller[u, rows] - beside
                 tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
                 bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
-        return bounds
+        return excess, bounds
 
     @cached_property
     def _open_groups(self) -> list[CallGroup]:
@@ -173,15 +186,24 @@ class MemoryBounds:
         layouts = np.stack([known.layout[choice] for _, known, choice in columns])
         by_kind = np.stack([[array[choice] for array in group.connected] for group, _, choice in columns])
         by_kind[:, 2] *= moves
+        added = by_kind.copy()
         for u in range(len(layouts)):
             for v in range(u):
                 are_disjoint = (loads.stop[u] <= loads.first[v]) | (loads.stop[v] <= loads.first[u])
-                by_kind[u, 2] *= are_disjoint | (by_kind[v, 2] == 0)
+                added[u, 2] *= are_disjoint | (added[v, 2] == 0)
                 may_equal = (loads.first[u] == loads.first[v]) & (loads.stop[u] == loads.stop[v])
                 may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
-                by_kind[u, 0] *= ~may_equal
-                by_kind[u, 1] *= ~may_equal | (by_kind[v, 1] == 0)
-        return by_kind.sum(axis=1)
+                # Two equal layouts count as the larger of their bounds, if one has all groups of the other.
+                held = by_kind[v, :2] if self._are_alike(u, v) else np.inf
+                more = by_kind[u, :2] - np.where(may_equal, held, 0.0)
+                np.minimum(added[u, :2], np.maximum(0.0, more), out=added[u, :2])
+        return added.sum(axis=1)
+
+    def _are_alike(self, group: int, other: int) -> bool:
+        """Return whether all roles of two groups share key-value heads among as many ranks."""
+        problem = self.account.problem
+        roles = {role for u in (group, other) for role in (*self._groups[u].homes, *self._groups[u].copies)}
+        return len({use_of(problem.roles[role], trains=False).num_kv_heads for role in roles}) == 1
 
     def _is_apart(self, group: int, role: str, choices: np.ndarray, loads: Loads) -> np.ndarray:
         """Return in which plans a group's copy certainly shares no rank's memory.
@@ -220,19 +242,12 @@ def _number_layouts(groups: Sequence[CallGroup]) -> list[_Layouts]:
     return numbered
 
 
-def _beside(loads: Loads, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what rests on the first rank of a group's mesh, and the most of any rank, apart from stages.
-
-    For the group itself, the second counts its least stage.
-    """
-    first = loads.first[group]
-    at_first = loads.resting_at(first).sum(axis=0)
-    own = loads.least_resting[group]
-    most = at_first - loads.start_resting[group] + own
-    for other_first in loads.first:
-        rank = np.maximum(other_first, first)
-        rank = np.where(rank < loads.stop[group], rank, first)
-        resting = loads.resting_at(rank)
-        resting[group] = own
-        most = np.maximum(most, resting.sum(axis=0))
-    return at_first, most
+def _beside(
+    loads: Loads, crowds: Crowds, group: int, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what other groups have at rest on the first rank of a group's mesh, and the most that they have
+    at rest on any of its ranks, in some plans."""
+    first = loads.first[:, rows]
+    others = crowds.resting[:, rows] - crowds.by_group[:, group, rows]
+    is_inside = (first >= first[group]) & (first < loads.stop[group, rows])
+    return others[group], np.where(is_inside, others, 0.0).max(axis=0)

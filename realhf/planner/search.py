@@ -8,9 +8,11 @@ own, and that the step is no shorter than the sum of all device seconds over the
 is anytime: the least bound among the plans that are not explored yet holds for every plan.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,8 @@ from realhf.planner.call_group import OPEN
 from realhf.planner.search_space import SearchSpace
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
-_DIVE_EVERY = 2  # The number of iterations from one beam search to the next.
+_DIVE_EVERY = 2  # The number of iterations from one beam search to the next after one that found a plan.
+_MOST_PATIENCE = 16  # The same after many that did not.
 _BEAM = 24  # The width of a beam search.
 _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
@@ -77,8 +80,7 @@ def search(
             break
         tree = trees[num_iterations % len(trees)]
         tree.expand()
-        if tree.num_iterations % _DIVE_EVERY == 1:
-            tree.dive()
+        tree.dive()
         num_iterations += 1
     if local.best is None:
         return None
@@ -145,14 +147,45 @@ class LocalSearch:
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
     def refine(self) -> None:
-        """Improve the best plan with all candidates to choose from, unless that has been done."""
+        """Improve the best plan with all candidates to choose from, also by changing two heavy groups at
+        once, unless that has been done."""
         if self.best is None or self.best_score >= self._refined_score:
             return
         allowed = self._allowed
         self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
         self.improve(self.best)
+        for u, v in self._pairs:
+            plan = self._best_of_pair((u, allowed[u]), (v, allowed[v]))
+            if plan is not None:
+                self.improve(plan)
         self._allowed = allowed
         self._refined_score = self.best_score
+
+    @cached_property
+    def _pairs(self) -> list[tuple[int, int]]:
+        return list(itertools.combinations(_heavy_groups(self._space), 2))
+
+    def _best_of_pair(
+        self, one: tuple[int, np.ndarray], other: tuple[int, np.ndarray]
+    ) -> np.ndarray | None:
+        """Return the best plan that differs from the best one in two groups, each with its candidates to
+        choose from; None if it is not better."""
+        assert self.best is not None
+        (u, of_u), (v, of_v) = one, other
+        groups = self._space.groups
+        least = sum(float(g.device_seconds[i]) for g, i in zip(groups, self.best, strict=True))
+        least -= float(groups[u].device_seconds[self.best[u]] + groups[v].device_seconds[self.best[v]])
+        most = self.best_score * self._space.problem.cluster.num_devices - least
+        work = groups[u].device_seconds[of_u][:, None] + groups[v].device_seconds[of_v]
+        rows, columns = np.nonzero(work < most)
+        plans = _changed(_changed(self.best, u, of_u[rows]), v, of_v[columns])
+        rough = self._rough(plans)
+        promising = np.argsort(rough, kind="stable")[:_EXACT]
+        promising = promising[rough[promising] < self.best_score * (1 - _SAME)]
+        exact = self._exact(plans[promising])
+        if not len(exact) or exact.min() >= self.best_score * (1 - _SAME):
+            return None
+        return plans[promising[np.argmin(exact)]]
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.
@@ -187,9 +220,9 @@ class LocalSearch:
         return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
 
 
-def _changed(chosen: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:
-    """Return copies of the plan, each with one of these candidates of a group."""
-    plans = np.repeat(chosen[None], len(candidates), axis=0)
+def _changed(plans: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:
+    """Return plans, or copies of one plan, each with one of these candidates of a group."""
+    plans = np.broadcast_to(plans, (len(candidates), plans.shape[-1])).copy()
     plans[:, group] = candidates
     return plans
 
@@ -205,15 +238,21 @@ def _least_device_seconds(space: SearchSpace) -> np.ndarray:
     return np.array([group.device_seconds.min() for group in space.groups])
 
 
+def _heavy_groups(space: SearchSpace) -> list[int]:
+    """Return the groups with a large share of all device seconds, those with the most first."""
+    least = _least_device_seconds(space)
+    order = np.argsort(-least, kind="stable").tolist()
+    return [u for u in order if least[u] >= _HEAVY * least.sum()]
+
+
 def _orders(space: SearchSpace) -> list[list[_Step]]:
     """Return two orders of steps, both with the groups with the most work first.
 
     One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
     decides heavy groups wholly before all others, which soon shows how much memory they need.
     """
-    least = _least_device_seconds(space)
-    order = np.argsort(-least, kind="stable").tolist()
-    heavy = [u for u in order if least[u] >= _HEAVY * least.sum()]
+    order = np.argsort(-_least_device_seconds(space), kind="stable").tolist()
+    heavy = _heavy_groups(space)
     parts = [heavy, *([u] for u in order if u not in heavy)]
     return [
         [_Step(u, is_last) for part in some for is_last in (False, True) for u in part]
@@ -235,12 +274,17 @@ class _Tree:
         self._local = local
         self._groups = space.open_groups
         self._num_devices = space.problem.cluster.num_devices
-        self._least_device_seconds = _least_device_seconds(space)
+        self._device_seconds = [  # Of every choice.
+            np.append(group.device_seconds[:-1], least)
+            for group, least in zip(self._groups, _least_device_seconds(space), strict=True)
+        ]
         self._steps = steps
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
         self._given_up = np.inf
         self.num_expanded = self.num_iterations = 0
+        self._next_dive = 1  # The iteration from which on to dive.
+        self._patience = _DIVE_EVERY
 
     @property
     def bound(self) -> float:
@@ -284,9 +328,19 @@ class _Tree:
         return max(1, int(_CHILDREN / num_children))
 
     def dive(self) -> None:
-        """Complete the most promising plan by a beam search, and improve the outcome by local search."""
-        if not len(self._choices):
+        """Complete the most promising plan by a beam search, and improve the outcome by local search.
+
+        This is due in every few iterations, and less often while it finds nothing better.
+        """
+        if not len(self._choices) or self.num_iterations < self._next_dive:
             return
+        before = self._local.best_score
+        self._complete()
+        has_found = self._local.best_score < before
+        self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
+        self._next_dive = self.num_iterations + self._patience
+
+    def _complete(self) -> None:
         depths = self._depths
         row = self._most_promising(depths)
         choices, bounds = self._choices[[row]], self._bounds[[row]]
@@ -367,27 +421,34 @@ class _Tree:
     def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
         fit."""
-        no_bounds = np.zeros((len(choices), len(self._space.calls)))
-        bounds = np.maximum(bounds, self._device_seconds(choices, no_bounds) / self._num_devices)
+        columns = zip(self._device_seconds, choices.T, strict=True)
+        work = np.sum([table[choice] for table, choice in columns], axis=0)
+        bounds = np.maximum(bounds, work / self._num_devices)
         rest = np.flatnonzero(bounds < self._goal)
-        fits = self._space.excess_bytes(choices[rest], exact=False) <= 0
+        excess, min_seconds = self._space.memory_limits(choices[rest])
+        fits = excess <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):
             kept = choices[rest]
-            min_seconds = self._space.call_lower_bounds(kept)
-            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
-            crowded = self._device_seconds(kept, min_seconds) / self._num_devices
-            bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])
+            min_seconds = min_seconds[fits]
+            crowded = self._crowded(kept, min_seconds) / self._num_devices
+            bounds[rest] = np.maximum(bounds[rest], crowded)
+            alive = bounds[rest] < self._goal
+            rest = rest[alive]
+            periods = self._space.periods(kept[alive], min_seconds=min_seconds[alive], exact=False)
+            bounds[rest] = np.maximum(bounds[rest], periods)
         return bounds
 
-    def _device_seconds(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
+    def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
         """Return lower bounds of the device seconds of unfinished plans whose calls take at least
         `min_seconds`."""
-        device_seconds = np.zeros(len(choices))
-        for u, group in enumerate(self._groups):
-            choice = choices[:, u]
-            seconds = np.maximum(group.seconds[choice], min_seconds[:, group.calls]).sum(axis=1)
-            on_mesh = seconds * (group.stop[choice] - group.first[choice])
-            device_seconds += np.where(choice == OPEN, self._least_device_seconds[u], on_mesh)
-        return device_seconds
+        total = np.zeros(len(choices))
+        for group, table, choice in zip(self._groups, self._device_seconds, choices.T, strict=True):
+            total += table[choice]
+            longer = group.is_mesh(choice) & (min_seconds[:, group.calls] > 0).any(axis=1)
+            rows = np.flatnonzero(longer)
+            at = choice[rows]
+            seconds = np.maximum(group.seconds[at], min_seconds[np.ix_(rows, group.calls)]).sum(axis=1)
+            total[rows] += seconds * (group.stop[at] - group.first[at]) - table[at]
+        return total

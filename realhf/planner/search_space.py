@@ -186,10 +186,11 @@ class SearchSpace:
         """Return about what each plan lacks, to prefer those that are likely to fit; no bound."""
         return self._memory.estimate(choices, self.capacity)
 
-    def call_lower_bounds(self, choices: np.ndarray) -> np.ndarray:
-        """Return lower bounds of the seconds of calls, shape (K, N), where only a group's mesh is chosen.
+    def memory_limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return lower bounds of the bytes that each plan lacks (see `excess_bytes`), and of the seconds of
+        calls, shape (K, N), where only a group's mesh is chosen.
 
-        The bounds follow from the memory that the resting parts of other groups leave free. They are 0 for
-        all other calls.
+        The latter follow from the memory that the resting parts of other groups leave free. They are 0 for
+        all other calls, and in plans that do not fit.
         """
-        return self._memory.call_lower_bounds(choices, self.capacity, len(self.calls))
+        return self._memory.limits(choices, self.capacity, len(self.calls))

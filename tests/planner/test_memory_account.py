@@ -104,7 +104,8 @@ def test_no_bound_of_a_calls_seconds_exceeds_a_plan_that_fits():
         for _ in range(20):
             chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
             if space.excess_bytes(np.array([chosen]))[0] <= 0:
-                bounds = space.call_lower_bounds(np.array([unfinished(rng, space, chosen)]))
+                excess, bounds = space.memory_limits(np.array([unfinished(rng, space, chosen)]))
+                assert excess[0] <= 0
                 assert (bounds <= space.call_times(np.array([chosen])).seconds + 1e-12).all()
                 num_bounds += (bounds > 0).sum()
     assert num_bounds > 100
