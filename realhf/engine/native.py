@@ -110,6 +110,8 @@ class NativeEngine(Engine):
             generation.release()
 
     def _cache_bytes(self) -> int:
+        if self.pages is not None:
+            return self.pages.num_bytes
         return sum(generation.kept_bytes for generation, _ in self._kept.values())
 
     def _micro_batches(

@@ -77,8 +77,7 @@ class Generation:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the caches that stay between rounds."""
-        caches = [kept.cache for kept in self._kept or [] if kept.cache is not None]
-        return sum(layer.nbytes for cache in caches for layer in cache.layers)
+        return sum(kept.pool.num_bytes for kept in self._kept or [])
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""

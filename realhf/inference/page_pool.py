@@ -39,6 +39,11 @@ class PagePool:
         return self._cache
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages, leased or not."""
+        return 0 if self._cache is None else sum(layer.nbytes for layer in self._cache.layers)
+
+    @property
     def page_tokens(self) -> int | None:
         """A page must have a multiple of so many tokens; None: a CPU has blocks of any size."""
         return None if self.backends is None else self.backends.page_tokens

@@ -1,6 +1,6 @@
 """EngineStore: constructs and loads this rank's engines, one for each layout of each role."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Literal

@@ -31,8 +31,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from realhf.attention.interface import AttentionKind, Sequences
 from realhf.model_config import ModelConfig
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import packed_attention
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
@@ -44,7 +45,7 @@ class Packing(PackedSeqParams):
     It travels to the layers as an argument, so that a recomputed layer gets that of its own micro-batch.
     """
 
-    seq_lens: tuple[int, ...] = ()
+    sequences: Sequences | None = None
     angles: Callable[[int], Angles | None] | None = None  # Layer -> angles of all tokens.
 
 
@@ -85,11 +86,12 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Packing, **_: Any,
     ) -> Tensor:  # fmt: skip
         """Return the attention's output, heads side by side: out_TBX."""
+        assert packed_seq_params.sequences is not None
         q_TND, k_TKD, v_TKD = q_TBND[:, 0], k_TBKD[:, 0], v_TBKD[:, 0]
         angles = packed_seq_params.angles and packed_seq_params.angles(self.layer)
         if angles:
             q_TND, k_TKD = (rotate(x, angles, interleaved=self.interleaved) for x in (q_TND, k_TKD))
-        out_TND = packed_attention(q_TND, k_TKD, v_TKD, list(packed_seq_params.seq_lens), self.kind)
+        out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.sequences, self.kind)
         return out_TND.flatten(1)[:, None]
 
 

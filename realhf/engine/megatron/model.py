@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from realhf.attention.interface import Sequences
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.megatron.layers import Packing, block_spec
 from realhf.nn.packed import token_positions
@@ -96,7 +97,7 @@ class MegatronModel(MegatronModule):
         if self._rotary is not None:
             _, position_T, length_T = token_positions(seq_lens, self.groups.world.device)
             angles = self._rotary(position_T, length_T)
-        return Packing(qkv_format="sbhd", seq_lens=tuple(seq_lens), angles=angles)
+        return Packing(qkv_format="sbhd", sequences=Sequences.of(seq_lens, self.groups.world.device), angles=angles)
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         assert self.embedding is not None
