@@ -17,6 +17,7 @@ from torch import Tensor
 
 _DENSE = 0.5  # A range of blocks is read in place if at least this share of it is in use; else it is copied.
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 PAGED_ROWS = ("position_B", "cache_position_B", "lens_B", "table_BM")
 """The arrays of BlockTables.advance_pages."""
 

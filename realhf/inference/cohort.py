@@ -52,6 +52,8 @@ class _Started:
 
     def numbers(self) -> list[int]:
         """Return the samples that get a token."""
+        if not self.unread:
+            return self.step.samples
         return [number for number in self.step.samples if number not in self.unread]
 
 
@@ -176,19 +178,21 @@ class Cohort:
         self.samples.tokens[last.at] = last.drawn_S
         last.download = Download(last.drawn_S)
         numbers = last.numbers()
-        ended = dict(zip(numbers, self.samples.count(numbers).tolist(), strict=True))
+        ended = self.samples.count(numbers)
         if not self._is_ahead:
-            for number in self._finished(last):
-                ended[number] = True
+            ended |= self._finished(last, numbers)
+        stopped = np.array(numbers, np.int64)[ended]
+        if last.unread:  # The scheduler knows that these have ended.
+            ended = np.array([number in last.unread for number in last.step.samples])
+            ended |= np.isin(last.step.samples, stopped)
         assert self._scheduler is not None
-        stopped = [number for number, end in ended.items() if end]
-        flags = [ended.get(number, True) for number in last.step.samples]
-        self._copy(self._scheduler.update(flags, parks=self._parks(stopped)))
+        self._copy(self._scheduler.update(ended, parks=self._parks(stopped.tolist())))
         return not self._is_ahead
 
     def _read_late(self, last: _Started, *, following: _Started | None) -> bool:
         """End the samples whose tokens of the last step say so; the `following` step may have begun."""
-        finished = self._finished(last)
+        numbers = last.numbers()
+        finished = np.array(numbers, np.int64)[self._finished(last, numbers)].tolist()
         if following is not None:
             following.unread |= set(finished)
         if self._scheduler is not None:
@@ -196,14 +200,14 @@ class Cohort:
                 finished, parks=self._parks(finished), is_next_planned=following is not None))
         return True
 
-    def _finished(self, last: _Started) -> list[int]:
-        """Wait for the tokens of a step; return the samples that end with theirs, whatever their limits."""
+    def _finished(self, last: _Started, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Wait for the tokens of a step, and return which of `numbers`, the samples that get one, end with
+        theirs, whatever their limits are."""
         assert last.download is not None
         tokens_S = last.download.wait()
         if last.unread:
             tokens_S = tokens_S[[number not in last.unread for number in last.step.samples]]
-        numbers = last.numbers()
-        return np.array(numbers, np.int64)[self.samples.finish(numbers, tokens_S)].tolist()
+        return self.samples.finish(numbers, tokens_S)
 
     def _parks(self, stopped: Collection[int]) -> set[int]:
         """Return which of these samples keep their pages for later rounds."""

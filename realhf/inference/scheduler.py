@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import BlockTables
+from realhf.inference.block_tables import BlockTables, Flags
 from realhf.kv_blocks import num_blocks
 
 
@@ -171,7 +171,7 @@ class Scheduler:
         wants = len(self._tables.full()) + min(starts, len(self._free_slots))
         return self.blocks.num_free < wants
 
-    def update(self, ended: Sequence[bool], *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
+    def update(self, ended: Sequence[bool] | Flags, *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
         """Record which of the last step's `samples` have got their last token for now; those in `parks` keep
         their blocks.
 
