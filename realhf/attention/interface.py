@@ -98,8 +98,9 @@ class AttentionBackend(Protocol):
         """Return out_TND, and the natural log-sum-exp lse_TN of the scores in float32 or wider.
 
         The cache already holds the keys and values of the queries' own tokens. `v_PLKD` may be a view of the
-        first dims of `k_PLKD`. A row's keys are attended to in `num_splits` parts; with 1, the result of a
-        row does not depend on the other rows; None leaves the number to the kernel. There are no gradients.
+        first dims of `k_PLKD`. A kernel may attend to a row's keys in `num_splits` parts, so that few rows
+        keep a whole device busy; None leaves the number to it. With 1, a row's result does not depend on
+        the other rows. There are no gradients.
         """
 
 

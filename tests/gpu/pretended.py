@@ -17,8 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.attention.cpu import CpuAttention
+from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
+from realhf.attention.triton_paged import TritonAttention
 from realhf.inference import cohort
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -32,12 +35,14 @@ _BETWEEN_DEVICES = ("aten::copy", "aten::_foreach_copy")
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", _varlen_attn)
+    ours = patch.object(TritonAttention, "paged", ReferenceAttention.paged)
+    compiled = patch.object(FlexAttention, "packed", CpuAttention.packed)
     graphs = patch.object(cohort, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,
     )  # fmt: skip
-    with kernels, graphs, memory, _Dispatched(_MARKS), _Called(_MARKS):
+    with kernels, ours, compiled, graphs, memory, _Dispatched(_MARKS), _Called(_MARKS):
         yield CUDA
 
 
