@@ -1,11 +1,12 @@
 """The choice of the attention backend for a kind of layer, by device, dtype and what is installed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -32,31 +33,46 @@ class Installed:
 
 
 class CombinedAttention:
-    """A backend whose two methods are those of two others."""
+    """A backend whose work is shared among others: packed sequences, pieces of prompts, decoding rows.
 
-    def __init__(self, packed: AttentionBackend, paged: AttentionBackend) -> None:
-        self.packed_by = packed
-        self.paged_by = paged
-        self.name = f"{packed.name} (packed), {paged.name} (pages)"
-        self.page_tokens = paged.page_tokens
-        self.in_graph = paged.in_graph
+    It may be for pages alone; then `packed` is None.
+    """
+
+    def __init__(
+        self, packed: AttentionBackend | None, pieces: AttentionBackend, decoding: AttentionBackend
+    ) -> None:
+        self._packed = packed
+        self._pieces = pieces
+        self._decoding = decoding
+        names = [] if packed is None else [f"{packed.name} for packed sequences"]
+        names += [f"{pieces.name} for pieces of prompts", f"{decoding.name} for decoding"]
+        self.name = ", ".join(names)
+        self.page_tokens = lcm(pieces.page_tokens, decoding.page_tokens)
+        self.in_graph = decoding.in_graph
 
     def refuses(
         self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
     ) -> str | None:
-        backend = self.paged_by if paged else self.packed_by
-        return backend.refuses(kind, dim=dim, value_dim=value_dim, dtype=dtype, paged=paged)
+        for backend in (self._pieces, self._decoding) if paged else (self._packed,):
+            if backend is None:
+                return "it was chosen for pages alone"
+            reason = backend.refuses(kind, dim=dim, value_dim=value_dim, dtype=dtype, paged=paged)
+            if reason is not None:
+                return reason
+        return None
 
     def packed(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
     ) -> Tensor:
-        return self.packed_by.packed(q_TND, k_TKD, v_TKD, at, kind)
+        assert self._packed is not None, "it was chosen for pages alone"
+        return self._packed.packed(q_TND, k_TKD, v_TKD, at, kind)
 
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return self.paged_by.paged(q_TND, k_PLKD, v_PLKD, at, kind, num_splits=num_splits)
+        backend = self._decoding if at.max_q == 1 else self._pieces
+        return backend.paged(q_TND, k_PLKD, v_PLKD, at, kind, num_splits=num_splits)
 
 
 @lru_cache(maxsize=256)
@@ -93,29 +109,39 @@ def choose(
     if capability < _OLDEST_DEVICE:
         has, needs = (".".join(map(str, pair)) for pair in (capability, _OLDEST_DEVICE))
         raise UserError(f"{what} needs a GPU of compute capability {needs} or newer, and this one has {has}")
-    found = []
-    for is_wanted, is_paged in ((packed, False), (paged, True)):
-        if is_wanted:
-            candidates = _candidates(installed, paged=is_paged)
-            refusals = [
-                candidate.refuses(kind, dim=dim, value_dim=value_dim, dtype=dtype, paged=is_paged)
-                for candidate in candidates]
-            if None not in refusals:
-                raise UserError(_refusal(what, is_paged, candidates, refusals, installed))
-            found.append(candidates[refusals.index(None)])
-    assert found, "a backend is chosen for at least one method"
-    return found[0] if len({backend.name for backend in found}) == 1 else CombinedAttention(*found)
+
+    def first(task: str, names: str, *, paged: bool) -> AttentionBackend:
+        refusals = {}
+        for backend in _candidates(installed, names):
+            reason = backend.refuses(kind, dim=dim, value_dim=value_dim, dtype=dtype, paged=paged)
+            if reason is None:
+                return backend
+            refusals[backend.name] = reason
+        raise UserError(_refusal(what, task, refusals, installed))
+
+    # The fastest first. Only flash-attn and our own kernel fold the queries of a group when they decode.
+    for_packed = first("train or prefill", "flash varlen flex", paged=False) if packed else None
+    if not paged:
+        assert for_packed is not None, "a backend is chosen for at least one method"
+        return for_packed
+    pieces = first("prefill over a KV cache", "flash varlen triton", paged=True)
+    decoding = first("decode over a KV cache", "flash triton varlen", paged=True)
+    if pieces.name == decoding.name and (for_packed is None or for_packed.name == pieces.name):
+        return pieces
+    return CombinedAttention(for_packed, pieces, decoding)
 
 
-def _candidates(installed: Installed, *, paged: bool) -> list[AttentionBackend]:
-    """Return the backends for one of the methods, the fastest first."""
-    found: list[AttentionBackend] = []
-    if installed.flash_attn is not None:
-        found.append(FlashAttention(installed.flash_attn))
-    found.append(VarlenAttention(has_pages=installed.varlen_pages))
-    if installed.triton:
-        found.append(TritonAttention() if paged else FlexAttention())
-    return found
+def _candidates(installed: Installed, names: str) -> Iterator[AttentionBackend]:
+    """Yield the installed ones of these backends, in their order."""
+    for name in names.split():
+        if name == "flash" and installed.flash_attn is not None:
+            yield FlashAttention(installed.flash_attn)
+        elif name == "varlen":
+            yield VarlenAttention(has_pages=installed.varlen_pages)
+        elif name == "triton" and installed.triton:
+            yield TritonAttention()
+        elif name == "flex" and installed.triton:
+            yield FlexAttention()
 
 
 def _described(kind: AttentionKind, dim: int, value_dim: int, dtype: torch.dtype) -> str:
@@ -125,17 +151,13 @@ def _described(kind: AttentionKind, dim: int, value_dim: int, dtype: torch.dtype
     return f"attention in {str(dtype).removeprefix('torch.')} with heads of {dims} dims{options}"
 
 
-def _refusal(
-    what: str, is_paged: bool, candidates: Sequence[AttentionBackend], refusals: Sequence[str | None],
-    installed: Installed,
-) -> str:  # fmt: skip
-    """Return the sentence of a refusal: each backend's reason, and what would help."""
-    reasons = [f"{candidate.name}: {reason}" for candidate, reason in zip(candidates, refusals, strict=True)]
+def _refusal(what: str, task: str, refusals: Mapping[str, str], installed: Installed) -> str:
+    """Return the sentence of a refusal: each backend's reason, and what is not installed."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     missing = [] if installed.flash_attn else ["flash-attn"]
     missing += [] if installed.triton else ["triton"]
     helps = f"; not installed: {' and '.join(missing)}" if missing else ""
-    task = "generate over a KV cache" if is_paged else "train or prefill"
-    return f"{what}: no installed kernel can {task} ({'; '.join(reasons)}){helps}"
+    return f"{what}: no installed kernel can {task} ({reasons}){helps}"
 
 
 @cache

@@ -1,13 +1,13 @@
 """Attention by the package flash-attn (FlashAttention-2), if it is installed."""
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.flash_limits import PAGE_TOKENS, cut, flash_refusal, padded, window_size
+from realhf.attention.flash_limits import PAGE_TOKENS, cumulative, cut, flash_refusal, padded, window_size
 from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
 
 OLDEST = (2, 7)
@@ -54,12 +54,13 @@ class FlashAttention:
                 num_splits=num_splits or 0, return_softmax_lse=True,
                 **_options(kind, window_size(kind, is_decoding=True)))
             return out_T1ND[:, 0], lse_TN1[..., 0]
-        # This kernel never splits the keys of more than one query.
-        cu_k = F.pad(at.lens_k.cumsum(0, dtype=torch.int32), (1, 0))
-        out_TND, lse_NT, _ = flash_attn.flash_attn_varlen_func(
-            q_TND, k_PLKD, v_PLKD, cu_seqlens_q=at.cu_q, cu_seqlens_k=cu_k, max_seqlen_q=at.max_q,
-            max_seqlen_k=at.max_k, causal=True, block_table=at.table, return_attn_probs=True,
-            **_options(kind, window_size(kind)))
+        function = flash_attn.flash_attn_varlen_func
+        # Versions that can split the keys of several queries compute wrong results then.
+        splits = {"num_splits": 1} if "num_splits" in signature(function).parameters else {}
+        out_TND, lse_NT, _ = function(
+            q_TND, k_PLKD, v_PLKD, cu_seqlens_q=at.cu_q, cu_seqlens_k=cumulative(at.lens_k),
+            max_seqlen_q=at.max_q, max_seqlen_k=at.max_k, causal=True, block_table=at.table,
+            return_attn_probs=True, **_options(kind, window_size(kind)), **splits)
         return out_TND, lse_NT.T
 
 

@@ -37,11 +37,16 @@ def cut(out_TND: Tensor, value_dim: int) -> Tensor:
     return out_TND if out_TND.shape[-1] == value_dim else out_TND[..., :value_dim]
 
 
+def cumulative(lens_B: Tensor) -> Tensor:
+    """Return where each row starts, and where the last one ends, if rows lie end to end."""
+    return F.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def window_size(kind: AttentionKind, *, is_decoding: bool = False) -> tuple[int, int]:
     """Return how many tokens before and after its own a query sees; -1 for all.
 
-    The one query of a decoding row is its last token and sees all keys. It is told so, because the kernels
-    fold the queries of a group, and split the keys, only where neither side is bounded.
+    The one query of a decoding row is its last token and sees all keys. The kernel is told so, because it
+    folds the queries of a group only where neither side is bounded.
     """
     if kind.window is None:
         return (-1, -1 if is_decoding else 0)

@@ -48,9 +48,11 @@ class FlexAttention:
         behind = -num_tokens % _BLOCK
         q, k, v = (
             F.pad(x, (0, 0, 0, 0, 0, behind)).transpose(0, 1)[None] for x in (q_TND, k_TKD, v_TKD))
+        if kind.window not in at.derived:
+            at.derived[kind.window] = _block_mask(_first_seen(at, num_tokens + behind, kind.window))
         out_1NTD = _function(self._compiles)(
             q, k, v, score_mod=None if kind.softcap is None else _capped(kind.softcap),
-            block_mask=_block_mask(_first_seen(at, num_tokens + behind, kind.window)), scale=kind.scale,
+            block_mask=at.derived[kind.window], scale=kind.scale,
             enable_gqa=q_TND.shape[1] != k_TKD.shape[1])
         return out_1NTD[0].transpose(0, 1)[:num_tokens]
 

@@ -5,9 +5,9 @@ sequences; B rows, M pages of a row; P pages of the cache, L tokens in a page.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Sequences:
 
     cu: Tensor  # int32 (S + 1,), on the device: where each sequence starts, and where the last one ends.
     lens: tuple[int, ...]  # Tokens of each sequence; some may have none.
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a backend has computed from the lengths, for the other layers."""
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> "Sequences":
@@ -56,9 +58,10 @@ class Sequences:
 class Pages:
     """Rows whose keys and values lie in pages of a cache.
 
-    A row with n queries and a length of `lens_k` has its query i at position `lens_k - n + i`, so that its
-    queries are its last tokens. Entries of the table behind a row's last page are arbitrary page numbers.
-    Nothing here depends on the contents of `lens_k` and `table`, so that a CUDA graph can change them.
+    A row with n queries, at least one, and a length of `lens_k` has its query i at position
+    `lens_k - n + i`: its queries are its last tokens. Entries of the table behind a row's last page are
+    arbitrary page numbers. Numbers on the host do not depend on the contents of `lens_k` and `table`, so that
+    these may change in a CUDA graph.
     """
 
     cu_q: Tensor  # int32 (B + 1,), on the device: where each row's queries start.
@@ -98,8 +101,9 @@ class AttentionBackend(Protocol):
         """Return out_TND, and the natural log-sum-exp lse_TN of the scores in float32 or wider.
 
         The cache already holds the keys and values of the queries' own tokens. `v_PLKD` may be a view of the
-        first dims of `k_PLKD`. A row's keys are attended to in `num_splits` parts; with 1, the result of a
-        row does not depend on the other rows; None leaves the number to the kernel. There are no gradients.
+        first dims of `k_PLKD`. A kernel may attend to a row's keys in `num_splits` parts, so that few rows
+        keep a whole device busy; None leaves the number to it. With 1, a row's result does not depend on
+        the other rows. There are no gradients.
         """
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from realhf.attention.interface import AttentionKind, Pages, Sequences
 
 _MIN_BLOCK = 16  # Least size of each dim of a product in Triton.
+_MAX_TILE = 64  # Rows of a program, each a query and a head, when it has many queries.
 _PART_TOKENS = 256  # A part of the keys has at least so many, unless the caller says otherwise.
 _MAX_SPLITS = 32
 _PROGRAMS_PER_UNIT = 2  # Programs that keep a multiprocessor busy.
@@ -71,7 +72,7 @@ class TritonAttention:
             GROUP=group, PAGE=page, WINDOW=kind.window or 0, HAS_SOFTCAP=kind.softcap is not None, DIM=dim,
             VALUE_DIM=value_dim, VALUES_IN_KEYS=in_keys, SPLITS=splits, BLOCK_M=block_m, BLOCK_J=block_j,
             BLOCK_D=block_v if in_keys else _power_of_two(dim), BLOCK_R=_power_of_two(rest) if rest else 0,
-            BLOCK_V=block_v)  # fmt: skip
+            BLOCK_V=block_v, num_warps=8 if block_m == _MAX_TILE else 4)  # fmt: skip
         if splits > 1:
             kernels.merge_splits[(num_tokens, num_heads)](
                 parts_STND, lse_STN, out_TND, lse_TN, *parts_STND.stride()[:3], *lse_STN.stride()[:2],
@@ -83,7 +84,7 @@ class TritonAttention:
 def _tile(rows: int, dim: int) -> tuple[int, int]:
     """Return how many rows and keys a program works on at a time; they fit into its registers."""
     wide = dim > 128
-    block_m = min(max(_power_of_two(rows), _MIN_BLOCK), _MIN_BLOCK if dim > 256 else 64)
+    block_m = min(max(_power_of_two(rows), _MIN_BLOCK), _MIN_BLOCK if dim > 256 else _MAX_TILE)
     return block_m, 32 if wide else 64
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.attention.flash_limits import PAGE_TOKENS, cut, flash_refusal, padded, window_size
+from realhf.attention.flash_limits import PAGE_TOKENS, cumulative, cut, flash_refusal, padded, window_size
 from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
 
 
@@ -49,10 +49,11 @@ class VarlenAttention:
         *, num_splits: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         function, options = _function(kind)
+        # The keys are never split, since results over pages are then wrong (pytorch/pytorch#194167). The
+        # window is bounded even for one query, since the log-sum-exps of folded groups come in another order.
         out_TND, lse_NT = function(
-            q_TND, k_PLKD, v_PLKD, at.cu_q, None, at.max_q, at.max_k,
-            window_size=window_size(kind, is_decoding=at.max_q == 1), seqused_k=at.lens_k,
-            block_table=at.table, num_splits=num_splits,
+            q_TND, k_PLKD, v_PLKD, at.cu_q, cumulative(at.lens_k), at.max_q, at.max_k,
+            window_size=window_size(kind), seqused_k=at.lens_k, block_table=at.table, num_splits=1,
             return_aux=import_module("torch.nn.attention.varlen").AuxRequest(lse=True), **options)
         return out_TND, lse_NT.T
 

@@ -77,7 +77,9 @@ def varlen_attn(
     """torch 2.13's."""
     assert enable_gqa or query.shape[1] == key.shape[-2]
     _check(query, key, value, cu_q=cu_seq_q, window=window_size, is_causal=False, max_q=max_q)
-    assert (seqused_k is None) == (block_table is None) == (cu_seq_k is not None)
+    assert (seqused_k is None) == (block_table is None) and cu_seq_k.dtype == torch.int32
+    if block_table is not None:  # Otherwise results, or the order of log-sum-exps, are wrong.
+        assert num_splits == 1 and window_size[1] == 0
     CALLS.append(f"varlen_attn, {num_splits} splits")
     lens_k = cu_seq_k.diff() if seqused_k is None else seqused_k
     kind = _kind(query, scale, window_size)

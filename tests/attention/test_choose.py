@@ -15,7 +15,9 @@ FLASH = Installed((2, 8), varlen_pages=True, triton=True, capability=(9, 0))
 NEW = Installed(None, varlen_pages=True, triton=True, capability=(9, 0))
 OLD = Installed(None, varlen_pages=False, triton=True, capability=(8, 0))
 BARE = Installed(None, varlen_pages=False, triton=False, capability=(8, 0))
-PACKED, PAGED = {"packed": True, "paged": False}, {"packed": False, "paged": True}
+PACKED = {"packed": True, "paged": False}
+PAGED = {"packed": False, "paged": True}
+BOTH = {"packed": True, "paged": True}
 VARLEN, TRITON, FLEX = "torch's varlen_attn", "realhf's Triton kernel", "torch's flex_attention"
 
 TABLE = [
@@ -26,14 +28,21 @@ TABLE = [
     (FLASH, PLAIN, (192, 128), PACKED, "flash-attn", 256),  # Latent attention in training and prefill.
     (FLASH, PLAIN, (576, 512), PAGED, TRITON, 16),  # Latent attention in decoding.
     (FLASH, PLAIN, (100, 100), PAGED, TRITON, 16),
+    (FLASH, WINDOW, (128, 128), BOTH, "flash-attn", 256),
     (NEW, PLAIN, (128, 128), PACKED, VARLEN, 256),
-    (NEW, WINDOW, (128, 128), PAGED, VARLEN, 256),
+    (NEW, WINDOW, (128, 128), PAGED, f"{VARLEN} for pieces of prompts, {TRITON} for decoding", 256),
+    (NEW, PLAIN, (192, 128), PAGED, TRITON, 16),
+    (NEW, SOFTCAP, (256, 256), BOTH,
+     f"{FLEX} for packed sequences, {TRITON} for pieces of prompts, {TRITON} for decoding", 16),
     (NEW, SOFTCAP, (256, 256), PACKED, FLEX, 1),
     (NEW, SOFTCAP, (256, 256), PAGED, TRITON, 16),
     (OLD, WINDOW, (128, 128), PACKED, VARLEN, 256),
     (OLD, WINDOW, (128, 128), PAGED, TRITON, 16),
+    (OLD, PLAIN, (64, 64), BOTH,
+     f"{VARLEN} for packed sequences, {TRITON} for pieces of prompts, {TRITON} for decoding", 16),
     (BARE, PLAIN, (128, 128), PACKED, VARLEN, 256),
-    (Installed((2, 5), varlen_pages=True, triton=True), PLAIN, (64, 64), PAGED, VARLEN, 256),
+    (Installed(None, varlen_pages=True, triton=False), PLAIN, (64, 64), BOTH, VARLEN, 256),
+    (Installed((2, 5), varlen_pages=True, triton=False), PLAIN, (64, 64), PAGED, VARLEN, 256),
 ]
 
 
@@ -42,29 +51,16 @@ TABLE = [
 def test_the_choice_on_cuda(installed, kind, dims, methods, name, page_tokens, dtype):
     chosen = choose(installed, kind, dim=dims[0], value_dim=dims[1], dtype=dtype, **methods)
     assert (chosen.name, chosen.page_tokens) == (name, page_tokens)
-    shape = {"dim": dims[0], "value_dim": dims[1], "dtype": dtype}
-    assert chosen.refuses(kind, **shape, paged=methods["paged"]) is None
-
-
-@pytest.mark.parametrize(
-    "installed, kind, name, page_tokens",
-    [
-        (FLASH, SOFTCAP, "flash-attn", 256),
-        (NEW, WINDOW, VARLEN, 256),
-        (NEW, SOFTCAP, f"{FLEX} (packed), {TRITON} (pages)", 16),
-        (OLD, PLAIN, f"{VARLEN} (packed), {TRITON} (pages)", 16),
-    ],
-)
-def test_both_methods_may_have_different_backends(installed, kind, name, page_tokens):
-    chosen = choose(installed, kind, dim=128, value_dim=128, dtype=BF16, packed=True, paged=True)
-    assert (chosen.name, chosen.page_tokens, chosen.in_graph) == (name, page_tokens, True)
+    for name, is_used in methods.items():
+        refusal = chosen.refuses(kind, dim=dims[0], value_dim=dims[1], dtype=dtype, paged=name == "paged")
+        assert not is_used or refusal is None
 
 
 @pytest.mark.parametrize(
     "installed, kind, dims, methods, sentence",
     [
         (BARE, PLAIN, (128, 128), PAGED,
-         "attention in bfloat16 with heads of 128 dims: no installed kernel can generate over a KV cache "
+         "attention in bfloat16 with heads of 128 dims: no installed kernel can prefill over a KV cache "
          f"(torch's varlen_attn: that of torch {torch.__version__} has no block table); not installed: "
          "flash-attn and triton"),
         (BARE, SOFTCAP, (64, 32), PACKED,

@@ -1,4 +1,4 @@
-"""The Triton kernel by its interpreter against the reference. No GPU has compiled it here."""
+"""The Triton kernel: by its interpreter against the reference, and compiled for GPUs that are not here."""
 
 import json
 import os
@@ -26,3 +26,24 @@ def test_the_interpreted_kernel_is_the_reference(name, num_cases, of_output, of_
     found = json.loads(done.stdout)
     assert len(found) == num_cases
     assert {i: pair for i, pair in enumerate(found) if not (pair[0] <= of_output and pair[1] <= of_lse)} == {}
+
+
+SHAPES = [
+    # Compute capability, bytes of shared memory; dims of keys and values, heads of a group, queries, softcap.
+    (80, 163 << 10, 576, 512, 16, 1, False),  # Latent attention: values in keys.
+    (90, 227 << 10, 128, 128, 4, 512, False),
+    (89, 99 << 10, 256, 256, 2, 512, True),
+]
+
+
+@pytest.mark.parametrize("capability, shared, dim, value_dim, group, max_q, softcap", SHAPES)
+def test_the_kernel_compiles_for_gpus(
+    capability, shared, dim, value_dim, group, max_q, softcap, tmp_path, monkeypatch
+):
+    """Triton's own ptxas needs no GPU. The kernel's tiles must fit into the shared memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "tests.attention.compiled"]
+    command += [str(x) for x in (capability, dim, value_dim, group, max_q, int(softcap))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= shared

@@ -18,8 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.attention.cpu import CpuAttention
+from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
+from realhf.attention.triton_paged import TritonAttention
 from realhf.inference import page_pool
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 
@@ -37,6 +40,8 @@ _OF_HOST_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", RECORDER.kernel(_varlen_attn))
+    ours = patch.object(TritonAttention, "paged", RECORDER.kernel(ReferenceAttention.paged))
+    compiled = patch.object(FlexAttention, "packed", RECORDER.kernel(CpuAttention.packed))
     graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
@@ -49,7 +54,9 @@ def pretended_device() -> Iterator[torch.device]:
     )  # fmt: skip
     called = _Called(_MARKS)
     backward = patch.object(torch.autograd, "_engine_run_backward", called.seen_by(_run_backward))
-    with kernels, graphs, memory, streams, backward, _Dispatched(_MARKS), called:
+    with (
+        kernels, ours, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS), called,
+    ):  # fmt: skip
         yield CUDA
 
 

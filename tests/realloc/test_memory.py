@@ -37,7 +37,7 @@ class Storages(TorchDispatchMode):
         self.now = self.peak = 0
         self._known = set()
         for x in gc.get_objects():
-            if isinstance(x, torch.Tensor):
+            if issubclass(type(x), torch.Tensor):  # (isinstance would follow weak references.)
                 self._meet(x, num_bytes=0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
