@@ -12,8 +12,9 @@ results of all blocks and rows.
 import torch
 from torch import Tensor
 
+from realhf.attention.cpu import attention_with_lse
+from realhf.attention.interface import AttentionKind
 from realhf.inference.block_tables import BlockSet, Decoding
-from realhf.nn.attention import AttentionKind, attention_with_lse
 
 
 class BlockAttention:

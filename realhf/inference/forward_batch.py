@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.attention.interface import Pages
+from realhf.attention.cpu import masked_attention
+from realhf.attention.interface import AttentionKind, Pages, Sequences
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.scheduler import Chunk
+from realhf.inference.steps import Chunk
 from realhf.inference.transfers import upload
-from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
+from realhf.nn.attention import packed_attention
 from realhf.nn.packed import Segment, token_positions
 
 
@@ -141,12 +142,12 @@ class Prefill(Segment):
         row_T, position_T, _ = token_positions(seq_lens, cache_positions_T.device)
         length_T = torch.tensor(whole_lens, device=cache_positions_T.device)[row_T]
         super().__init__(position_T, length_T, cache_positions_T, longest=max(whole_lens))
-        self._seq_lens = list(seq_lens)
+        self._at = Sequences.of(seq_lens, cache_positions_T.device)
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        return packed_attention(q_TND, k_TKD, v_TKD, self._seq_lens, kind)
+        return packed_attention(q_TND, k_TKD, v_TKD, self._at, kind)
 
 
 def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.attention.choose import attention_backend
+from realhf.attention.interface import AttentionKind
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
-from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
+from realhf.nn.attention import Attend, attend_in_parts
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.moe import Moe, RouterLosses
@@ -93,6 +95,10 @@ class Attention:
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
         self.kind = AttentionKind.of(config, layer)
+        # A kind that no kernel computes is refused now, and not in the middle of a run.
+        attention_backend(
+            self.qkv.device, self.kind, dim=config.head_dim, value_dim=config.head_dim, dtype=self.qkv.dtype,
+            paged=False)
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads

@@ -8,34 +8,14 @@ Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the t
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
+from realhf.half_units import needs_float32
 from realhf.region import row_blocks
-
-
-def needs_float32(x: Tensor) -> bool:
-    """Return whether products of this tensor's dtype are slow on its device."""
-    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _has_units(x.dtype)
-
-
-@cache
-def _has_units(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies this dtype on this CPU; ONEDNN_MAX_CPU_ISA can forbid it."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return the tensor in float32 if products of its dtype are slow, else unchanged; has gradients."""
-    return x.float() if needs_float32(x) else x
 
 
 def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

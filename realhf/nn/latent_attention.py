@@ -10,11 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from realhf.attention.choose import attention_backend
+from realhf.attention.interface import AttentionKind
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
+from realhf.half_units import widened
 from realhf.model_config import ModelConfig
-from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
-from realhf.nn.half_matmul import widened
+from realhf.nn.attention import Attend, attend_in_parts
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
@@ -44,6 +46,10 @@ class LatentAttention:
         self.kv_a_norm = weights["kv_a_norm.weight"]
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         self.kind = AttentionKind.of(config, layer)
+        mla = config.mla
+        attention_backend(
+            self.linears["o"].device, self.kind, dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            value_dim=mla.v_head_dim, dtype=self.linears["o"].dtype, paged=False)
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         mla = self.mla

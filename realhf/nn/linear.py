@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.chunk_sizes import SMALL_PRODUCT
+from realhf.half_units import widened
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 
@@ -61,7 +62,7 @@ class _Linear(torch.autograd.Function):
         if collects(weight_OI):
             weight_OI.add_product(grad_TO, x_TI)
         elif ctx.needs_input_grad[1]:
-            grad_OI = (half_matmul.widened(grad_TO).T @ half_matmul.widened(x_TI)).to(weight_OI.dtype)
+            grad_OI = (widened(grad_TO).T @ widened(x_TI)).to(weight_OI.dtype)
         grad_x = half_matmul.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
         return grad_x, grad_OI, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
+from realhf.half_units import needs_float32
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
-from realhf.nn.half_matmul import needs_float32
 from realhf.nn.linear import linear
 from realhf.nn.parameters import ShardedParameters
 

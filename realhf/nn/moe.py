@@ -15,12 +15,12 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group, exchange_rows, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
+from realhf.half_units import widened
 from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grad_accumulation import add_rows
 from realhf.nn.grouped_linear import grouped_linear
-from realhf.nn.half_matmul import widened
 from realhf.nn.split_float32 import joined
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.nn.attention import AttentionKind
+from realhf.attention.interface import AttentionKind
 
 
 class Segment(ABC):

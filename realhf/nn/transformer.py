@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from realhf.attention.interface import AttentionKind, Sequences
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.kv_blocks import cached_heads
-from realhf.nn.attention import Attend, AttentionKind, packed_attention
+from realhf.nn.attention import Attend, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.linear import embedding
@@ -117,7 +118,7 @@ class Transformer(ShardedParameters):
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        attend = Attend(partial(self._attend, seq_lens))
+        attend = Attend(partial(self._attend, Sequences.of(seq_lens, x.device)))
         if cp.size > 1 and self.groups.is_first_stage:
             x = x[mine]
         return self._stage(
@@ -151,14 +152,14 @@ class Transformer(ShardedParameters):
         return self._stage(x, position_T, length_T, attends)
 
     def _attend(
-        self, seq_lens: list[int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+        self, at: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
-        attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+        attention = partial(packed_attention, at=at, kind=kind)
         if self.groups.cp.size == 1:
             return attention(q_TND, k_TKD, v_TKD)
         return attend_over_group(
-            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
+            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(at.lens))
 
     def _stage(
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.attention.interface import AttentionKind, Pages
+from realhf.attention.reference import ReferenceAttention
 from realhf.inference import page_pool
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 
@@ -81,12 +83,23 @@ _MARKS = _Marks()
 
 def _varlen_attn(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: torch.Tensor, _: torch.Tensor,
-    longest: int, __: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """torch's kernel of that name, by a loop over sequences. It has the kernel's demands."""
-    assert q_TND.shape[2] % 8 == 0 and q_TND.shape == (*q_TND.shape[:2], v_TKD.shape[2])
-    assert starts.dtype == torch.int32 and window_size[1] == 0
+    longest: int, longest_k: int, *, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, num_splits: int | None = None,
+) -> Any:
+    """torch's kernel of that name: over pages by our reference, else by a loop over sequences. It has the
+    kernel's demands."""
+    assert q_TND.shape[2] % 8 == 0 and q_TND.shape == (*q_TND.shape[:2], v_TKD.shape[-1])
+    assert starts.dtype == torch.int32
+    assert window_size[1] == 0 or longest == 1 and window_size == (-1, -1)
+    if block_table is not None:
+        assert seqused_k is not None and block_table.dtype == seqused_k.dtype == torch.int32
+        assert k_TKD.shape[1] % 256 == 0 and return_aux.lse
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        kind = AttentionKind(scale or q_TND.shape[2] ** -0.5, window)
+        pages = Pages(starts, longest, block_table, seqused_k, longest_k)
+        out, lse = ReferenceAttention().paged(q_TND, k_TKD, v_TKD, pages, kind)
+        return out, lse.T
     outs, sizes = [], starts.diff().tolist()
     for q, k, v in zip(*(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

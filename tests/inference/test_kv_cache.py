@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
+from realhf.attention.interface import AttentionKind
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.kv_cache import KVCache
 from realhf.kv_blocks import num_blocks
-from realhf.nn.attention import AttentionKind
 
 HEADS, GROUP, DIM = 2, 3, 16
 BLOCK_SIZE = 64

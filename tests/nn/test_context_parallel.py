@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from realhf.attention.interface import AttentionKind, Sequences
 from realhf.dist.world import World
 from realhf.families import FAMILIES
 from realhf.layout import Layout
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import packed_attention
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.region import region_slices
 from tests.families import CASES
@@ -46,7 +47,7 @@ def _plain(seed, cp):
     *qkv, weights = _tensors(seed, seq_lens, *shapes)
     for x in qkv:
         x.requires_grad_()
-    out = packed_attention(*qkv, seq_lens, kind)
+    out = packed_attention(*qkv, Sequences.of(seq_lens, torch.device("cpu")), kind)
     (out * weights).sum().backward()
     return [out.detach(), *(x.grad for x in qkv)]
 
@@ -64,7 +65,7 @@ def _spread(world, seed, cp):
 
     def attention(q, k, v):
         assert q.shape[1] == shapes[0] // cp and q.shape[1] % k.shape[1] == 0
-        return packed_attention(q, k, v, seq_lens, kind)
+        return packed_attention(q, k, v, Sequences.of(seq_lens, q.device), kind)
 
     out = attend_over_group(attention, *qkv, group=group, num_tokens=sum(seq_lens))
     (out * weights).sum().backward()

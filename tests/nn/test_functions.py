@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from realhf.attention.interface import AttentionKind, Sequences
 from realhf.nn import activation, norm
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import packed_attention
 from realhf.nn.grad_accumulation import Weight
 from realhf.nn.linear import embedding, linear
 from realhf.nn.rope import rotate
@@ -148,5 +149,6 @@ def test_attention_over_runs(kv_heads):
             outs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ c).transpose(0, 1))
         return torch.cat(outs)
 
-    ours = _value_and_gradients(lambda *x: packed_attention(*x, lengths, kind), q, k, v)
+    at = Sequences.of(lengths, torch.device("cpu"))
+    ours = _value_and_gradients(lambda *x: packed_attention(*x, at, kind), q, k, v)
     torch.testing.assert_close(ours, _value_and_gradients(formula, q, k, v))

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from realhf.attention.interface import AttentionKind, Sequences
 from realhf.checkpoint.hf import load_weights
 from realhf.layout import Layout
 from realhf.nn import parameters
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import packed_attention
 from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build, hf_config, tokens
 from tests.realloc.test_memory import Storages
@@ -173,8 +174,9 @@ def test_a_prompt_in_pieces_is_the_full_forward():
 
 def test_empty_sequences_take_no_part_in_attention():
     q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))
-    out = packed_attention(q, k, v, [0, 2, 0, 4, 0], AttentionKind(8**-0.5))
-    assert torch.equal(out, packed_attention(q, k, v, [2, 4], AttentionKind(8**-0.5)))
+    out = packed_attention(q, k, v, Sequences.of([0, 2, 0, 4, 0], q.device), AttentionKind(8**-0.5))
+    expected = packed_attention(q, k, v, Sequences.of([2, 4], q.device), AttentionKind(8**-0.5))
+    assert torch.equal(out, expected)
     for at in (slice(0, 2), slice(2, 6)):
         scores = torch.einsum("tnd,snd->nts", q[at], k[at].repeat_interleave(2, 1)) / 8**0.5
         probs = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1)

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 
+from realhf import half_units
 from realhf.calls import (
     Generate,
     LogProbs,
@@ -20,7 +21,6 @@ from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
-from realhf.nn import half_matmul
 from realhf.planner.problem import ModelRole, Workload
 from tests.realloc.test_memory import Storages
 
@@ -98,7 +98,7 @@ def measure(world: Any, case: Case) -> Any:
 
     It treats every CPU as one with bfloat16 units; CPUs without them also hold some operands in float32.
     """
-    with patch.object(half_matmul, "_has_units", lambda dtype: True):
+    with patch.object(half_units, "_has_units", lambda dtype: True):
         return _measure(world, case)
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig
+from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig, half_units
 from realhf.dist.world import World
 from realhf.errors import UserError
-from realhf.nn import half_matmul
 from realhf.plan import ExecutionPlan
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
@@ -66,11 +65,11 @@ def test_a_dtype_in_which_the_cpu_is_slow(task, capsys, monkeypatch):
     """The native engine computes in float32 there; transformers' classes do not."""
     ours = replace(role(task), dtype="bfloat16")
     theirs = replace(ours, engine="transformers")
-    monkeypatch.setattr(half_matmul, "_has_units", lambda dtype: False)
+    monkeypatch.setattr(half_units, "_has_units", lambda dtype: False)
     (what,) = _warnings(capsys, "sft", task, actor=theirs)
     assert what.startswith("actor.dtype is bfloat16, for which this CPU has no units")
     assert _warnings(capsys, "sft", task, actor=ours) == []
-    monkeypatch.setattr(half_matmul, "_has_units", lambda dtype: True)
+    monkeypatch.setattr(half_units, "_has_units", lambda dtype: True)
     assert _warnings(capsys, "sft", task, actor=theirs) == []
 
 

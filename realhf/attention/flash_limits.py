@@ -1,0 +1,52 @@
+"""What FlashAttention-2 demands of its arguments, in flash-attn as in torch's copy of it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.attention.interface import AttentionKind
+
+PAGE_TOKENS = 256
+_DIM_STEP = 8
+_MAX_DIM = 256
+
+
+def flash_refusal(*, dim: int, value_dim: int, dtype: torch.dtype, paged: bool) -> str | None:
+    """Return why the kernels cannot compute this, in words; None if they can."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not in {_name(dtype)}"
+    if max(dim, value_dim) > _MAX_DIM:
+        return f"its heads have at most {_MAX_DIM} dims, not {max(dim, value_dim)}"
+    if paged and (dim != value_dim or dim % _DIM_STEP):
+        return (
+            f"in a cache, keys and values have one dim, a multiple of {_DIM_STEP}, not {dim} and {value_dim}")
+    return None
+
+
+def padded(*tensors: Tensor) -> list[Tensor]:
+    """Return queries, keys and values with zeros behind them, so that all have one legal dim.
+
+    The output then has as many dims, of which those behind the values' own are to be cut off.
+    """
+    dim = -(-max(x.shape[-1] for x in tensors) // _DIM_STEP) * _DIM_STEP
+    return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+
+
+def cut(out_TND: Tensor, value_dim: int) -> Tensor:
+    """Return the first dims of an output."""
+    return out_TND if out_TND.shape[-1] == value_dim else out_TND[..., :value_dim]
+
+
+def window_size(kind: AttentionKind, *, is_decoding: bool = False) -> tuple[int, int]:
+    """Return how many tokens before and after its own a query sees; -1 for all.
+
+    The one query of a decoding row is its last token and sees all keys. It is told so, because the kernels
+    fold the queries of a group, and split the keys, only where neither side is bounded.
+    """
+    if kind.window is None:
+        return (-1, -1 if is_decoding else 0)
+    return (kind.window - 1, 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

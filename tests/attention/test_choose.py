@@ -1,0 +1,100 @@
+"""The choice of backends as a table."""
+
+import pytest
+import torch
+
+from realhf.attention.choose import Installed, attention_backend, choose
+from realhf.attention.cpu import CpuAttention
+from realhf.attention.interface import AttentionKind
+from realhf.errors import UserError
+
+PLAIN, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=4096)
+SOFTCAP = AttentionKind(0.1, softcap=50.0)
+BF16, FP16 = torch.bfloat16, torch.float16
+FLASH = Installed((2, 8), varlen_pages=True, triton=True, capability=(9, 0))
+NEW = Installed(None, varlen_pages=True, triton=True, capability=(9, 0))
+OLD = Installed(None, varlen_pages=False, triton=True, capability=(8, 0))
+BARE = Installed(None, varlen_pages=False, triton=False, capability=(8, 0))
+PACKED, PAGED = {"packed": True, "paged": False}, {"packed": False, "paged": True}
+VARLEN, TRITON, FLEX = "torch's varlen_attn", "realhf's Triton kernel", "torch's flex_attention"
+
+TABLE = [
+    # Installed, kind, dims of keys and values, methods, the backend and its tokens per page.
+    (FLASH, PLAIN, (128, 128), PACKED, "flash-attn", 256),
+    (FLASH, SOFTCAP, (256, 256), PACKED, "flash-attn", 256),
+    (FLASH, SOFTCAP, (256, 256), PAGED, "flash-attn", 256),
+    (FLASH, PLAIN, (192, 128), PACKED, "flash-attn", 256),  # Latent attention in training and prefill.
+    (FLASH, PLAIN, (576, 512), PAGED, TRITON, 16),  # Latent attention in decoding.
+    (FLASH, PLAIN, (100, 100), PAGED, TRITON, 16),
+    (NEW, PLAIN, (128, 128), PACKED, VARLEN, 256),
+    (NEW, WINDOW, (128, 128), PAGED, VARLEN, 256),
+    (NEW, SOFTCAP, (256, 256), PACKED, FLEX, 1),
+    (NEW, SOFTCAP, (256, 256), PAGED, TRITON, 16),
+    (OLD, WINDOW, (128, 128), PACKED, VARLEN, 256),
+    (OLD, WINDOW, (128, 128), PAGED, TRITON, 16),
+    (BARE, PLAIN, (128, 128), PACKED, VARLEN, 256),
+    (Installed((2, 5), varlen_pages=True, triton=True), PLAIN, (64, 64), PAGED, VARLEN, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("installed, kind, dims, methods, name, page_tokens", TABLE)
+def test_the_choice_on_cuda(installed, kind, dims, methods, name, page_tokens, dtype):
+    chosen = choose(installed, kind, dim=dims[0], value_dim=dims[1], dtype=dtype, **methods)
+    assert (chosen.name, chosen.page_tokens) == (name, page_tokens)
+    shape = {"dim": dims[0], "value_dim": dims[1], "dtype": dtype}
+    assert chosen.refuses(kind, **shape, paged=methods["paged"]) is None
+
+
+@pytest.mark.parametrize(
+    "installed, kind, name, page_tokens",
+    [
+        (FLASH, SOFTCAP, "flash-attn", 256),
+        (NEW, WINDOW, VARLEN, 256),
+        (NEW, SOFTCAP, f"{FLEX} (packed), {TRITON} (pages)", 16),
+        (OLD, PLAIN, f"{VARLEN} (packed), {TRITON} (pages)", 16),
+    ],
+)
+def test_both_methods_may_have_different_backends(installed, kind, name, page_tokens):
+    chosen = choose(installed, kind, dim=128, value_dim=128, dtype=BF16, packed=True, paged=True)
+    assert (chosen.name, chosen.page_tokens, chosen.in_graph) == (name, page_tokens, True)
+
+
+@pytest.mark.parametrize(
+    "installed, kind, dims, methods, sentence",
+    [
+        (BARE, PLAIN, (128, 128), PAGED,
+         "attention in bfloat16 with heads of 128 dims: no installed kernel can generate over a KV cache "
+         f"(torch's varlen_attn: that of torch {torch.__version__} has no block table); not installed: "
+         "flash-attn and triton"),
+        (BARE, SOFTCAP, (64, 32), PACKED,
+         "attention in bfloat16 with heads of 64 and 32 dims, a soft cap of 50: no installed kernel can "
+         "train or prefill (torch's varlen_attn: it has no soft cap); not installed: flash-attn and triton"),
+        (FLASH, PLAIN, (640, 640), PAGED, "realhf's Triton kernel: a value has at most 512 dims, not 640"),
+        (Installed((2, 8), True, True, (7, 5)), WINDOW, (64, 64), PACKED,
+         "a window of 4096 tokens needs a GPU of compute capability 8.0 or newer, and this one has 7.5"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_a_sentence(installed, kind, dims, methods, sentence):
+    with pytest.raises(UserError) as raised:
+        choose(installed, kind, dim=dims[0], value_dim=dims[1], dtype=BF16, **methods)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [("cpu", BF16), ("cpu", torch.float32), ("meta", BF16), ("cuda", torch.float32), ("cuda", torch.float64)],
+)
+def test_other_devices_and_wide_dtypes(device, dtype):
+    chosen = attention_backend(torch.device(device), SOFTCAP, dim=7, value_dim=900, dtype=dtype)
+    assert isinstance(chosen, CpuAttention)
+
+
+def test_the_choice_is_printed_once(capsys):
+    device = torch.device("cuda", 0)
+    kind = AttentionKind(0.125, window=77)
+    for _ in range(2):
+        backend = attention_backend(device, kind, dim=64, value_dim=64, dtype=BF16, paged=False)
+        attention_backend(torch.device("cuda", 1), kind, dim=64, value_dim=64, dtype=BF16, paged=False)
+    line = f"realhf: attention in bfloat16 with heads of 64 dims, a window of 77 tokens: {backend.name}\n"
+    assert capsys.readouterr().err == line

@@ -1,0 +1,120 @@
+"""The calls of flash-attn's and torch's kernels: by functions of the same signatures, and by fake tensors."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
+
+from realhf.attention.flash import FlashAttention
+from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.varlen import VarlenAttention, has_pages
+from tests.attention import stand_ins
+from tests.attention.cases import by_formula, expected, random_case
+
+CPU = torch.device("cpu")
+KINDS = [AttentionKind(0.4), AttentionKind(0.4, window=5), AttentionKind(0.4, softcap=2.0)]
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """flash-attn 2.8 and torch 2.13's varlen_attn, as far as one can have them without a GPU."""
+    flash_attn = types.ModuleType("flash_attn")
+    flash_attn.flash_attn_varlen_func = stand_ins.flash_attn_varlen_func
+    flash_attn.flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_ins.varlen_attn)
+    stand_ins.CALLS.clear()
+    return monkeypatch
+
+
+BACKENDS = [FlashAttention((2, 8)), VarlenAttention(has_pages=True)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("decodes, num_splits", [(True, None), (True, 1), (False, None)])
+def test_pages_are_passed_as_the_kernels_want_them(libraries, backend, decodes, num_splits):
+    num_cases = 0
+    for seed in range(60 if decodes else 10):
+        case = random_case(seed, dtype=torch.bfloat16, pages=(256,), dims=(16,), decodes=decodes)
+        shape = {"dim": 16, "value_dim": case.v_PLKD.shape[-1], "dtype": torch.bfloat16}
+        if backend.refuses(case.kind, **shape, paged=True):
+            assert case.kind.softcap is not None or shape["value_dim"] != 16
+            continue
+        num_cases += 1
+        out, lse = backend.paged(*case.arguments(), num_splits=num_splits)
+        out_wanted, lse_wanted = expected(case)
+        torch.testing.assert_close(out.double(), out_wanted, rtol=0, atol=2e-2)
+        torch.testing.assert_close(lse.double(), lse_wanted, rtol=0, atol=1e-5)
+    assert num_cases >= 3
+    splits = {None: "0", 1: "1"} if backend is BACKENDS[0] else {None: "None", 1: "1"}
+    function = "flash_attn_with_kvcache" if backend is BACKENDS[0] else "varlen_attn"
+    if decodes:
+        assert set(stand_ins.CALLS) == {f"{function}, {splits[num_splits]} splits"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim, value_dim", [(16, 16), (12, 8), (8, 13)])
+@pytest.mark.parametrize("old_torch", [False, True])
+def test_packed_sequences_are_passed_as_the_kernels_want_them(
+    libraries, backend, kind, dim, value_dim, old_torch
+):
+    if old_torch:
+        libraries.setattr(varlen, "varlen_attn", stand_ins.old_varlen_attn)
+    if backend.refuses(kind, dim=dim, value_dim=value_dim, dtype=torch.bfloat16, paged=False):
+        assert kind.softcap is not None and backend is BACKENDS[1]
+        return
+    lens = [5, 0, 9, 1]
+    shapes = ((6, dim), (2, dim), (2, value_dim))
+    q, k, v = (torch.randn(15, *shape, requires_grad=True) for shape in shapes)
+    out = backend.packed(q, k, v, Sequences.of(lens, CPU), kind)
+    rows = zip(*(x.split(lens) for x in (q, k, v)), strict=True)
+    wanted = torch.cat([by_formula(*row, kind)[0] for row in rows if len(row[0])])
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    torch.testing.assert_close(
+        grads, torch.autograd.grad(wanted.sum(), (q, k, v)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_torch_accepts_the_calls_for_packed_sequences(num_kv_heads, kind, device):
+    """Fake tensors run torch's own checks of arguments and its formulas of shapes.
+
+    Those on CUDA can neither have gradients nor be sliced without CUDA, so that this is checked on CPU.
+    """
+    value_dim = 24 if device == "cuda" else 16
+    with FakeTensorMode():
+        at = Sequences(torch.zeros(4, dtype=torch.int32, device=device), (5, 0, 9))
+        q, k, v = (
+            torch.empty(14, heads, dim, device=device, dtype=torch.bfloat16, requires_grad=device == "cpu")
+            for heads, dim in ((4, 24), (num_kv_heads, 24), (num_kv_heads, value_dim)))
+        out = VarlenAttention(has_pages=True).packed(q, k, v, at, kind)
+        assert out.shape == (14, 4, value_dim) and out.dtype == torch.bfloat16 and out.device.type == device
+        if device == "cpu":
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+            assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.skipif(not has_pages(), reason="torch before 2.13 has no pages")
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("num_tokens, max_q", [(3, 1), (40, 30)])
+def test_torch_accepts_the_calls_for_pages(num_kv_heads, kind, num_tokens, max_q):
+    with FakeTensorMode():
+        k, v = (
+            torch.empty(7, 256, num_kv_heads, 24, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        cu_q, table, lens_k = (
+            torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((4,), (3, 5), (3,)))
+        q = torch.empty(num_tokens, 4, 24, device="cuda", dtype=torch.bfloat16)
+        at = Pages(cu_q, max_q, table, lens_k, 5 * 256)
+        out, lse = VarlenAttention(has_pages=True).paged(q, k, v, at, kind)
+        assert out.shape == q.shape and lse.shape == (num_tokens, 4) and lse.dtype == torch.float32
+
+
+def test_this_torch_knows_pages_from_2_13_on():
+    assert has_pages() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13))
