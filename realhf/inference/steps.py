@@ -1,4 +1,4 @@
-"""Steps of a generation: which rows decode, which pieces of prompts are prefilled, and which blocks they have."""
+"""Steps of a generation: which rows decode, which prompts are prefilled, and the blocks that they have."""
 
 from dataclasses import dataclass, field
 
