@@ -230,7 +230,8 @@ class Cohort:
             return started
         tokens_S, logprobs_S = sample(
             self._model.logits(hidden), numbers["draw_S"], config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing)
+            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing,
+            widest_shard=-(-self._model.config.vocab_size // self._parallel.layout.tp))
         started.drawn_S = self.samples.record(at, tokens_S, logprobs_S, insertions)
         messages = [(stage, started.drawn_S) for stage in range(self._parallel.at.pp)]
         self._sent.append(self._parallel.pp_back.post(messages, []))

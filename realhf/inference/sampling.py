@@ -101,10 +101,12 @@ def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
 
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group,
-    processing: Callable[[Tensor], Tensor] | None = None,
+    processing: Callable[[Tensor], Tensor] | None = None, widest_shard: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return token ids (int64) and their log-probs (float64), on all ranks of `group`.
 
+    The ranks hold shards of the vocabulary, this one's from `vocab_start`; `widest_shard` is the most tokens
+    that one of them holds, which a group of one need not give.
     `processing` changes the logits of which the tokens are drawn. The log-probs are those of `logits_BV` at
     the temperature, before it and before the filters. Exponentials are computed in the logits' dtype and
     summed in float64.
@@ -119,7 +121,8 @@ def sample(
     if processing is not None:
         own_max_B = logits_BV.max(-1).values
         max_B = max_B.clamp(min=torch.finfo(max_B.dtype).min)  # All tokens of a shard may be forbidden.
-    kept_BV = scores_BV if greedy else _filter(scores_BV, max_B, config, group=group)
+    kept_BV = scores_BV if greedy else _filter(
+        scores_BV, max_B, config, group=group, widest_shard=widest_shard)
     cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
     sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, own_max_B).sum(-1)
     if group.size == 1:
@@ -211,7 +214,9 @@ def _before(x: Tensor) -> Tensor:
     return torch.nextafter(x, torch.zeros_like(x))
 
 
-def _filter(logits_BV: Tensor, max_B: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
+def _filter(
+    logits_BV: Tensor, max_B: Tensor, config: SamplingConfig, *, group: Group, widest_shard: int
+) -> Tensor:
     """Set logits outside top-k to minus infinity, then those outside the nucleus (Holtzman et al. 2020), then
     those below `min_p` of the maximum (Nguyen et al. 2024), of which `max_B` is the shard's."""
     size = logits_BV.shape[-1]
@@ -220,8 +225,9 @@ def _filter(logits_BV: Tensor, max_B: Tensor, config: SamplingConfig, *, group: 
         threshold_B = largest.topk(config.top_k, -1).values[:, -1]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.top_p < 1:
-        width = int(group.all_gather(torch.tensor([size], device=logits_BV.device)).max())
-        ranked = _gather(logits_BV, width=width, group=group).sort(-1, descending=True).values
+        assert widest_shard >= size or group.size == 1, "shards of several ranks are padded to the widest"
+        gathered = _gather(logits_BV, width=max(widest_shard, size), group=group)
+        ranked = gathered.sort(-1, descending=True).values
         probs = ranked.softmax(-1)
         outside = probs.cumsum(-1) - probs >= config.top_p
         threshold_B = ranked.masked_fill(outside, torch.inf).min(-1).values

@@ -3,6 +3,8 @@
 Shape suffixes: R rows, L groups (experts), I and O input and output dims.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,25 +14,51 @@ from torch import Tensor
 from realhf.nn import half_matmul
 
 
-def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, ends_L: Tensor) -> Tensor:
-    """Return y_RO: rows ends_L[i - 1] to ends_L[i] of `x_RI` times the transpose of weight i.
+class RowGroups:
+    """Consecutive groups of rows: where they end (ends_L, int32, on the rows' device) and, on the host, how
+    many rows each has."""
 
-    Uses torch's grouped kernel, which is faster, where it takes the operands; else one product per group.
+    def __init__(self, ends_L: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Without `counts`, they are computed when they are first asked for, which waits for a GPU."""
+        self.ends_L = ends_L
+        self._counts = counts
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The number of rows of each group."""
+        if self._counts is not None:
+            return list(self._counts)
+        return self.ends_L.diff(prepend=self.ends_L.new_zeros(1)).tolist()
+
+
+def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
+    """Return y_RO: the rows of group i times the transpose of weight i.
+
+    Uses torch's grouped kernel, which is faster, where it takes the operands; else one product per group, for
+    which the host must know how many rows each group has. In bfloat16 a GPU takes the kernel.
     """
+    if _kernel_takes(x_RI) and takes_kernel(weight_LOI):
+        x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
+        return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
+    return _ByGroup.apply(x_RI, weight_LOI, groups.counts)
+
+
+def takes_kernel(weight_LOI: Tensor) -> bool:
+    """Return whether torch's grouped kernel takes the weights."""
     aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # For the rows of y's gradient.
-    if aligned and _kernel_takes(x_RI) and _kernel_takes(weight_LOI):
-        return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=ends_L)
-    return _ByGroup.apply(x_RI, weight_LOI, ends_L.diff(prepend=ends_L.new_zeros(1)).tolist())
+    return aligned and _kernel_takes(weight_LOI)
 
 
 def _kernel_takes(x: Tensor) -> bool:
-    """Return whether torch's grouped kernel takes an operand: its rows and base must be aligned to 16 bytes.
+    """Return whether torch's grouped kernel takes an operand, whose rows must be aligned to 16 bytes.
 
-    On CUDA it takes only bfloat16 here, because with other dtypes the host waits for the ends.
+    So must its base. On CUDA one that is not is copied, so that the host need not wait; and the kernel takes
+    only bfloat16 here, because with other dtypes torch waits for the ends.
     """
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
-    is_aligned = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype in dtypes and is_aligned and not half_matmul.needs_float32(x)
+    has_aligned_rows = x.shape[-1] * x.element_size() % 16 == 0
+    has_base = x.is_cuda or x.data_ptr() % 16 == 0
+    return x.dtype in dtypes and has_aligned_rows and has_base and not half_matmul.needs_float32(x)
 
 
 class _ByGroup(torch.autograd.Function):

@@ -20,7 +20,7 @@ from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grad_accumulation import add_rows
-from realhf.nn.grouped_linear import grouped_linear
+from realhf.nn.grouped_linear import RowGroups, grouped_linear, takes_kernel
 from realhf.nn.split_float32 import joined
 
 
@@ -115,10 +115,10 @@ class Moe:
         weights_TK, expert_TK = self._route(x_TH, losses)
         # The weights multiply outputs that are partial sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
-        order_R = expert_TK.flatten().argsort(stable=True)
+        expert_R, order_R = expert_TK.flatten().sort(stable=True)
         back_R = _inverse(order_R)
         rows_RH = _Take.apply(copy_to_group(x_TH, self.tp), order_R, back_R, expert_TK.shape[1])
-        rows_RH = self._dispatch(rows_RH, expert_TK)
+        rows_RH = self._dispatch(rows_RH, expert_R)
         y_TKH = _Take.apply(rows_RH, back_R, order_R, 1).unflatten(0, expert_TK.shape)
         mixed_TH = (widened(weights_TK)[:, None] @ widened(y_TKH))[:, 0].to(x_TH.dtype)
         y_TH = sum_over_group(mixed_TH, self.tp)
@@ -128,6 +128,14 @@ class Moe:
         if self.shared_router is not None:
             shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
         return y_TH + shared_TH
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether grouped kernels compute the experts, so that the host need not know their numbers of
+        rows."""
+        up_LFH = self.up.view(self.num_local, -1, self.down.shape[0] // self.num_local)
+        down_LHF = self.down.view(self.num_local, up_LFH.shape[2], -1)
+        return takes_kernel(up_LFH) and takes_kernel(down_LHF)
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
         """Return weights_TK, in at least float32, and expert_TK: each token's experts."""
@@ -150,31 +158,42 @@ class Moe:
             weights_TK = losses.add(weights_TK, logits_TE, scores_TE, layer=self.layer)
         return weights_TK, expert_TK
 
-    def _dispatch(self, rows_RH: Tensor, expert_TK: Tensor) -> Tensor:
-        """Return the experts' outputs of rows sorted by expert, which go to the experts' ranks and back."""
-        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.moe.num_experts)
+    def _dispatch(self, rows_RH: Tensor, expert_R: Tensor) -> Tensor:
+        """Return the experts' outputs of rows sorted by expert, which go to the experts' ranks and back.
+
+        On a GPU the host waits for the counts of rows once if there are other ranks, and else not at all.
+        """
+        ends_E = _ends(expert_R, self.moe.num_experts)
         if self.ep.size == 1:
-            return self._compute(rows_RH, counts_E)
-        counts = self.ep.all_gather(counts_E).cpu()  # (ranks of the ep group, E)
+            return self._compute(rows_RH, RowGroups(ends_E))
+        counts_GE = self.ep.all_gather(ends_E.diff(prepend=ends_E.new_zeros(1)))  # G ranks of the ep group.
+        counts = counts_GE.cpu()
         first, stop = self.experts[self.ep.index]
         sends = [int(counts[self.ep.index, slice(*span)].sum()) for span in self.experts]
         recvs = counts[:, first:stop].sum(1).tolist()
         rows_RH = exchange_rows(rows_RH, self.ep, sends, recvs)
         # Rows arrive sorted by sender and, from each sender, by expert.
-        expert_R = torch.arange(self.num_local).repeat(self.ep.size).repeat_interleave(
-            counts[:, first:stop].flatten())
-        order_R = expert_R.argsort(stable=True).to(rows_RH.device)
+        expert_R = torch.arange(self.num_local, device=rows_RH.device).repeat(self.ep.size)
+        expert_R = expert_R.repeat_interleave(
+            counts_GE[:, first:stop].flatten(), output_size=len(rows_RH))
+        expert_R, order_R = expert_R.sort(stable=True)
         back_R = _inverse(order_R)
         rows_RH = _Take.apply(rows_RH, order_R, back_R, 1)
-        y_RH = self._compute(rows_RH, counts[:, first:stop].sum(0).to(rows_RH.device))
+        groups = RowGroups(_ends(expert_R, self.num_local), counts[:, first:stop].sum(0).tolist())
+        y_RH = self._compute(rows_RH, groups)
         return exchange_rows(_Take.apply(y_RH, back_R, order_R, 1), self.ep, recvs, sends)
 
-    def _compute(self, rows_RH: Tensor, counts_L: Tensor) -> Tensor:
-        """Return the outputs of this rank's experts, which have `counts_L` consecutive rows each."""
-        ends_L = counts_L.cumsum(0).int()
-        up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), ends_L)
+    def _compute(self, rows_RH: Tensor, groups: RowGroups) -> Tensor:
+        """Return the outputs of this rank's experts, each of which has a group of rows."""
+        up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), groups)
         down_LHF = self.down.view(self.num_local, rows_RH.shape[1], -1)
-        return grouped_linear(self.activation(up_RF), down_LHF, ends_L)
+        return grouped_linear(self.activation(up_RF), down_LHF, groups)
+
+
+def _ends(expert_R: Tensor, num_experts: int) -> Tensor:
+    """Return where the rows of each expert end (int32), given the sorted experts of all rows."""
+    experts_E = torch.arange(num_experts, device=expert_R.device)
+    return torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
 
 
 def _router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:

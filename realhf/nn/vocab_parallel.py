@@ -266,6 +266,9 @@ def top_tokens(x_TV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     equal_TV = x_TV == least_T1
     wanted_T1 = k - above_TV.sum(1, keepdim=True)
     chosen_TV = above_TV | (equal_TV & (equal_TV.cumsum(1, dtype=torch.int32) <= wanted_T1))
-    at_TK = chosen_TV.nonzero()[:, 1].view(-1, k)
+    if x_TV.is_cuda:  # On a GPU `nonzero` would wait for the number of results, which is known.
+        at_TK = chosen_TV.to(torch.uint8).topk(k, dim=1).indices.sort(dim=1).values
+    else:
+        at_TK = chosen_TV.nonzero()[:, 1].view(-1, k)
     top_TK, order_TK = x_TV.gather(1, at_TK).sort(dim=1, descending=True, stable=True)
     return top_TK, at_TK.gather(1, order_TK)

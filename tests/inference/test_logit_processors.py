@@ -63,7 +63,7 @@ def _draw(world, cuts, settings):
         logits_BV = torch.stack([_logits(i, step) for i in numbers])[:, slice(*shard)]
         tokens_B, logprobs_B = sample(
             logits_BV, samples.draws(numbers), config=work.sampling, vocab_start=shard[0], group=group,
-            processing=samples.processing(numbers))
+            processing=samples.processing(numbers), widest_shard=NUM_VOCAB)
         tokens_B = samples.record(samples.at(numbers), tokens_B, logprobs_B, None)
         ended = samples.append(numbers, tokens_B)
         done |= {i for i, end in zip(numbers, ended, strict=True) if end}

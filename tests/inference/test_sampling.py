@@ -1,6 +1,7 @@
 """Random numbers against Random123's known answers; sampling against softmax and transformers' warpers."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -163,7 +164,9 @@ def _sample_split(world, cuts):
     group = world.group(tuple(range(len(cuts) - 1)))
     start, stop = cuts[group.index], cuts[group.index + 1]
     return [
-        sample(logits[:, start:stop], draws, config=SamplingConfig(**s), vocab_start=start, group=group)
+        sample(
+            logits[:, start:stop], draws, config=SamplingConfig(**s), vocab_start=start, group=group,
+            widest_shard=max(b - a for a, b in pairwise(cuts)))
         for s in SETTINGS
     ]
 

@@ -10,7 +10,7 @@ from realhf.engine.pipeline import run_pipeline
 from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
-from realhf.nn.grouped_linear import grouped_linear
+from realhf.nn.grouped_linear import RowGroups, grouped_linear
 from realhf.nn.moe import RouterLosses
 from realhf.nn.split_float32 import split_into
 from tests.families import MOE_CASES, YARN
@@ -233,7 +233,7 @@ def test_grouped_products_and_their_gradients(counts, dtype, sizes):
     weight = torch.randn(3, sizes[1], sizes[0]).to(dtype).requires_grad_()
     grad = torch.randn(sum(counts), sizes[1]).to(dtype)
     outs = [
-        grouped_linear(x, weight, torch.tensor(counts).cumsum(0).int()),
+        grouped_linear(x, weight, RowGroups(torch.tensor(counts).cumsum(0).int())),
         torch.cat([part.double() @ w.double().T for part, w in zip(x.split(counts), weight, strict=True)]),
     ]
     (ours, *our_grads), (expected, *grads) = (

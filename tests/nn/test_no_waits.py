@@ -1,0 +1,124 @@
+"""The layers let the host run ahead of the device: nothing in them waits for it, forward or backward."""
+
+import pytest
+import torch
+
+from realhf.calls import SamplingConfig
+from realhf.dist.world import World
+from realhf.inference.sampling import sample
+from realhf.nn.attention import Attend
+from realhf.nn.grouped_linear import RowGroups, grouped_linear
+from realhf.nn.moe import RouterLosses
+from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
+from tests.gpu.host_traffic import host_traffic
+from tests.gpu.models import engine_of, tokens, write_model
+from tests.gpu.pretended import pretended_device
+
+LENGTHS = [5, 1, 9, 9, 3]
+NAMES = ("qwen2", "gpt2", "mixtral", "qwen3-moe", "deepseek-v3")
+
+
+def _attend(q_TND, k_TKD, v_TKD, *, kind):
+    """Mix heads without a kernel of attention, whose tests are elsewhere."""
+    return q_TND[..., : v_TKD.shape[2]] + (k_TKD.mean(1) * v_TKD.mean(1).sum()).sum(-1)[:, None, None]
+
+
+def _run_blocks(model, x_TH, angles, losses):
+    with host_traffic() as traffic:
+        for index, block in enumerate(model.blocks):
+            x_TH = block(x_TH, None if angles is None else angles(index), [Attend(_attend)], losses)
+    return x_TH, traffic
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_never_wait(tmp_path, name):
+    directory = write_model(tmp_path / "model", name)
+    with pretended_device() as device:
+        model = engine_of(directory, device=device, dtype="bfloat16").model
+        model.enable_grad()
+        position_T = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
+        length_T = torch.tensor([n for n in LENGTHS for _ in range(n)]).to(device)
+        row_T = torch.tensor([i for i, n in enumerate(LENGTHS) for _ in range(n)]).to(device)
+        angles = None if model._rope is None else model._rope(position_T, length_T)
+        losses = RouterLosses(balance_scale=0.1, z_scale=0.1)
+        losses.start(row_T, length_T, num_sequences=len(LENGTHS), group=model.groups.cp)
+        x_TH = model._embed(tokens(sum(LENGTHS)).to(device), position_T)
+        y_TH, forward = _run_blocks(model, x_TH, angles, losses)
+        with host_traffic() as backward:
+            y_TH.sum().backward()
+        with torch.inference_mode():
+            _, decoding = _run_blocks(model, x_TH.detach(), angles, None)
+    for traffic in (forward, backward, decoding):
+        assert not traffic.waits and not traffic.transfers
+        assert traffic.launches > 10 * len(model.blocks)
+    if model.config.moe is not None:
+        assert losses.sums().count_nonzero() == 2
+
+
+def test_float32_experts_wait_once_in_a_layer(tmp_path):
+    """Without a kernel for such experts, the host must know how many rows each has."""
+    directory = write_model(tmp_path / "model", "mixtral")
+    with pretended_device() as device:
+        model = engine_of(directory, device=device, dtype="float32").model
+        x_TH = torch.ones(7, 64, device=device)
+        with host_traffic() as traffic, torch.inference_mode():
+            model.blocks[0].mlp(x_TH)
+    assert [wait.split(":")[0] for wait in traffic.waits] == ["tolist realhf/nn/grouped_linear.py"]
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.8}, {"top_p": 0.5, "min_p": 0.1}])
+def test_sampling_never_waits(settings):
+    group = World().group((0,))
+    logits_BV = torch.randn(6, 700, generator=torch.Generator().manual_seed(0))
+    uniform_B = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with pretended_device() as device:
+        found = []
+        for where in (device, torch.device("cpu")):
+            operands = logits_BV.to(where), uniform_B.to(where)
+            with host_traffic() as traffic:
+                drawn = sample(*operands, config=SamplingConfig(**settings), vocab_start=0, group=group)
+            assert not traffic.waits and not traffic.transfers
+            assert (traffic.launches > 0) == (where == device)
+            found.append([x.cpu() for x in drawn])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_the_head_never_waits():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (9, 50))
+    labels = torch.randint(0, 50, (9, 3), generator=generator)
+    with pretended_device() as device:
+        head = Head(weight.to(device).requires_grad_(), 0, World(device=device).group((0,)))
+        hidden, labels = hidden.to(device).requires_grad_(), labels.to(device)
+        with host_traffic() as traffic:
+            logprobs, entropy = head_logprobs(hidden, labels, head, entropy=True, chunk_tokens=4)
+            (logprobs.sum() + entropy.sum()).backward()
+            head_top_logprobs(hidden, head, 4)
+    assert not traffic.waits and not traffic.transfers and traffic.launches > 20
+
+
+def test_most_probable_tokens_on_the_device_are_those_of_the_cpu():
+    """With ties, of which the lower indices count; and with infinities."""
+    x = torch.randint(0, 4, (40, 30), generator=torch.Generator().manual_seed(0)).float()
+    x[3, :20] = -torch.inf
+    x[4, 7] = torch.inf
+    x[5, 2] = torch.nan
+    with pretended_device() as device:
+        found = [part.cpu() for part in top_tokens(x.to(device), 6)]
+    for ours, wanted in zip(found, top_tokens(x, 6), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0]])
+def test_grouped_products_take_the_ends_on_the_device(counts):
+    x, weight = torch.randn(sum(counts), 16).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    ends = torch.tensor(counts).cumsum(0).int()
+    wanted = torch.cat([part @ w.T for part, w in zip(x.split(counts), weight, strict=True)])
+    with pretended_device() as device:
+        groups, x, weight = RowGroups(ends.to(device)), x.to(device), weight.to(device)
+        with host_traffic() as traffic:
+            found = grouped_linear(x, weight, groups)
+        assert not traffic.waits and torch.equal(groups.ends_L.cpu(), ends)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=2e-2, atol=2e-2)
