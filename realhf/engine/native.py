@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
-from realhf.inference.page_pool import page_pool
+from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import Round, prompt_groups
@@ -51,10 +52,14 @@ class NativeEngine(Engine):
             spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
-        self.pages = page_pool(self.model, paged)
-        """The pages of all generations of this engine; None: each generation has its own."""
+        self._paged = paged
         self._kept: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
+
+    @cached_property
+    def pages(self) -> PagePool | None:
+        """The pages of all generations of this engine; None: each generation has its own."""
+        return page_pool(self.model, self._paged)
 
     def load_base(self, directory: Path | None, *, seed: int) -> None:
         self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))

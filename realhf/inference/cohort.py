@@ -32,7 +32,8 @@ from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
-from realhf.inference.scheduler import ParkedRow, Prompt, Scheduler, Step
+from realhf.inference.scheduler import Scheduler
+from realhf.inference.steps import ParkedRow, Prompt, Step
 from realhf.inference.transfers import Download, StepUpload
 from realhf.kv_blocks import padded_size
 from realhf.nn.packed import Segment

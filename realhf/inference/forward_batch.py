@@ -18,7 +18,7 @@ from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.scheduler import Chunk
+from realhf.inference.steps import Chunk
 from realhf.inference.transfers import upload
 from realhf.nn.attention import packed_attention
 from realhf.nn.packed import Segment, token_positions

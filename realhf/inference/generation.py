@@ -143,7 +143,7 @@ class Generation:
         self._resumed = []
 
     def _cohort_pool(self) -> PagePool:
-        return self._pool or PagePool(self._model, backend=None, record=None)
+        return self._pool or PagePool(self._model)
 
     def take(self) -> tuple[list[int], list]:
         """Return the ids of the samples that this replica continued in the last round, and on one of its

@@ -7,7 +7,7 @@ from realhf.inference.block_manager import BlockManager
 from realhf.inference.kv_budget import GenerationLimits
 from realhf.inference.page_pool import PagePool
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
-from realhf.inference.scheduler import ParkedRow, Prompt
+from realhf.inference.steps import ParkedRow, Prompt
 from realhf.kv_blocks import num_blocks
 
 

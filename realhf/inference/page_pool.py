@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from realhf.attention.interface import AttentionBackend
-from realhf.attention.reference import ReferenceAttention
 from realhf.inference.decode_graphs import DecodeGraphs, Record, recorder
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
@@ -21,12 +20,12 @@ class PagePool:
     """
 
     def __init__(
-        self, model: Transformer, *, backend: AttentionBackend | None, record: Record | None
+        self, model: Transformer, *, backends: PagedBackends | None = None, record: Record | None = None
     ) -> None:
         """`record` records decoding passes; None: nothing is recorded."""
         self._model = model
         self._record = record
-        self.backends = None if backend is None else PagedBackends(model, backend)
+        self.backends = backends
         self._cache: KVCache | None = None
         self._free: list[int] = []
         self._num_leased = 0
@@ -119,4 +118,4 @@ def page_pool(model: Transformer, backend: AttentionBackend | None) -> PagePool 
     device = model.flat.device
     if backend is None and device.type == "cpu":
         return None
-    return PagePool(model, backend=backend or ReferenceAttention(), record=recorder(device))
+    return PagePool(model, backends=PagedBackends(model, backend), record=recorder(device))

@@ -16,7 +16,7 @@ from realhf.inference.block_tables import Integers
 from realhf.inference.logit_processors import LogitProcessors
 from realhf.inference.phrase_insertion import Insertions, PhraseInserter
 from realhf.inference.sampling import Draws, Floats
-from realhf.inference.scheduler import Prompt
+from realhf.inference.steps import Prompt
 from realhf.inference.stop_strings import StopStrings, stop_matcher
 from realhf.inference.transfers import upload
 from realhf.nn.packed import token_positions

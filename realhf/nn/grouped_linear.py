@@ -37,11 +37,16 @@ def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tenso
     Uses torch's grouped kernel, which is faster, where it takes the operands; else one product per group, for
     which the host must know how many rows each group has. In bfloat16 a GPU takes the kernel.
     """
-    aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # For the rows of y's gradient.
-    if aligned and _kernel_takes(x_RI) and _kernel_takes(weight_LOI):
+    if _kernel_takes(x_RI) and takes_kernel(weight_LOI):
         x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
         return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
     return _ByGroup.apply(x_RI, weight_LOI, groups.counts)
+
+
+def takes_kernel(weight_LOI: Tensor) -> bool:
+    """Return whether torch's grouped kernel takes the weights."""
+    aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # For the rows of y's gradient.
+    return aligned and _kernel_takes(weight_LOI)
 
 
 def _kernel_takes(x: Tensor) -> bool:

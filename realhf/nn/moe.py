@@ -20,7 +20,7 @@ from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grad_accumulation import add_rows
-from realhf.nn.grouped_linear import RowGroups, grouped_linear
+from realhf.nn.grouped_linear import RowGroups, grouped_linear, takes_kernel
 from realhf.nn.split_float32 import joined
 
 
@@ -128,6 +128,14 @@ class Moe:
         if self.shared_router is not None:
             shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
         return y_TH + shared_TH
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether grouped kernels compute the experts, so that the host need not know their numbers of
+        rows."""
+        up_LFH = self.up.view(self.num_local, -1, self.down.shape[0] // self.num_local)
+        down_LHF = self.down.view(self.num_local, up_LFH.shape[2], -1)
+        return takes_kernel(up_LFH) and takes_kernel(down_LHF)
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
         """Return weights_TK, in at least float32, and expert_TK: each token's experts."""

@@ -28,7 +28,7 @@ from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
-from realhf.nn.moe import RouterLosses
+from realhf.nn.moe import Moe, RouterLosses
 from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
@@ -202,9 +202,8 @@ class Transformer(ShardedParameters):
         """Whether a CUDA graph can record `advance`: it waits neither for the host nor for ranks that may
         compute something else."""
         by_length = self._rope is not None and self._rope.by_length
-        # Only the grouped product of bfloat16 reads the experts' numbers of rows on the device.
-        has_kernels = self.config.moe is None or self.flat.dtype == torch.bfloat16
-        return self.groups.ep.size == 1 and has_kernels and not by_length
+        layers = [block.mlp for block in self.blocks if isinstance(block.mlp, Moe)]
+        return self.groups.ep.size == 1 and not by_length and all(layer.has_kernels for layer in layers)
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from realhf.inference.forward_batch import Prefill, next_tokens
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.inference.scheduler import Scheduler
+from realhf.inference.steps import Prompt
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
@@ -47,7 +48,7 @@ class Rows:
         given = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
         groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in given]
         work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
-        pool = page_pool(model, None) or PagePool(model, backend=None, record=None)
+        pool = page_pool(model, None) or PagePool(model)
         limits = GenerationLimits(
             [group.size for group in groups], work, token_bytes=1, num_cohorts=1,
             page_tokens=pool.page_tokens)

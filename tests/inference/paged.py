@@ -6,6 +6,7 @@ from realhf.attention.reference import ReferenceAttention
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.inference.page_pool import PagePool
+from realhf.inference.paged_backends import PagedBackends
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -46,5 +47,5 @@ def recorded(engine, backend):
         tapes.append(Tape(compute))
         return tapes[-1]
 
-    engine.pages = PagePool(engine.model, backend=backend, record=record)
+    engine.pages = PagePool(engine.model, backends=PagedBackends(engine.model, backend), record=record)
     return tapes

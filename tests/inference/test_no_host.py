@@ -42,11 +42,11 @@ def _steps(directory, *, dtype="float32", world=None, layout="d1@0", **sampling)
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma-2", "deepseek-dense"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma-2", "qwen3-moe", "deepseek-v3"])
 def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name):
-    changes = {"first_k_dense_replace": 4} if name == "deepseek-dense" else {}
-    write_model(tmp_path / "model", name.replace("-dense", "-v3"), max_position_embeddings=256, **changes)
-    steps = _steps(tmp_path / "model", dtype="bfloat16" if name == "deepseek-dense" else "float32")
+    write_model(tmp_path / "model", name, max_position_embeddings=256)
+    has_experts = name in ("qwen3-moe", "deepseek-v3")
+    steps = _steps(tmp_path / "model", dtype="bfloat16" if has_experts else "float32")
     assert len(steps) == NEW
     # The first steps prefill, run a size for the first time, and record it.
     for (waits, *before), (more_waits, *after) in list(pairwise(steps[5:-2])):
@@ -58,7 +58,7 @@ def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name
 
 
 @pytest.mark.parametrize("sampling", [
-    {"temperature": 0.0}, {"top_k": 5, "temperature": 0.7}, {"min_p": 0.1},
+    {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 1.1, "min_new_tokens": 3}, {"presence_penalty": 0.5},
 ])  # fmt: skip
 def test_no_way_of_sampling_waits(tmp_path, sampling):

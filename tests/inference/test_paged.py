@@ -7,7 +7,7 @@ import torch
 
 from realhf.dist.world import World
 from realhf.errors import UserError
-from realhf.inference.page_pool import PagePool
+from realhf.inference.page_pool import page_pool
 from realhf.layout import Layout
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.rounds import (
@@ -129,7 +129,7 @@ def test_the_backend_decides_on_the_size_of_a_page(versions, page_tokens, tokens
     case = Case(BATCHES, [None], 24, {"prefill_tokens": 50}, versions)
     expected, _ = alone(case)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
-    engine.pages = PagePool(engine.model, backend=PagedReference(page_tokens), record=None)
+    engine.pages = page_pool(engine.model, PagedReference(page_tokens))
     _same_rows(alone(case, engine=engine)[0], expected)
     assert engine.pages.cache.block_size == tokens
 
@@ -145,4 +145,4 @@ def test_a_backend_that_cannot_is_refused_before_the_run(versions):
     case = Case(BATCHES, [None], 24, {}, versions)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     with pytest.raises(UserError, match="a kernel cannot compute the attention of the cache: it is too wide"):
-        PagePool(engine.model, backend=_Refusing(), record=None)
+        page_pool(engine.model, _Refusing())

@@ -10,7 +10,8 @@ from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.inference.scheduler import Scheduler
+from realhf.inference.steps import Prompt
 from realhf.kv_blocks import block_size, blocks_for, num_blocks
 
 MAX_NEW = 150
