@@ -127,6 +127,7 @@ class Group:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
         if self._native:
+            self._require_peers()
             self._backend._start_coalescing()
         works: list[tuple[Any, tuple[int, ...]]] = []
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
@@ -136,13 +137,23 @@ class Group:
                     works.append((post([tensor], peer, tag), ranks))
         if self._native:
             with peer_errors(self.ranks):
-                works = [(self._backend._end_coalescing(), self.ranks)]
+                works = [(self._watched(self._backend._end_coalescing()), self.ranks)]
         return Pending(works, [*sends, *recvs], self._activity)
+
+    def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
+        """Start an `exchange`; return what to wait for until messages are sent, and until they have arrived.
+
+        On NCCL both are the same, as messages that are posted together complete together.
+        """
+        if self._native:
+            both = self.post(sends, recvs)
+            return both, both
+        return self.post(sends, []), self.post([], recvs)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` (contiguous) over the group in place and return it."""
         if self._native:
-            self._backend.allreduce([tensor]).wait()
+            self._run("allreduce", [tensor]).wait()
         elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
             tensor.copy_(reduce(torch.Tensor.add_, self.all_gather(tensor).unbind()))
         else:
@@ -157,7 +168,7 @@ class Group:
             return tensor[None]
         out = tensor.new_empty((self.size, *tensor.shape))
         if self._native:
-            self._backend._allgather_base(out, tensor.contiguous()).wait()
+            self._run("_allgather_base", out, tensor.contiguous()).wait()
         else:
             out[self.index] = tensor
             self._all_gather_chunks(list(out.unbind()))
@@ -176,8 +187,7 @@ class Group:
         if not body:
             return lambda: None
         own = flat[body * self.index :][:body]
-        work = self._backend._reduce_scatter_base(own, flat[: body * self.size])
-        return Pending([(work, self.ranks)], activity=self._activity).wait
+        return self._run("_reduce_scatter_base", own, flat[: body * self.size]).wait
 
     def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
@@ -195,14 +205,29 @@ class Group:
             self._all_gather_chunks(self._chunks(flat))
         elif body := chunk_body(len(flat), self.size):
             own = flat[body * self.index :][:body]
-            self._backend._allgather_base(flat[: body * self.size], own).wait()
+            self._run("_allgather_base", flat[: body * self.size], own).wait()
 
     def spread_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Fill what `all_gather_flat` has left out of these tensors, in one collective."""
         if self._native and (rests := self._rests(flats)):
             joined = torch.cat(rests)
-            self._backend.broadcast(joined, self.size - 1).wait()
+            self._run("broadcast", joined, self.size - 1).wait()
             _copy_parts(joined, rests)
+
+    def _run(self, operation: str, *arguments: Any) -> Pending:
+        """Post a collective on NCCL. Raises PeerError if the communicators have been aborted."""
+        self._require_peers()
+        with peer_errors(self.ranks):
+            work = self._watched(getattr(self._backend, operation)(*arguments))
+        return Pending([(work, self.ranks)], activity=self._activity)
+
+    def _watched(self, work: Any) -> Any:
+        self._activity.communicators.watch(self._backend, work)
+        return work
+
+    def _require_peers(self) -> None:
+        if fault := self._activity.communicators.fault:
+            raise PeerError(fault)
 
     def _chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
         edges = chunk_edges(len(flat), self.size)

@@ -149,8 +149,10 @@ class World:
             with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
                 return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        # A living peer may take any time; the watcher of the heartbeat finds dead ones.
+        options._timeout = _ANY_TIME if self._has_heartbeat else self._timeout
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
+        self.activity.communicators.add(backend)
         # This makes one communicator for the whole group, also for coalesced messages among some members.
         backend.eager_connect_single_device(self.device)
         return backend

@@ -64,6 +64,12 @@ class Done:
     def wait(self) -> bool:
         return True
 
+    def exception(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
 
 class RecordingBackend:
     """A communicator that notes what is posted, and passes it on to `inner` if there is one."""
