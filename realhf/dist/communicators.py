@@ -6,7 +6,8 @@ and so does the host as soon as it waits for the device. Only another thread can
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Communicators:
         self._newest: dict[int, Any] = {}
         """Index of a communicator -> the last work posted to it. (A work keeps its output in memory.)"""
         self._lock = threading.Lock()
+        self._chain: torch.cuda.Stream | None = None
         self.fault = ""
         """Why all communicators have been aborted; empty as long as they work."""
 
@@ -52,6 +54,28 @@ class Communicators:
             return  # The events of a graph under construction cannot be asked.
         with self._lock:
             self._newest[id(backend)] = work
+
+    @contextmanager
+    def in_order(self) -> Iterator[bool]:
+        """Let what the block posts begin after all earlier posts have completed, of any communicator.
+
+        On CUDA, posts form a chain on a stream of their own, so that computation goes on beside it. Yields
+        whether there is one: the block then waits for its work, which is a wait of that stream. Operations in
+        a CUDA graph are no part of the chain: the stream must `join` it before the graph is replayed.
+        """
+        if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+            yield False
+            return
+        if self._chain is None:
+            self._chain = torch.cuda.Stream()
+        self._chain.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._chain):
+            yield True
+
+    def join(self) -> None:
+        """Let the current stream wait for all posts so far."""
+        if self._chain is not None:
+            torch.cuda.current_stream().wait_stream(self._chain)
 
     def failure(self) -> str:
         """Return what is wrong with a work that has failed, or an empty string; forget completed works."""

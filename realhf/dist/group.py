@@ -127,17 +127,14 @@ class Group:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
         if self._native:
-            self._require_peers()
-            self._backend._start_coalescing()
+            work = self._launch(lambda: self._coalesced(sends, recvs, tag))
+            return Pending([(work, self.ranks)], [*sends, *recvs], self._activity)
         works: list[tuple[Any, tuple[int, ...]]] = []
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
             for peer, tensor in messages:
                 ranks = (self.ranks[peer],)
                 with peer_errors(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
-        if self._native:
-            with peer_errors(self.ranks):
-                works = [(self._watched(self._backend._end_coalescing()), self.ranks)]
         return Pending(works, [*sends, *recvs], self._activity)
 
     def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
@@ -215,19 +212,32 @@ class Group:
             _copy_parts(joined, rests)
 
     def _run(self, operation: str, *arguments: Any) -> Pending:
-        """Post a collective on NCCL. Raises PeerError if the communicators have been aborted."""
-        self._require_peers()
-        with peer_errors(self.ranks):
-            work = self._watched(getattr(self._backend, operation)(*arguments))
+        """Post a collective on NCCL."""
+        work = self._launch(lambda: getattr(self._backend, operation)(*arguments))
         return Pending([(work, self.ranks)], activity=self._activity)
 
-    def _watched(self, work: Any) -> Any:
-        self._activity.communicators.watch(self._backend, work)
+    def _launch(self, post: Callable[[], Any]) -> Any:
+        """Post a work on NCCL, in order with those of other groups; return it.
+
+        Raises PeerError if the communicators have been aborted.
+        """
+        communicators = self._activity.communicators
+        if communicators.fault:
+            raise PeerError(communicators.fault)
+        with peer_errors(self.ranks), communicators.in_order() as is_chained:
+            work = post()
+            if is_chained:
+                work.wait()
+        communicators.watch(self._backend, work)
         return work
 
-    def _require_peers(self) -> None:
-        if fault := self._activity.communicators.fault:
-            raise PeerError(fault)
+    def _coalesced(self, sends: Messages, recvs: Messages, tag: int) -> Any:
+        """Post messages over NCCL that complete together; return their work."""
+        self._backend._start_coalescing()
+        for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
+            for peer, tensor in messages:
+                post([tensor], peer, tag)
+        return self._backend._end_coalescing()
 
     def _chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
         edges = chunk_edges(len(flat), self.size)
