@@ -17,7 +17,7 @@ from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 _ANY_TIME = timedelta(days=365)
-_OVER_GLOO = ("control", "export", "ready")
+OVER_GLOO = ("control", "export", "ready")
 """Purposes of groups that communicate between hosts' processors on any device."""
 _REALLOC_CTAS = 8
 """Most thread blocks, each on a multiprocessor, that a reallocation takes from the computation beside it."""
@@ -122,11 +122,11 @@ class World:
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """Return the group of these ranks, which include this one; the first request waits for all members.
 
-        Groups with different purposes never mix their messages. Those in _OVER_GLOO use gloo on any device.
+        Groups with different purposes never mix their messages. Those in OVER_GLOO use gloo on any device.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
-            native = self.device.type == "cuda" and purpose not in _OVER_GLOO
+            native = self.device.type == "cuda" and purpose not in OVER_GLOO
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
             self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from realhf.dist.world import World
+from realhf.dist.world import OVER_GLOO, World
 from tests.dist.recording import Done, PostLog, RecordingBackend
 
 
@@ -57,7 +57,7 @@ class NcclWorld(World):
 
     def group(self, ranks, *, purpose="data"):
         group = super().group(ranks, purpose=purpose)
-        if purpose not in ("control", "export") and group.size > 1 and not group._native:
+        if purpose not in OVER_GLOO and group.size > 1 and not group._native:
             inner = Emulated(group._backend, group.index, group.size)
             name = f"{purpose} {list(group.ranks)}"
             group._backend = RecordingBackend(name, group.ranks, group.index, self.log, inner=inner)
