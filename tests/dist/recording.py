@@ -14,7 +14,7 @@ import torch
 
 from realhf.dist.activity import Activity
 from realhf.dist.group import Group
-from realhf.dist.world import World
+from realhf.dist.world import OVER_GLOO, World
 
 MESSAGES = "messages"
 
@@ -62,6 +62,12 @@ class Done:
     """A work that has ended."""
 
     def wait(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
         return True
 
 
@@ -148,7 +154,7 @@ class RecordedWorld(World):
         key = (tuple(ranks), purpose)
         if key not in self._groups:
             index = key[0].index(self.rank)
-            kind = _Echo if purpose in ("control", "export") else Group
+            kind = _Echo if purpose in OVER_GLOO else Group
             backend = None
             if kind is Group and len(key[0]) > 1:
                 backend = RecordingBackend(f"{purpose} {list(key[0])}", key[0], index, self.log)
