@@ -2,11 +2,13 @@
 
 from tests.megatron import shim  # isort: skip
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
@@ -36,13 +38,14 @@ CALL = FunctionCall(
 
 
 def make_engine(
-    world: World, kind: str, hf: dict[str, Any], text: str, *, dtype: str = "float32", **options: Any
-) -> Engine | None:
+    world: World, kind: str, hf: dict[str, Any], text: str,
+    *, dtype: str = "float32", head: str | None = None, **options: Any,
+) -> Engine | None:  # fmt: skip
     """Return an engine with random weights; None if the rank is not in the layout."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
-    spec = model_spec(ModelConfig.from_hf(hf))
+    spec = model_spec(ModelConfig.from_hf(hf, head=head))
     config = OptimizerConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=0.5)
     engine = ENGINES[kind](spec, layout, world, dtype=dtype, optimizer=config, **options)
     engine.load(None, seed=0)
@@ -58,6 +61,9 @@ def train(engine: Engine, *, steps: int, recompute: bool = False) -> list[dict[s
         batch = minibatch(ragged_rows(6, seed=seed)[dp::size])
         result = engine.run(CALL, [batch], micro_batch_tokens=16, recompute=recompute)
         found.append(result.metrics)
+        if isinstance(engine, MegatronEngine):
+            engine.release("gradients")
+            assert "gradients" not in engine.memory()
     return found
 
 
@@ -69,6 +75,41 @@ def curve(
     recompute = options.pop("recompute", False)
     engine = make_engine(world, kind, hf, text, **options)
     return None if engine is None else train(engine, steps=5, recompute=recompute)
+
+
+def outputs(world: World, kind: str, hf: dict[str, Any], text: str, call: FunctionCall) -> list | None:
+    """Return the columns of a forward call on ragged rows, on the last stage."""
+    head = None if call.work.output == "logprobs" else "score"
+    engine = make_engine(world, kind, hf, text, head=head)
+    if engine is None:
+        return None
+    dp = engine.groups.at.dp
+    batch = minibatch(ragged_rows(6, seed=0)[dp :: engine.groups.layout.dp])
+    found = engine.run(call, [batch], micro_batch_tokens=16).batch
+    return [found[name].values.tolist() for name in call.outputs] if found.fields else None
+
+
+def reads_of_globals(world: World, hf: dict[str, Any], text: str) -> list[str]:
+    """Return the functions of Megatron-Core's `parallel_state` that a train step calls."""
+    engine = make_engine(world, "megatron", hf, text)
+    called = set()
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    names = [name for name in vars(parallel_state) if name.startswith(("get_", "is_"))]
+    originals = {name: getattr(parallel_state, name) for name in names}
+    modules = [m for key, m in sys.modules.items() if key.startswith("megatron.core")]
+    for name, function in originals.items():
+        for module in modules:
+            if getattr(module, name, None) is function:
+                setattr(module, name, noting(name, function))
+    train(engine, steps=1)
+    return sorted(called)
 
 
 def native_state(world: World, hf: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from realhf.families import FAMILIES
 from tests.families import CASES, MOE_CASES
 
 # qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd.
@@ -23,8 +24,7 @@ def hf_config(name):
     """Return a config.json as transformers would write it."""
     case = {**CASES, **MOE_CASES}[name]
     config = transformers.AutoConfig.for_model(**case.hf())
-    prefix = type(config).__name__.removesuffix("Config")
-    return {**config.to_dict(), "architectures": [f"{prefix}ForCausalLM"]}
+    return {**config.to_dict(), "architectures": [FAMILIES[case.family].architecture("lm")]}
 
 
 @pytest.fixture(scope="module")

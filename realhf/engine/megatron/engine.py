@@ -4,7 +4,7 @@ The native engine generates for such a role, from a copy of its weights.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from realhf.engine.megatron.pieces import blocks_of, by_name
 from realhf.engine.megatron.process_groups import make_collection
 from realhf.engine.megatron.schedule import Schedule
 from realhf.engine.protocol import DTYPES
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
 from realhf.layout import Layout
@@ -50,22 +51,38 @@ class MegatronEngine(Engine):
         """With `overlap`, which is the default on CUDA, gradients are summed during the backward pass."""
         assert memory is None and lora is None and not float32_head, "a Role with this engine has none"
         _start_globals()
-        self.groups = ParallelGroups.create(world, layout)
-        collection = make_collection(self.groups)
+        groups = ParallelGroups.create(world, layout)
+        collection = make_collection(groups)
         config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
-        self.model = MegatronModel(spec, self.groups, collection, config)
+        self.model = MegatronModel(spec, groups, collection, config)
+        super().__init__(self.model, optimizer=None)
         self._blocks = blocks_of(self.model)
-        self._parameters = self._trained = self.model
-        self._adapters = None
-        self._optimizer = None
+        self._trainer = None
         if optimizer is not None:
             overlap = world.device.type == "cuda" if overlap is None else overlap
-            trainer = MegatronTrainer(
+            self._trainer = MegatronTrainer(
                 self.model, config, collection, optimizer, blocks=self._blocks, overlap=overlap)
-            self._optimizer = trainer  # type: ignore[assignment]
+            self._optimizer = self._trained = self._trainer  # type: ignore[assignment]
         self.model.requires_grad_(False)
-        wrapped = self.model if optimizer is None else trainer.wrapped
+        wrapped = self.model if self._trainer is None else self._trainer.wrapped
         self._schedule = Schedule(wrapped, config, collection, layout)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """One of the parameters, by which engines that share their memory are known; this one never does."""
+        return next(self.model.parameters()).detach()
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the device that each part of this engine takes now, without empty parts."""
+        parts = {"weights": sum(param.nbytes for param in self.model.parameters())}
+        if self._trainer is not None:
+            parts |= {"gradients": self._trainer.grad_bytes, "optimizer": self._trainer.state_bytes}
+        return {part: size for part, size in parts.items() if size}
+
+    def release(self, *what: str) -> None:
+        """Free gradients, if `what` names them; they come back with the next train step."""
+        if "gradients" in what and self._trainer is not None:
+            self._trainer.release_grads()
 
     @cached_property
     def _shards(self) -> Shards:
@@ -129,7 +146,8 @@ class MegatronEngine(Engine):
                 group_size=settings.group_size, **settings.outputs)
 
         if torch.is_grad_enabled():
-            self._optimizer.start()  # type: ignore[union-attr]
+            assert self._trainer is not None
+            self._trainer.start()
         packed = [samples[key] for samples in micro]
         results = self._schedule.run(packed, finish, recompute=settings.recompute)
         return [i for part in parts for i in part], results
@@ -142,6 +160,11 @@ def _start_globals() -> None:
     `parallel_state` has no groups, so that whatever reads one from there raises.
     """
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        mend = "use engine native on this machine"
+        raise UserError(f"engine megatron needs a GPU ({error}): {mend}") from error
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     if not get_cuda_rng_tracker().is_initialized():

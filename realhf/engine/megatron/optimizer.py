@@ -94,8 +94,43 @@ class MegatronTrainer:
             assert weight is not None
             groups.ends.all_reduce(weight.main_grad)  # type: ignore[attr-defined]
 
+    def requires_grad_(self, requires_grad: bool) -> None:
+        """Switch autograd on or off for the model's parameters."""
+        self._model.requires_grad_(requires_grad)
+
+    @property
+    def _grad_buffers(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in (*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers)]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes that the gradients take now."""
+        return sum(data.untyped_storage().nbytes() for data in self._grad_buffers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the moments, and of the master copy unless the weights are it."""
+        kinds = self._kept_kinds
+        return sum(x.nbytes for kind in kinds for boxes in self.state[kind].values() for _, x in boxes)
+
+    @property
+    def _kept_kinds(self) -> list[str]:
+        is_master = self._model.config.params_dtype == torch.float32
+        return [kind for kind in _KINDS if kind != "master" or not is_master]
+
+    def hold_grads(self) -> None:
+        """Allocate the gradients, unless they are there."""
+        for data in self._grad_buffers:
+            data.untyped_storage().resize_(data.nbytes)
+
+    def release_grads(self) -> None:
+        """Free the memory of the gradients; views of it stay valid."""
+        for data in self._grad_buffers:
+            data.untyped_storage().resize_(0)
+
     def start(self) -> None:
         """Begin a mini-batch: set all gradients to zero."""
+        self.hold_grads()
         self.wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
 

@@ -15,7 +15,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 
 _BACKEND = "realhf"
-_UNUSED = ("embd", "pos_embd", "hcp", "inter_dist_opt")
+_UNUSED = ("hcp", "inter_dist_opt")
 """Groups that Megatron-Core looks up and this engine does not need."""
 
 
@@ -86,6 +86,9 @@ def make_collection(groups: ParallelGroups) -> ProcessGroupCollection:
         "intra_dist_opt": grid,
     }
     made = {name: _register(groups.world, members.ravel().tolist()) for name, members in ranks.items()}
-    same = {"tp_cp": "tp", "expt_tp": "tp", "dp_cp": "dp", "intra_dp_cp": "dp", "intra_expt_dp": "expt_dp"}
+    # Groups of one for tied embeddings, whose gradients the engine sums itself; without any, Megatron-Core
+    # would ask its globals.
+    same = {"embd": "cp", "pos_embd": "cp"}
+    same |= {"tp_cp": "tp", "expt_tp": "tp", "dp_cp": "dp", "intra_dp_cp": "dp", "intra_expt_dp": "expt_dp"}
     made |= {name: made[other] for name, other in same.items()}
     return ProcessGroupCollection(**made, **dict.fromkeys(_UNUSED))
