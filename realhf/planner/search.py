@@ -25,9 +25,11 @@ _DIVE_EVERY = 2  # The number of iterations from one beam search to the next aft
 _MOST_PATIENCE = 16  # The same after many that did not.
 _BEAM = 24  # The width of a beam search.
 _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
+_SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
+_EXACT_AT_ONCE = 6  # Those of them that are evaluated together, before it is known whether others can be better.
 _SAME = 1e-9  # Relative difference below which two times are equal.
 
 Progress = Callable[[float, float, float], None]
@@ -139,12 +141,27 @@ class LocalSearch:
         plans = _changed(chosen, group, self._allowed[group])
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
-        promising = promising[rough[promising] < score * (1 - _SAME)]
-        if not len(promising):
-            return chosen, score
-        exact = self._exact(plans[promising])
-        best = int(np.argmin(exact))
-        return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
+        for start in range(0, len(promising), _EXACT_AT_ONCE):
+            rows = promising[start : start + _EXACT_AT_ONCE]
+            rows = rows[rough[rows] < score * (1 - _SAME)]
+            if not len(rows):
+                break
+            exact = self._exact(plans[rows])
+            best = int(np.argmin(exact))
+            if exact[best] < score * (1 - _SAME):
+                chosen, score = plans[rows[best]], exact[best]
+        return chosen, score
+
+    def improve_within(self, choices: np.ndarray) -> None:
+        """Improve the plan of the leanest candidates that an unfinished plan leaves open."""
+        allowed = self._allowed
+        groups = self._space.groups
+        self._allowed = [group.left_by(choice) for group, choice in zip(groups, choices, strict=True)]
+        pairs = list(zip(groups, self._allowed, strict=True))
+        memory = [(g.resting + g.running + sum(g.copied, start=np.zeros(1)))[left] for g, left in pairs]
+        leanest = [left[np.argmin(need)] for left, need in zip(self._allowed, memory, strict=True)]
+        self.improve(np.array(leanest))
+        self._allowed = allowed
 
     def refine(self) -> None:
         """Improve the best plan with all candidates to choose from, also by changing two heavy groups at
@@ -351,6 +368,9 @@ class _Tree:
             is_tight = self._space.estimated_excess_bytes(choices) > 0
             best = np.lexsort((bounds, is_tight))[:_BEAM]
             choices, bounds = choices[best], bounds[best]
+            if depth + 1 == len(self._groups) and (choices != OPEN).all():
+                for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
+                    self._local.improve_within(choices[row])
         self._offer(choices, bounds)
         if len(choices):
             self._local.improve(choices[0])
