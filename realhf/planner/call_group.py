@@ -148,9 +148,9 @@ class CallGroup:
     def tiers(self) -> tuple[np.ndarray, np.ndarray]:
         """Return, for each mesh, how fast the calls can be in a given amount of memory in each part.
 
-        The first array holds rising amounts of memory (resting and running), shape (meshes, PARTS, tiers). The
-        second holds the least seconds of each call among the candidates that need no more, shape (meshes,
-        PARTS, tiers, calls).
+        The first array holds rising amounts of memory (resting and running), shape (meshes, PARTS, tiers).
+        The second holds the least seconds of each call among the candidates that need no more, shape
+        (meshes, PARTS, tiers, calls).
         """
         found = []
         needed = self.least_resting + self.least_running

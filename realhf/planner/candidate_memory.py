@@ -14,7 +14,6 @@ from realhf.planner.memory_account import beside_cache
 from realhf.planner.model_states import adapter_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem
 
-
 PARTS = 8
 """The parts of equal size into which the ranks of a layout are cut, in the order of pipeline stages."""
 
@@ -91,8 +90,9 @@ def _least_by_part(by_stage: np.ndarray, by_part: np.ndarray) -> np.ndarray:
 
 
 def running_bytes(
-    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *, at_most: float = math.inf
-) -> np.ndarray | None:
+    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
+    at_most: float = math.inf,
+) -> np.ndarray | None:  # fmt: skip
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)

@@ -1,9 +1,9 @@
 """Memory of many plans at once, on arrays: bounds for the search, and exact figures where they decide.
 
 The bounds never exceed what the memory account counts for any completion of an unfinished plan, so that the
-search drops no plan that the check accepts. They look at the first rank of every mesh. The ranks of a layout are
-cut into `PARTS` equal parts, and of each part its least need is known, whose pipeline stages may differ. A copy
-of weights that may share the memory of another one counts nothing, and of communicators only those that a layout
+search drops no plan that the check accepts. They look at the first rank of every mesh. The ranks of a layout
+are cut into `PARTS` equal parts, and of each part the least need of its pipeline stages is known. A copy of
+weights that may share the memory of another one counts nothing, and of communicators only those that a layout
 has for itself.
 
 Shapes: K plans, U call groups, as in search_space.py.
