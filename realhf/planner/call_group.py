@@ -10,7 +10,7 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.plan import CallPlan
-from realhf.planner.candidate_memory import Held
+from realhf.planner.candidate_memory import PARTS, Held
 from realhf.planner.candidates import Variant
 from realhf.planner.communicators import CommunicatorBytes
 from realhf.planner.parameter_boxes import ContiguousLayout
@@ -45,9 +45,8 @@ class CallGroup:
 
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
-    Arrays that begin with `start_` (the first stage) or `least_` (any stage) are for the bounds of
-    memory_bounds.py; ranks before `inner` are on the first stage. `connected` are the least bytes of
-    communicators.
+    Arrays that begin with `least_` are for the bounds of memory_bounds.py: the least on any rank of each of
+    the `PARTS` parts of the ranks. `connected` are the least bytes of communicators.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class CallGroup:
         self.result_first = self.stop - [s.num_ranks // s.pp for s in strategies]
         self.replicas = np.array([s.dp for s in strategies])
         self.is_sharded = np.array([s.num_replicas > 1 for s in strategies], bool)
-        self.inner = self.first + [s.num_ranks // s.pp for s in strategies]
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
             self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
@@ -79,15 +77,12 @@ class CallGroup:
         shape = (len(self.candidates), len(self.calls), len(CommunicatorBytes._fields))
         most = np.array(connected).reshape(shape).max(axis=1)
         self.connected = CommunicatorBytes(*most.T)
-        self.start_resting, self.start_running, self.start_copied = self._bounds("start", roles)
-        self.least_resting, self.least_running, self.least_copied = self._bounds("least", roles)
+        self.least_resting, self.least_running, self.least_copied = self._bounds(roles)
 
-    def _bounds(
-        self, stage: str, columns: Mapping[str, int]
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the bytes that rest and run, and those of each copy, on the first stage or on any."""
-        held = np.array([[getattr(v, stage) for v in c.variants] for c in self.candidates])
-        held = held.reshape(len(self.candidates), len(self.calls), len(Held._fields))
+    def _bounds(self, columns: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the least bytes that rest and run, and those of each copy, in each part of the ranks."""
+        held = np.array([[v.by_part for v in c.variants] for c in self.candidates])
+        held = held.reshape(len(self.candidates), len(self.calls), len(Held._fields), PARTS)
         home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
         resting = home[:, [columns[role] for role in self.homes]].sum(axis=1)
         return resting, running.max(axis=1), [copied[:, columns[role]] for role in self.copies]
@@ -130,6 +125,13 @@ class CallGroup:
         """Return which choices are candidates, rather than meshes or open."""
         return (choice >= 0) & (choice < len(self.candidates))
 
+    def left_by(self, choice: int) -> np.ndarray:
+        """Return the indices of the candidates that a choice leaves open."""
+        if choice == OPEN:
+            return np.arange(len(self.candidates))
+        is_candidate = choice < len(self.candidates)
+        return np.array([choice]) if is_candidate else self.by_mesh[choice - len(self.candidates)]
+
     def varied(self) -> np.ndarray:
         """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
         varied = []
@@ -143,26 +145,26 @@ class CallGroup:
                     least = memory[i]
         return np.array(varied)
 
-    def tiers(self, stage: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each mesh, how fast the calls can be in a given amount of memory on the first stage
-        (`start`), or on any (`least`).
+    def tiers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each mesh, how fast the calls can be in a given amount of memory in each part.
 
-        The first array holds rising amounts of memory (resting and running), shape (meshes, tiers). The
-        second holds the least seconds of each call among the candidates that need no more, shape (meshes,
-        tiers, calls).
+        The first array holds rising amounts of memory (resting and running), shape (meshes, PARTS, tiers).
+        The second holds the least seconds of each call among the candidates that need no more, shape
+        (meshes, PARTS, tiers, calls).
         """
-        by_mesh = []
-        needed = getattr(self, f"{stage}_resting") + getattr(self, f"{stage}_running")
+        found = []
+        needed = self.least_resting + self.least_running
         for on_mesh in self.by_mesh:
-            memory = needed[on_mesh]
-            order = np.argsort(memory, kind="stable")
-            least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
-            is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
-            by_mesh.append((memory[order][is_faster], least[is_faster]))
-        num_tiers = max(len(memory) for memory, _ in by_mesh)
-        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in by_mesh]
-        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in by_mesh]
-        return np.stack(needs), np.stack(seconds)
+            for memory in needed[on_mesh].T:
+                order = np.argsort(memory, kind="stable")
+                least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
+                is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
+                found.append((memory[order][is_faster], least[is_faster]))
+        num_tiers = max(len(memory) for memory, _ in found)
+        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in found]
+        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in found]
+        shape = (len(self.by_mesh), PARTS, num_tiers)
+        return np.stack(needs).reshape(shape), np.stack(seconds).reshape(*shape, len(self.calls))
 
     def with_open_choices(self, owner: int) -> "CallGroup":
         """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
@@ -176,15 +178,15 @@ class CallGroup:
         nowhere = placeholder_ranks(owner)
 
         def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
-            return np.concatenate([array, [array[on_mesh].min(axis=0) for on_mesh in self.by_mesh], [last]])
+            by_mesh = [array[on_mesh].min(axis=0) for on_mesh in self.by_mesh]
+            return np.concatenate([array, by_mesh, np.broadcast_to(last, (1, *array.shape[1:]))])
 
         extended_group.first = extended(self.first, nowhere.start)
         extended_group.stop = extended(self.stop, nowhere.stop)
         extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
         extended_group.is_sharded = extended(self.is_sharded).astype(bool)
-        extended_group.inner = extended(self.inner, nowhere.stop)
         extended_group.connected = CommunicatorBytes(*map(extended, self.connected))
-        for prefix in ("", "start_", "least_"):
+        for prefix in ("", "least_"):
             for name in (f"{prefix}resting", f"{prefix}running"):
                 setattr(extended_group, name, extended(getattr(self, name)))
             copied = [extended(array) for array in getattr(self, f"{prefix}copied")]

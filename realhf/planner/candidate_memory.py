@@ -1,6 +1,8 @@
 """Bytes of one call under one strategy, as the search's bounds need them: at most what the account counts."""
 
-from typing import NamedTuple
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,22 +13,27 @@ from realhf.planner.call_memory import running_memory
 from realhf.planner.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem
 
+PARTS = 8
+"""The parts of equal size into which the ranks of a layout are cut, in the order of pipeline stages."""
+
 
 class Held(NamedTuple):
     """Bytes of the home of a role, of a copy, and of what a call adds."""
 
-    home: float
-    copy: float
-    call: float
+    home: Any
+    copy: Any
+    call: Any
 
 
 class StateBytes(NamedTuple):
     """Bytes of the home and of a copy on some stages, of which the first stage is the first.
 
     `own_home` and `own_copy` leave out what may be in the memory of another role with equal frozen weights.
+    `by_part` has for each part of the ranks which of these stages have no more bytes than any stage there.
     """
 
     stages: tuple[int, ...]
+    by_part: np.ndarray
     home: np.ndarray
     copy: np.ndarray
     own_home: np.ndarray
@@ -34,15 +41,14 @@ class StateBytes(NamedTuple):
 
 
 class CandidateMemory(NamedTuple):
-    """The most bytes of a rank, those of the first stage, and the least of any stage.
+    """The most bytes of a rank, and the least on any rank of each part of the ranks.
 
     `by_stage` are the bytes that the call adds on each of the stages of `StateBytes`, and `alone` is what the
     fullest rank needs if it holds nothing else.
     """
 
     fullest: Held
-    start: Held
-    least: Held
+    by_part: Held
     by_stage: tuple[float, ...]
     alone: float
 
@@ -50,7 +56,7 @@ class CandidateMemory(NamedTuple):
 def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> StateBytes:
     """Return the bytes of the states of a call's role."""
     role = problem.model_role(call)
-    stages = _telling_stages(role, strategy, trains=call.kind == "train_step")
+    stages, by_part = _telling_stages(role, strategy, trains=call.kind == "train_step")
     copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
     adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
     training = np.zeros(len(stages))
@@ -59,7 +65,7 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
     equal = [name for name, other in problem.roles.items() if role.source and other.source == role.source]
     is_first = equal[:1] in ([], [call.role])
     own_home = (copy if is_first else adapters) + training
-    return StateBytes(stages, copy + training, copy, own_home, copy if len(equal) < 2 else adapters)
+    return StateBytes(stages, by_part, copy + training, copy, own_home, copy if len(equal) < 2 else adapters)
 
 
 def candidate_memory(
@@ -67,31 +73,40 @@ def candidate_memory(
 ) -> CandidateMemory:
     """Return the bytes of a call that adds `running` on each stage, and its weights if it is offloaded."""
     rests = 0.0 if offload else 1.0
-    home, copy, own_home, own_copy = (rests * array for array in states[1:])
+    home, copy, own_home, own_copy = (rests * array for array in states[2:])
     if offload and not _may_share(problem, call):
         running = running + states.copy
     alone = (home if call.kind == "train_step" else copy) + running
+    least = (_least_by_part(array, states.by_part) for array in (own_home, own_copy, running))
     return CandidateMemory(
-        Held(home.max(), copy.max(), running.max()), Held(own_home[0], own_copy[0], running[0]),
-        Held(own_home.min(), own_copy.min(), running.min()),
-        tuple(running.tolist()), alone.max())
+        Held(home.max(), copy.max(), running.max()), Held(*least), tuple(running.tolist()), alone.max())
+
+
+def _least_by_part(by_stage: np.ndarray, by_part: np.ndarray) -> np.ndarray:
+    """Return the least bytes in each part of the ranks."""
+    least: np.ndarray = np.where(by_part, by_stage, np.inf).min(axis=1)
+    return least
 
 
 def running_bytes(
-    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes
-) -> np.ndarray:
+    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
+    at_most: float = math.inf,
+) -> np.ndarray | None:  # fmt: skip
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
-    without offloaded weights."""
+    without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
     planned = [(problem.planned(call), call_plan)]
-    planned += [
-        (beside, call_plan if has_options else at_home)
-        for beside, has_options in problem.evaluations_beside(call)
-    ]
-    needs = [
-        [_least_running(problem, some, plan, stage) for stage in states.stages] for some, plan in planned
-    ]
-    return np.array(needs).max(axis=0)
+    if problem.evaluations:
+        planned += [
+            (beside, call_plan if has_options else at_home)
+            for beside, has_options in problem.evaluations_beside(call)
+        ]
+    needs = []
+    for stage in states.stages:
+        needs.append(max(_least_running(problem, some, plan, stage) for some, plan in planned))
+        if needs[0] > at_most:
+            return None
+    return np.array(needs)
 
 
 def _may_share(problem: Problem, call: FunctionCall) -> bool:
@@ -111,18 +126,41 @@ def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan, 
     return memory.num_bytes + gradients
 
 
-def _telling_stages(role: ModelRole, strategy: ParallelStrategy, *, trains: bool) -> tuple[int, ...]:
-    """Return stages among which those with the most and the least bytes are, the first one first.
+@lru_cache(maxsize=1 << 12)
+def _stages_of(layers: tuple[int, ...], trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the same as `_telling_stages` for a dense model with these numbers of blocks on its stages."""
+    pp = len(layers)
+    stands_for: dict[tuple[int, ...], int] = {}
+    keys: list[tuple[int, ...]] = []
+    for stage in range(pp):
+        is_end = stage in (0, pp - 1)
+        part = stage * PARTS // pp if trains else 0  # The first part in which the stage has ranks.
+        keys.append((stage,) if is_end else (-1, layers[stage], part))
+        stands_for[keys[-1]] = stage  # Later stages of a train step have fewer micro-batches in flight.
+        first = (-2, layers[stage])
+        if not is_end and first not in stands_for:  # The one with the most.
+            stands_for[first] = stage
+    stages = tuple(sorted({*stands_for.values()}))
+    by_part = np.zeros((PARTS, len(stages)), bool)
+    for stage, key in enumerate(keys):
+        parts = slice(stage * PARTS // pp, -(-(stage + 1) * PARTS // pp))
+        by_part[parts, stages.index(stands_for[key])] = True
+    return stages, by_part
+
+
+def _telling_stages(
+    role: ModelRole, strategy: ParallelStrategy, *, trains: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return stages among which those with the most bytes are, the first one first, and which of them have
+    the least bytes in each part of the ranks, (PARTS, stages).
 
     Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
     step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.
     """
-    if role.config.moe is not None:
-        return tuple(range(strategy.pp))
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for stage in range(1, strategy.pp - 1):
-        num_blocks = len(role.spec.stage_layers(strategy, stage))
-        first.setdefault(num_blocks, stage)
-        last[num_blocks] = stage if trains else first[num_blocks]
-    return tuple(sorted({0, *first.values(), *last.values(), strategy.pp - 1}))
+    pp = strategy.pp
+    if role.config.moe is None:
+        return _stages_of(tuple(len(role.spec.stage_layers(strategy, stage)) for stage in range(pp)), trains)
+    low = np.arange(PARTS)[:, None] * pp // PARTS
+    high = -(-(np.arange(PARTS)[:, None] + 1) * pp // PARTS)
+    stage = np.arange(pp)
+    return tuple(stage.tolist()), (low <= stage) & (stage < high)

@@ -27,7 +27,7 @@ class Variant:
 
     The ranks of `call_plan.layout` count from 0. Every rank always holds `home_bytes` if this layout is the
     home of the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
-    `start` and `least` are for bounds (`candidate_memory.py`): the same on the first stage, and on any.
+    `by_part` is for bounds (`candidate_memory.py`): the least on any rank of each part of the ranks.
     `communicators` are in none of these.
     """
 
@@ -36,8 +36,7 @@ class Variant:
     home_bytes: float
     copy_bytes: float
     call_bytes: float
-    start: Held
-    least: Held
+    by_part: Held
     call_bytes_by_stage: tuple[float, ...]
     """What the call adds on each of the stages that tell variants apart."""
     communicators: CommunicatorBytes
@@ -76,8 +75,12 @@ def find_variants(
         connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
         variants = []
         offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
+        held = states.home if call.kind == "train_step" else states.copy
+        room = capacity - (0.0 if len(offloads) > 1 else held[0])
         for call_plan in _options(problem, call, Layout(strategy, mesh)):
-            running = running_bytes(problem, call, call_plan, states)
+            running = running_bytes(problem, call, call_plan, states, at_most=room)
+            if running is None:
+                continue
             cost = None
             for offload in offloads:
                 memory = candidate_memory(problem, call, states, running, offload=offload)
@@ -87,7 +90,7 @@ def find_variants(
                 variants.append(Variant(
                     replace(call_plan, offload=True) if offload else call_plan,
                     offloaded(cost, rates, role, work, strategy) if offload else cost,
-                    *memory.fullest, memory.start, memory.least, memory.by_stage, connected))
+                    *memory.fullest, memory.by_part, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 

@@ -11,12 +11,13 @@ import numpy as np
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import CallCost
+from realhf.planner.local_search import LocalSearch, leanest
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
 from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
-from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
+from realhf.planner.search import Progress, SearchResult, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.starts_by_kind import starts_by_kind

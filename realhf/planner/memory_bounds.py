@@ -1,9 +1,10 @@
 """Memory of many plans at once, on arrays: bounds for the search, and exact figures where they decide.
 
 The bounds never exceed what the memory account counts for any completion of an unfinished plan, so that the
-search drops no plan that the check accepts. They look at the first rank of every mesh, where a layout on it
-has its first pipeline stage. Of other stages they know the least need only. A copy of weights that may share
-the memory of another one counts nothing, and of communicators only those that a layout has for itself.
+search drops no plan that the check accepts. They look at the first rank of every mesh. The ranks of a layout
+are cut into `PARTS` equal parts, and of each part the least need of its pipeline stages is known. A copy of
+weights that may share the memory of another one counts nothing, and of communicators only those that a layout
+has for itself.
 
 Shapes: K plans, U call groups, as in search_space.py.
 """
@@ -16,52 +17,31 @@ import numpy as np
 
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_group import OPEN, CallGroup
+from realhf.planner.candidate_memory import PARTS
 from realhf.planner.communicators import use_of
 from realhf.planner.memory_account import MemoryAccount
 
 
 class Loads(NamedTuple):
-    """The bytes of every group: what rests on its ranks, and what runs there.
+    """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
 
-    The mesh has the ranks from `first` to `stop`, of which those before `inner` are on the first stage. All
-    arrays are (U, K), over which sums over groups are fast.
+    Meshes have the ranks from `first` to `stop`, (U, K), over which sums over groups are fast. `part` is the
+    part of a group's mesh that has this rank, or 0 if none has; and `part`, `resting` and `running` have the
+    shape (U, U, K), of which the first axis is that of the ranks.
     """
 
     first: np.ndarray
-    inner: np.ndarray
     stop: np.ndarray
-    start_resting: np.ndarray
-    start_running: np.ndarray
-    least_resting: np.ndarray
-    least_running: np.ndarray
-    smaller: np.ndarray
-    """The bytes that the device of rank `first` has less than the largest device of the cluster."""
-
-    def at_firsts(self) -> "Crowds":
-        """Return the loads on the first rank of every group's mesh."""
-        rank = self.first[:, None]
-        covers = (self.first <= rank) & (rank < self.stop)
-        is_start = rank < self.inner
-        resting = np.where(is_start, self.start_resting, self.least_resting) * covers
-        running = np.where(is_start, self.start_running, self.least_running) * covers
-        return Crowds(resting, resting.sum(axis=1), running.max(axis=1))
-
-
-class Crowds(NamedTuple):
-    """The loads on the first rank of every group's mesh: what rests of each group, (U, U, K), in total, (U, K),
-    and the most that runs, (U, K). The first axis is that of the ranks.
-
-    Some rank with the most bytes is among them: where no mesh begins, no more groups come in.
-    """
-
-    by_group: np.ndarray
+    part: np.ndarray
     resting: np.ndarray
     running: np.ndarray
+    smaller: np.ndarray
+    """The bytes that the device of rank `first` has less than the largest device of the cluster, (U, K)."""
 
-    def fullest(self, loads: Loads) -> np.ndarray:
+    def fullest(self) -> np.ndarray:
         """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
         the largest and the difference were in use."""
-        need: np.ndarray = (self.resting + self.running + loads.smaller).max(axis=0)
+        need: np.ndarray = (self.resting.sum(axis=1) + self.running.max(axis=1) + self.smaller).max(axis=0)
         return need
 
 
@@ -90,8 +70,7 @@ class MemoryBounds:
 
     def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
         """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
-        loads = self._loads(choices)
-        excess = loads.at_firsts().fullest(loads) - capacity
+        excess = self._loads(choices).fullest() - capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -106,13 +85,12 @@ class MemoryBounds:
         This is no bound, and closer to the truth than a bound where stages differ.
         """
         columns = list(zip(self._open_groups, choices.T, strict=True))
-        resting = np.stack([group.resting[choice] - group.start_resting[choice] for group, choice in columns])
-        running = np.stack([group.running[choice] for group, choice in columns])
         loads = self._loads(choices)
-        resting += loads.start_resting
-        loads = loads._replace(
-            start_resting=resting, least_resting=resting, start_running=running, least_running=running)
-        return loads.at_firsts().fullest(loads) - capacity
+        more = np.stack([g.resting[choice] - g.least_resting[choice].max(axis=1) for g, choice in columns])
+        running = np.stack([group.running[choice] for group, choice in columns])
+        covers = (loads.first <= loads.first[:, None]) & (loads.first[:, None] < loads.stop)
+        loads = loads._replace(resting=loads.resting + more * covers, running=running * covers)
+        return loads.fullest() - capacity
 
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
@@ -132,19 +110,24 @@ class MemoryBounds:
         `SearchSpace.memory_limits`."""
         bounds = np.zeros((len(choices), num_calls))
         loads = self._loads(choices)
-        crowds = loads.at_firsts()
-        excess = crowds.fullest(loads) - capacity
+        excess = loads.fullest() - capacity
+        total = loads.resting.sum(axis=1)
         for u, group in enumerate(self._open_groups):
             rows = np.flatnonzero(group.is_mesh(choices[:, u]) & (excess <= 0))
             if not len(rows):
                 continue
             mesh = group.mesh_index(choices[rows, u])
-            for stage, beside in zip(("start", "least"), _beside(loads, crowds, u, rows), strict=True):
-                tier_bytes, seconds = self._tiers[u][stage]
-                free = capacity - loads.smaller[u, rows] - beside
-                tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
+            tier_bytes, seconds = self._tiers[u]
+            first = loads.first[:, rows]
+            others = (total + loads.smaller)[:, rows] - loads.resting[:, u, rows]
+            is_inside = (first >= first[u]) & (first < loads.stop[u, rows])
+            fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
+            for rank in (np.full(len(rows), u), fullest):
+                part = loads.part[rank, u, rows]
+                free = capacity - others[rank, np.arange(len(rows))]
+                tier = np.maximum((tier_bytes[mesh, part] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
-                bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
+                bounds[index] = np.maximum(bounds[index], seconds[mesh, part, tier])
         return excess, bounds
 
     @cached_property
@@ -152,32 +135,44 @@ class MemoryBounds:
         return [group.with_open_choices(u) for u, group in enumerate(self._groups)]
 
     @cached_property
-    def _tiers(self) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-        return [{stage: group.tiers(stage) for stage in ("start", "least")} for group in self._groups]
+    def _heads(self) -> list[int]:
+        """How many key-value heads the roles of each group have; where they differ, a number of its own."""
+        roles = self.account.problem.roles
+        of_groups = [
+            {use_of(roles[role], trains=False).num_kv_heads for role in (*group.homes, *group.copies)}
+            for group in self._groups
+        ]
+        return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
+
+    @cached_property
+    def _tiers(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [group.tiers() for group in self._groups]
 
     def _loads(self, choices: np.ndarray) -> Loads:
         """Return the loads of every group, with those copies that certainly have memory of their own."""
         columns = list(zip(self._open_groups, choices.T, strict=True))
-        names = [name for name in Loads._fields if name != "smaller"]
-        arrays = {name: np.stack([getattr(g, name)[choice] for g, choice in columns]) for name in names}
-        first = arrays["first"]
+        first = np.stack([group.first[choice] for group, choice in columns])
+        stop = np.stack([group.stop[choice] for group, choice in columns])
         smaller = np.where(first >= 0, self._smaller[np.maximum(first, 0)], 0.0)
-        loads = Loads(**arrays, smaller=smaller)
+        rank = first[:, None]
+        covers = (first <= rank) & (rank < stop)
+        part = np.where(covers, (rank - first) * PARTS // (stop - first), 0)
+        resting, running = (np.empty(part.shape) for _ in range(2))
         moves = np.stack([group.is_sharded[choice] for group, choice in columns])
         for u, (group, choice) in enumerate(columns):
-            copies = zip(group.copies, group.start_copied, group.least_copied, strict=True)
-            for role, start, least in copies:
-                is_apart = self._is_apart(u, role, choices, loads)
-                loads.start_resting[u] += start[choice] * is_apart
-                loads.least_resting[u] += least[choice] * is_apart
+            resting[:, u] = group.least_resting[choice, part[:, u]]
+            running[:, u] = group.least_running[choice, part[:, u]]
+            for role, least in zip(group.copies, group.least_copied, strict=True):
+                is_apart = self._is_apart(u, role, choices, first, stop)
+                resting[:, u] += least[choice, part[:, u]] * is_apart
                 moves[self._home_of[role]] |= is_apart
         if self.account.problem.cluster.device_type == "cuda":
-            connected = self._communicators(choices, loads, moves)
-            loads = loads._replace(
-                start_resting=loads.start_resting + connected, least_resting=loads.least_resting + connected)
-        return loads
+            resting += self._communicators(choices, first, stop, moves)
+        return Loads(first, stop, part, resting * covers, running * covers, smaller)
 
-    def _communicators(self, choices: np.ndarray, loads: Loads, moves: np.ndarray) -> np.ndarray:
+    def _communicators(
+        self, choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray
+    ) -> np.ndarray:
         """Return the least bytes of every group's communicators without those that earlier groups have.
 
         `moves` says whether weights certainly move from the home in a group.
@@ -189,29 +184,23 @@ class MemoryBounds:
         added = by_kind.copy()
         for u in range(len(layouts)):
             for v in range(u):
-                are_disjoint = (loads.stop[u] <= loads.first[v]) | (loads.stop[v] <= loads.first[u])
+                are_disjoint = (stop[u] <= first[v]) | (stop[v] <= first[u])
                 added[u, 2] *= are_disjoint | (added[v, 2] == 0)
-                may_equal = (loads.first[u] == loads.first[v]) & (loads.stop[u] == loads.stop[v])
+                may_equal = (first[u] == first[v]) & (stop[u] == stop[v])
                 may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
                 # Two equal layouts count as the larger of their bounds, if one has all groups of the other.
-                held = by_kind[v, :2] if self._are_alike(u, v) else np.inf
+                held = by_kind[v, :2] if self._heads[u] == self._heads[v] else np.inf
                 more = by_kind[u, :2] - np.where(may_equal, held, 0.0)
                 np.minimum(added[u, :2], np.maximum(0.0, more), out=added[u, :2])
         return added.sum(axis=1)
 
-    def _are_alike(self, group: int, other: int) -> bool:
-        """Return whether all roles of two groups share key-value heads among as many ranks."""
-        problem = self.account.problem
-        roles = {role for u in (group, other) for role in (*self._groups[u].homes, *self._groups[u].copies)}
-        return len({use_of(problem.roles[role], trains=False).num_kv_heads for role in roles}) == 1
-
-    def _is_apart(self, group: int, role: str, choices: np.ndarray, loads: Loads) -> np.ndarray:
+    def _is_apart(
+        self, group: int, role: str, choices: np.ndarray, first: np.ndarray, stop: np.ndarray
+    ) -> np.ndarray:
         """Return in which plans a group's copy certainly shares no rank's memory.
 
         It may share that of the role's home, or of an earlier group's copy in the same layout.
         """
-        first = loads.first
-        stop = loads.stop
         home = self._home_of[role]
         mine = self._layouts[group]
         choice = choices[:, group]
@@ -241,13 +230,3 @@ def _number_layouts(groups: Sequence[CallGroup]) -> list[_Layouts]:
         numbered.append(_Layouts(np.array(layout + undecided), np.array(kind + undecided)))
     return numbered
 
-
-def _beside(
-    loads: Loads, crowds: Crowds, group: int, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what other groups have at rest on the first rank of a group's mesh, and the most that they have
-    at rest on any of its ranks, in some plans."""
-    first = loads.first[:, rows]
-    others = crowds.resting[:, rows] - crowds.by_group[:, group, rows]
-    is_inside = (first >= first[group]) & (first < loads.stop[group, rows])
-    return others[group], np.where(is_inside, others, 0.0).max(axis=0)

@@ -4,31 +4,30 @@ Local search finds a good plan. Branch and bound then raises the lower bound or 
 chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Two trees
 take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
 bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
-own, and that the step is no shorter than the sum of all device seconds over the number of devices. The search
+own, that the step is no shorter than the sum of all device seconds over the number of devices, and that calls
+between two others need their share of all devices there (`windows.py`). The search
 is anytime: the least bound among the plans that are not explored yet holds for every plan.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.planner.call_group import OPEN
+from realhf.planner.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.windows import find_windows, window_seconds, window_tables
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 2  # The number of iterations from one beam search to the next after one that found a plan.
-_MOST_PATIENCE = 16  # The same after many that did not.
+_MOST_PATIENCE = 4  # The same after many that did not.
 _BEAM = 24  # The width of a beam search.
 _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
-_HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
+_SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
-_EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
-_SAME = 1e-9  # Relative difference below which two times are equal.
 
 Progress = Callable[[float, float, float], None]
 """Called with the best step seconds, the lower bound and the seconds spent."""
@@ -89,160 +88,11 @@ def search(
     return SearchResult(tuple(best.tolist()), local.best_score, bound, sum(t.num_expanded for t in trees))
 
 
-def leanest(space: SearchSpace) -> np.ndarray:
-    """Return the plan that exceeds the devices' memory least, as far as local search finds it."""
-    local = LocalSearch(space)
-    scored = [local.improve(np.array(start)) for start in local.starts()]
-    return min(scored, key=lambda plan_and_score: plan_and_score[1])[0]
-
-
-class LocalSearch:
-    """Improves plans by changing the candidate of one call group at a time, as long as that helps."""
-
-    def __init__(self, space: SearchSpace, allowed: Sequence[np.ndarray] | None = None) -> None:
-        """Set up the search; `allowed` restricts the candidates of each group."""
-        self._space = space
-        self.best: np.ndarray | None = None
-        self.best_score = np.inf
-        self._refined_score = np.inf
-        self._allowed = allowed or [group.varied() for group in space.groups]
-
-    def starts(self) -> list[list[int]]:
-        """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
-        least device seconds."""
-        groups = self._space.groups
-        fastest = [0] * len(groups)
-        leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in groups]
-        frugal = [int(np.argmin(u.device_seconds)) for u in groups]
-        return [fastest, leanest, frugal]
-
-    def offer(self, chosen: np.ndarray, score: float) -> None:
-        """Keep a plan that fits if it is the best so far."""
-        if score < self.best_score * (1 - _SAME):
-            self.best, self.best_score = chosen.copy(), score
-
-    def improve(self, chosen: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the plan in which local search from this one ends, and its score."""
-        score = self._exact(chosen[None])[0]
-        while True:
-            before = score
-            for u in range(len(chosen)):
-                chosen, score = self._best_of(chosen, score, u)
-            if score >= before * (1 - _SAME):
-                break
-        if score < np.inf and self._space.excess_bytes(chosen[None])[0] <= 0:
-            self.offer(chosen, score)
-        return chosen, score
-
-    def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
-        """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
-        plans = _changed(chosen, group, self._allowed[group])
-        rough = self._rough(plans)
-        promising = np.argsort(rough, kind="stable")[:_EXACT]
-        promising = promising[rough[promising] < score * (1 - _SAME)]
-        if not len(promising):
-            return chosen, score
-        exact = self._exact(plans[promising])
-        best = int(np.argmin(exact))
-        return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
-
-    def refine(self) -> None:
-        """Improve the best plan with all candidates to choose from, also by changing two heavy groups at
-        once, unless that has been done."""
-        if self.best is None or self.best_score >= self._refined_score:
-            return
-        allowed = self._allowed
-        self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
-        self.improve(self.best)
-        for u, v in self._pairs:
-            plan = self._best_of_pair((u, allowed[u]), (v, allowed[v]))
-            if plan is not None:
-                self.improve(plan)
-        self._allowed = allowed
-        self._refined_score = self.best_score
-
-    @cached_property
-    def _pairs(self) -> list[tuple[int, int]]:
-        return list(itertools.combinations(_heavy_groups(self._space), 2))
-
-    def _best_of_pair(
-        self, one: tuple[int, np.ndarray], other: tuple[int, np.ndarray]
-    ) -> np.ndarray | None:
-        """Return the best plan that differs from the best one in two groups, each with its candidates to
-        choose from; None if it is not better."""
-        assert self.best is not None
-        (u, of_u), (v, of_v) = one, other
-        groups = self._space.groups
-        least = sum(float(g.device_seconds[i]) for g, i in zip(groups, self.best, strict=True))
-        least -= float(groups[u].device_seconds[self.best[u]] + groups[v].device_seconds[self.best[v]])
-        most = self.best_score * self._space.problem.cluster.num_devices - least
-        work = groups[u].device_seconds[of_u][:, None] + groups[v].device_seconds[of_v]
-        rows, columns = np.nonzero(work < most)
-        plans = _changed(_changed(self.best, u, of_u[rows]), v, of_v[columns])
-        rough = self._rough(plans)
-        promising = np.argsort(rough, kind="stable")[:_EXACT]
-        promising = promising[rough[promising] < self.best_score * (1 - _SAME)]
-        exact = self._exact(plans[promising])
-        if not len(exact) or exact.min() >= self.best_score * (1 - _SAME):
-            return None
-        return plans[promising[np.argmin(exact)]]
-
-    def polished(self) -> np.ndarray:
-        """Return the best plan, improved once more with all candidates to choose from.
-
-        Every group then takes the candidate with the least device seconds that keeps the step as short.
-        """
-        assert self.best is not None
-        self.refine()
-        best = self.best
-        for u, group in enumerate(self._space.groups):
-            plans = _changed(best, u, np.arange(len(group.candidates)))
-            as_short = self._rough(plans) <= self.best_score * (1 + _SAME)
-            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[u]]))
-            leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
-            good = leaner[self._exact(plans[leaner]) <= self.best_score * (1 + _SAME)]
-            best = plans[good[0]] if len(good) else best
-        return best
-
-    def _rough(self, plans: np.ndarray) -> np.ndarray:
-        """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
-        return self._scores(plans, self._space.periods(plans, exact=False), exact=False)
-
-    def _exact(self, plans: np.ndarray) -> np.ndarray:
-        return self._scores(plans, self._space.exact_periods(plans))
-
-    def _scores(self, plans: np.ndarray, seconds: np.ndarray, *, exact: bool = True) -> np.ndarray:
-        """Return step times, with a penalty that ranks all plans that fit above all that do not.
-
-        Without `exact`, memory is counted by its lower bound.
-        """
-        excess = np.maximum(0.0, self._space.excess_bytes(plans, exact=exact)) / self._space.capacity
-        return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
-
-
-def _changed(plans: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:
-    """Return plans, or copies of one plan, each with one of these candidates of a group."""
-    plans = np.broadcast_to(plans, (len(candidates), plans.shape[-1])).copy()
-    plans[:, group] = candidates
-    return plans
-
-
 class _Step(NamedTuple):
     """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
 
     group: int
     is_last: bool
-
-
-def _least_device_seconds(space: SearchSpace) -> np.ndarray:
-    return np.array([group.device_seconds.min() for group in space.groups])
-
-
-def _heavy_groups(space: SearchSpace) -> list[int]:
-    """Return the groups with a large share of all device seconds, those with the most first."""
-    least = _least_device_seconds(space)
-    order = np.argsort(-least, kind="stable").tolist()
-    return [u for u in order if least[u] >= _HEAVY * least.sum()]
 
 
 def _orders(space: SearchSpace) -> list[list[_Step]]:
@@ -251,8 +101,8 @@ def _orders(space: SearchSpace) -> list[list[_Step]]:
     One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
     decides heavy groups wholly before all others, which soon shows how much memory they need.
     """
-    order = np.argsort(-_least_device_seconds(space), kind="stable").tolist()
-    heavy = _heavy_groups(space)
+    order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
+    heavy = heavy_groups(space)
     parts = [heavy, *([u] for u in order if u not in heavy)]
     return [
         [_Step(u, is_last) for part in some for is_last in (False, True) for u in part]
@@ -276,8 +126,10 @@ class _Tree:
         self._num_devices = space.problem.cluster.num_devices
         self._device_seconds = [  # Of every choice.
             np.append(group.device_seconds[:-1], least)
-            for group, least in zip(self._groups, _least_device_seconds(space), strict=True)
+            for group, least in zip(self._groups, least_device_seconds(space), strict=True)
         ]
+        self._windows = find_windows(space.needs)
+        self._window_tables = window_tables(self._windows, space.groups, self._num_devices)
         self._steps = steps
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
@@ -290,12 +142,12 @@ class _Tree:
     def bound(self) -> float:
         """Lower bound of the seconds per step over all plans of the space.
 
-        Plans that are shorter than the best one by a share of `_SAME` may have been discarded.
+        Plans that are shorter than the best one by a share of `SAME` may have been discarded.
         """
         return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._goal)
 
     def is_finished(self, gap: float) -> bool:
-        goal = self._local.best_score * (1 - max(gap, _SAME))
+        goal = self._local.best_score * (1 - max(gap, SAME))
         return not len(self._choices) or self.bound >= goal
 
     def expand(self) -> None:
@@ -351,6 +203,9 @@ class _Tree:
             is_tight = self._space.estimated_excess_bytes(choices) > 0
             best = np.lexsort((bounds, is_tight))[:_BEAM]
             choices, bounds = choices[best], bounds[best]
+            if depth + 1 == len(self._groups) and (choices != OPEN).all():
+                for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
+                    self._local.improve_within(choices[row])
         self._offer(choices, bounds)
         if len(choices):
             self._local.improve(choices[0])
@@ -374,7 +229,7 @@ class _Tree:
 
     @property
     def _goal(self) -> float:
-        return self._local.best_score * (1 - _SAME)
+        return self._local.best_score * (1 - SAME)
 
     def _keep(self, rows: np.ndarray) -> None:
         self._choices, self._bounds = self._choices[rows], self._bounds[rows]
@@ -424,6 +279,10 @@ class _Tree:
         columns = zip(self._device_seconds, choices.T, strict=True)
         work = np.sum([table[choice] for table, choice in columns], axis=0)
         bounds = np.maximum(bounds, work / self._num_devices)
+        if self._windows:
+            columns = zip(self._window_tables, choices.T, strict=True)
+            in_windows = np.sum([table[choice] for table, choice in columns], axis=0)
+            bounds = np.maximum(bounds, in_windows.max(axis=1))
         rest = np.flatnonzero(bounds < self._goal)
         excess, min_seconds = self._space.memory_limits(choices[rest])
         fits = excess <= 0
@@ -436,8 +295,13 @@ class _Tree:
             bounds[rest] = np.maximum(bounds[rest], crowded)
             alive = bounds[rest] < self._goal
             rest = rest[alive]
-            periods = self._space.periods(kept[alive], min_seconds=min_seconds[alive], exact=False)
-            bounds[rest] = np.maximum(bounds[rest], periods)
+            kept = kept[alive]
+            min_seconds = min_seconds[alive]
+            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
+            seconds, first, stop = self._space.call_times(kept)
+            seconds = np.maximum(seconds, min_seconds)
+            in_windows = window_seconds(self._windows, seconds, first, stop, self._num_devices)
+            bounds[rest] = np.maximum.reduce([bounds[rest], periods, in_windows])
         return bounds
 
     def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
