@@ -115,8 +115,9 @@ class NativeEngine(Engine):
             generation.release()
 
     def _cache_bytes(self) -> int:
-        if self.pages is not None:
-            return self.pages.num_bytes
+        pool = vars(self).get("pages")  # An engine that never generated needs no kernels for pages.
+        if pool is not None:
+            return pool.num_bytes
         return sum(generation.kept_bytes for generation, _ in self._kept.values())
 
     def _micro_batches(

@@ -97,7 +97,8 @@ class MegatronModel(MegatronModule):
         if self._rotary is not None:
             _, position_T, length_T = token_positions(seq_lens, self.groups.world.device)
             angles = self._rotary(position_T, length_T)
-        return Packing(qkv_format="sbhd", sequences=Sequences.of(seq_lens, self.groups.world.device), angles=angles)
+        sequences = Sequences.of(seq_lens, self.groups.world.device)
+        return Packing(qkv_format="sbhd", sequences=sequences, angles=angles)
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         assert self.embedding is not None
