@@ -298,10 +298,12 @@ class _Tree:
             kept = kept[alive]
             min_seconds = min_seconds[alive]
             periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
-            seconds, first, stop = self._space.call_times(kept)
-            seconds = np.maximum(seconds, min_seconds)
-            in_windows = window_seconds(self._windows, seconds, first, stop, self._num_devices)
-            bounds[rest] = np.maximum.reduce([bounds[rest], periods, in_windows])
+            bounds[rest] = np.maximum(bounds[rest], periods)
+            if self._windows:
+                seconds, first, stop = self._space.call_times(kept)
+                seconds = np.maximum(seconds, min_seconds)
+                in_windows = window_seconds(self._windows, seconds, first, stop, self._num_devices)
+                bounds[rest] = np.maximum(bounds[rest], in_windows)
         return bounds
 
     def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
@@ -313,6 +315,6 @@ class _Tree:
             longer = group.is_mesh(choice) & (min_seconds[:, group.calls] > 0).any(axis=1)
             rows = np.flatnonzero(longer)
             at = choice[rows]
-            seconds = np.maximum(group.seconds[at], min_seconds[np.ix_(rows, group.calls)]).sum(axis=1)
+            seconds = np.maximum(group.seconds[at], min_seconds[rows[:, None], group.calls]).sum(axis=1)
             total[rows] += seconds * (group.stop[at] - group.first[at]) - table[at]
         return total

@@ -47,12 +47,11 @@ def window_tables(windows: list[Window], groups: list[CallGroup], num_devices: i
     tables = []
     for group in groups:
         width = (group.stop - group.first) / num_devices
-        columns = [np.zeros(len(group.candidates)) for _ in windows]
-        for column, window in zip(columns, windows, strict=True):
+        values = np.zeros((len(group.candidates), len(windows)))
+        for column, window in zip(values.T, windows, strict=True):
             for seconds, call in zip(group.seconds.T, group.calls, strict=True):
                 at_ends = call in (window.before, window.after)
                 column += seconds * (width * (call in window.inside) + at_ends)
-        values = np.stack(columns, axis=1)
         by_mesh = [values[on_mesh].min(axis=0) for on_mesh in group.by_mesh]
         tables.append(np.concatenate([values, by_mesh, values.min(axis=0, keepdims=True)]))
     return tables
