@@ -10,7 +10,7 @@ from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.execute import Reallocator
-from realhf.realloc.pieces import shards_of
+from realhf.realloc.pieces import one_piece_each, shards_of
 from realhf.region import Region, overlap, region_size, region_slices
 
 DTYPE = torch.float32
@@ -24,6 +24,7 @@ class Shards:
         self.regions = spec.held_by(layout, world.rank)
         self.flat = world.zeros(sum(map(region_size, self.regions.values())), DTYPE)
         self.tensors = shards_of(self.flat, self.regions)
+        self.pieces = one_piece_each(self.tensors, self.regions)
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """Return the view of `region` (in global indices), which this rank holds."""

@@ -94,7 +94,7 @@ def measure(move: Move, *, repeats: int) -> dict[str, Any]:
     truth = Truth(move.spec)
     truth.write(move)
     move.wanted.flat.fill_(-1)
-    shards = (move.held.tensors or None, move.wanted.tensors or None)
+    shards = (move.held.pieces or None, move.wanted.pieces or None)
     run = functools.partial(move.reallocator.run, *shards)
     seconds, sent = [], []
     run()

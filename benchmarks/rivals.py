@@ -35,14 +35,14 @@ class Ours(Rival):
     """realhf's Reallocator."""
 
     def run(self) -> None:
-        self.move.reallocator.run(self.move.held.tensors, self.move.wanted.tensors)
+        self.move.reallocator.run(self.move.held.pieces, self.move.wanted.pieces)
 
 
 class Messages(Rival):
     """realhf's Reallocator without shared memory, as between hosts."""
 
     def run(self) -> None:
-        self.move.messenger.run(self.move.held.tensors, self.move.wanted.tensors)
+        self.move.messenger.run(self.move.held.pieces, self.move.wanted.pieces)
 
 
 class Broadcast(Rival):

@@ -1,5 +1,6 @@
 """Tests what a rank does when a peer dies during an operation that only an abort can end."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from realhf.dist.activity import Activity
-from realhf.dist.communicators import Communicators
+from realhf.dist.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
 from realhf.dist.failures import FailureBoard
 from realhf.dist.group import Group, PeerError
-from realhf.dist.heartbeat import Heartbeat
+from realhf.dist.heartbeat import SILENCE_SECONDS, Heartbeat
 
 
 class Work:
@@ -127,3 +128,13 @@ def test_a_failed_work_ends_the_run_with_the_rank_and_its_call():
         heartbeat.stop()
     wanted = "rank 0 lost its peers in critic_train (step 3/9): NCCL error: remote process exited"
     assert board.failures()[0].sentence == wanted
+
+
+def test_nccl_leaves_the_decision_to_the_watcher_unless_the_user_has_chosen(monkeypatch):
+    for name in NCCL_SETTINGS:
+        monkeypatch.setenv(name, "as it was before")  # So that the end of the test takes it out.
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_LAUNCH_RACE_FATAL", "0")
+    set_nccl_environment()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and SILENCE_SECONDS == 30
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1" and os.environ["NCCL_LAUNCH_RACE_FATAL"] == "0"
