@@ -27,6 +27,7 @@ from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.engine.reference import ragged_rows
 from tests.engine.training import minibatch
+from tests.planner.test_rates import Operators
 from tests.runtime.tiny import Recorder, make_experiment, recording, role
 
 assert shim.VERSION
@@ -170,3 +171,16 @@ def grpo(
     checkpoint = None if start is None else newest_checkpoint(world, [start])
     result = Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
     return (recorder.steps, result.metrics) if world.rank == 0 else None
+
+
+def num_kernels(world: World, hf: dict[str, Any]) -> list[int]:
+    """Return the numbers of operators of forward passes of models with one and two layers."""
+    counts = []
+    for num_layers in (1, 2):
+        spec = model_spec(ModelConfig.from_hf(hf | {"num_hidden_layers": num_layers}))
+        engine = MegatronEngine(spec, Layout.parse("d1@0"), world, dtype="float32")
+        engine.load(None, seed=0)
+        with torch.inference_mode(), Operators() as operators:
+            engine.model(torch.arange(24), [12, 12])
+        counts.append(len(operators.names))
+    return counts
