@@ -2,6 +2,7 @@
 
 from tests.megatron import shim  # isort: skip
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
+from realhf.cli.experiment_file import load_experiment
 from realhf.dist.world import World
 from realhf.engine.base import Engine
 from realhf.engine.megatron.engine import MegatronEngine
@@ -184,3 +186,16 @@ def num_kernels(world: World, hf: dict[str, Any]) -> list[int]:
             engine.model(torch.arange(24), [12, 12])
         counts.append(len(operators.names))
     return counts
+
+
+def demo(
+    world: World, file: Path, directory: Path, model: str, engine: str, steps: int
+) -> dict[str, Any] | None:
+    """Run the demo's GRPO from a model with an actor of this engine; return the summary on rank 0."""
+    with contextlib.chdir(directory):  # The example writes its task there.
+        experiment = load_experiment(str(file))
+        experiment.actor = replace(experiment.actor, model=model, engine=engine)
+        experiment.steps = steps
+        program = compile_program(experiment, ExecutionPlan.load("grpo-4"), world_size=world.size)
+        result = Trainer(program, world, quiet=True).run()
+    return result.summary if world.rank == 0 else None

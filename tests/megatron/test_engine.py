@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf import Role
+from realhf import ExecutionPlan, Role
 from realhf.calls import LogProbs, TopLogProbs, Values
 from realhf.dist.world import World
 from realhf.errors import UserError
@@ -86,3 +86,13 @@ def test_head_in_float32_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen2")))
     with pytest.raises(ValueError, match="float32_head"):
         Role(str(tmp_path), engine="megatron", float32_head=True)
+
+
+def test_offloading_is_refused(tmp_path):
+    directory = write_task(tmp_path)
+    actor = replace(role(directory), engine="megatron", dtype="float32")
+    experiment = make_experiment("grpo", directory, actor=actor)
+    calls = {call.name: {"layout": "d1@0"} for call in experiment.graph().calls if call.role is not None}
+    calls["ref_forward"]["offload"] = True
+    with pytest.raises(ValueError, match="the megatron engine of role 'ref' does not offload"):
+        compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=1)
