@@ -3,7 +3,7 @@
 This module does not import Megatron-Core.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 
 from realhf.families import Hf
@@ -51,6 +51,10 @@ class MegatronConfig(ModelConfig):
             if refused:
                 return what
         return ""
+
+    def native(self) -> ModelConfig:
+        """Return the config of the native engine, which generates with the model."""
+        return ModelConfig(**{part.name: getattr(self, part.name) for part in fields(ModelConfig)})
 
     def check_layout(self, layout: Layout) -> None:
         super().check_layout(layout)

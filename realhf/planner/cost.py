@@ -290,7 +290,7 @@ class _Estimate:
         limit = self.call_plan.micro_batch_tokens
         micro = mean_micro_batch(
             self.work, self.strategy, limit, attention=self.role.attention_share)
-        if self.rates.path.pads_stages and self.strategy.pp > 1:
+        if self.rates.path.of_role(self.role.config).pads_stages and self.strategy.pp > 1:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
         return micro
 

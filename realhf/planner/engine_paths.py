@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.megatron_config import MegatronConfig
+from realhf.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class EnginePath:
     expert_kernels: int  # Those that experts add: router, permutations, grouped products.
     decode_kernels: int
     decode_expert_kernels: int
+    kernels_per_expert: int = 0  # Those of each expert that runs by itself, in training and prefill.
     recorded: str = "never"
     """Which decode steps replay recorded kernels, so that the host launches none: `never`, `local` (where
     experts are not spread over ranks) or `always`."""
@@ -39,6 +42,10 @@ class EnginePath:
         """Return the path of this engine on a cluster's devices."""
         return OUR_CPU if cluster.device_type == "cpu" else OUR_CUDA
 
+    def of_role(self, config: ModelConfig) -> "EnginePath":
+        """Return the path of the engine that trains a model, if this is that of the native engine."""
+        return MEGATRON if isinstance(config, MegatronConfig) else self
+
     def records(self, *, is_local: bool) -> bool:
         """Return whether decode steps are recorded; `is_local`: experts are not spread over ranks."""
         return self.recorded == "always" or (self.recorded == "local" and is_local)
@@ -53,6 +60,13 @@ OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
 )
 """Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
+
+
+MEGATRON = EnginePath(
+    kernels=25, expert_kernels=38, kernels_per_expert=6, decode_kernels=26, decode_expert_kernels=18,
+    pads_stages=True)  # fmt: skip
+"""Megatron-Core's local layers with our norms and attention, counted as above
+(tests/megatron/test_planner.py). The native engine decodes."""
 
 
 def padded_sizes(counts: Any) -> Any:

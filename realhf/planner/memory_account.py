@@ -12,13 +12,14 @@ Arrays have one entry per rank of the cluster.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.kv_blocks import cache_limit
 from realhf.layout import MAX_RANKS, Layout
+from realhf.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.activation_memory import CallMemory
 from realhf.planner.call_memory import running_memory
@@ -168,8 +169,11 @@ class _PlanAccount:
         self._offloaded = {call.role for call in problem.model_calls if plan[call.name].offload}
         self._layouts: dict[str, list[Layout]] = {role: [home] for role, home in self._homes.items()}
         for planned, call_plan in self._calls:
-            if call_plan.layout not in (layouts := self._layouts[planned.role]):
-                layouts.append(call_plan.layout)
+            layout = call_plan.layout
+            if planned.kind == "generate" and isinstance(problem.roles[planned.role].config, MegatronConfig):
+                layout = replace(layout, engine="native")  # A copy of its own, even where training is.
+            if layout not in (layouts := self._layouts[planned.role]):
+                layouts.append(layout)
 
     def total(self) -> PlanMemory:
         """Return all that rests on the ranks, and what each call adds."""
@@ -222,7 +226,8 @@ class _PlanAccount:
         place = self._account.placement
         here = place(layout)
         is_home = layout == self._homes[name]
-        is_shared = np.zeros(len(here.stage), bool) if is_home else here.equals(place(self._homes[name]))
+        is_apart = is_home or bool(layout.engine)
+        is_shared = np.zeros(len(here.stage), bool) if is_apart else here.equals(place(self._homes[name]))
         source = self._problem.roles[name].source
         for other, role in self._problem.roles.items() if source is not None else ():
             if other == name and is_home:

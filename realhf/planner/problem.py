@@ -13,6 +13,7 @@ from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
+from realhf.megatron_config import MegatronConfig
 from realhf.micro_batch import attention_share
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
@@ -170,6 +171,12 @@ class ModelRole:
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
+    @cached_property
+    def generating(self) -> "ModelRole":
+        """The role for generation, which the native engine does for Megatron-Core."""
+        config = self.config
+        return replace(self, config=config.native()) if isinstance(config, MegatronConfig) else self
+
     @property
     def wide_itemsize(self) -> int:
         """Bytes of a gradient or optimizer value: float32, or float64 in a float64 model."""
@@ -321,5 +328,7 @@ class Problem:
         return alone and self.model_role(call).is_frozen and self.cluster.host_memory is not None
 
     def model_role(self, call: FunctionCall) -> ModelRole:
+        """Return the role of a call, as the engine that runs the call sees it."""
         assert call.role is not None
-        return self.roles[call.role]
+        role = self.roles[call.role]
+        return role.generating if call.kind == "generate" else role

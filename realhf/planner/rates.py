@@ -179,13 +179,15 @@ class Rates(LinkRates):
         depth = shape.whole + shape.split / n
         compute = self.matmul(role, tokens=tokens, params=shape.dense / n, depth=depth)
         communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
-        kernels = float(self.path.kernels)
+        path = self.path.of_role(c)
+        kernels = float(path.kernels)
         moved = exchanged = 0.0
         if c.moe is not None:
             experts, moved, exchanged = self._experts(role, tp, ep, tokens=tokens)
             compute += experts
             communication += exchanged
-            kernels += shape.moe_share * self.path.expert_kernels
+            by_expert = path.kernels_per_expert * c.moe.num_experts / ep.size
+            kernels += shape.moe_share * (path.expert_kernels + by_expert)
         attention = squared / 2 * attention_flops(c) / n  # Causal: a token sees half of its sequence.
         elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize + moved
         compute *= 2 if backward and role.lora is None else 1

@@ -259,6 +259,8 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
     where = f"calls.{call.name}.offload"
     if call.role is None:
         raise ValueError(f"{where}: a host call has no weights to offload")
+    if roles[call.role].engine == "megatron":
+        raise ValueError(f"{where}: the megatron engine of role {call.role!r} does not offload")
     if roles[call.role].optimizer is not None:
         raise ValueError(f"{where}: role {call.role!r} has an optimizer; only frozen roles can offload")
     if roles[call.role].follows is not None:

@@ -48,6 +48,8 @@ class ParameterCatalog:
         pair = [self.sets[name], self.sets[other]]
         if any(params.is_adapters or params.trained or params.follows is not None for params in pair):
             return False
+        if any(params.engine == "megatron" for params in pair):
+            return False  # Megatron-Core allocates its own memory.
         # Memory that is freed between uses cannot be that of a set which stays on the device.
         stays_usable = name in self.offloaded or other not in self.offloaded
         return stays_usable and pair[0].weights_source == pair[1].weights_source

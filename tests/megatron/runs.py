@@ -2,6 +2,7 @@
 
 from tests.megatron import shim  # isort: skip
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
+from realhf.cli.experiment_file import load_experiment
 from realhf.dist.world import World
 from realhf.engine.base import Engine
 from realhf.engine.megatron.engine import MegatronEngine
@@ -27,6 +29,7 @@ from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.engine.reference import ragged_rows
 from tests.engine.training import minibatch
+from tests.planner.test_rates import Operators
 from tests.runtime.tiny import Recorder, make_experiment, recording, role
 
 assert shim.VERSION
@@ -170,3 +173,29 @@ def grpo(
     checkpoint = None if start is None else newest_checkpoint(world, [start])
     result = Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
     return (recorder.steps, result.metrics) if world.rank == 0 else None
+
+
+def num_kernels(world: World, hf: dict[str, Any]) -> list[int]:
+    """Return the numbers of operators of forward passes of models with one and two layers."""
+    counts = []
+    for num_layers in (1, 2):
+        spec = model_spec(ModelConfig.from_hf(hf | {"num_hidden_layers": num_layers}))
+        engine = MegatronEngine(spec, Layout.parse("d1@0"), world, dtype="float32")
+        engine.load(None, seed=0)
+        with torch.inference_mode(), Operators() as operators:
+            engine.model(torch.arange(24), [12, 12])
+        counts.append(len(operators.names))
+    return counts
+
+
+def demo(
+    world: World, file: Path, directory: Path, model: str, engine: str, steps: int
+) -> dict[str, Any] | None:
+    """Run the demo's GRPO from a model with an actor of this engine; return the summary on rank 0."""
+    with contextlib.chdir(directory):  # The example writes its task there.
+        experiment = load_experiment(str(file))
+        experiment.actor = replace(experiment.actor, model=model, engine=engine)
+        experiment.steps = steps
+        program = compile_program(experiment, ExecutionPlan.load("grpo-4"), world_size=world.size)
+        result = Trainer(program, world, quiet=True).run()
+    return result.summary if world.rank == 0 else None

@@ -13,7 +13,7 @@ QUICK = [
     ("llama-bias", "t2p2@0-3", {}), ("qwen2-moe", "d2e2@0-1", {}), ("qwen3-moe", "d2t2e2@0-3", {}),
     ("qwen3-moe", "d2p2e2@0-3", {"recompute": True}), ("qwen2", "d2@0-1", {"overlap": True}),
 ]  # fmt: skip
-FAMILIES = (
+SLOW = (
     "llama", "llama-3.1", "llama-linear", "llama-dynamic", "mistral", "qwen2-window", "phi-3", "phi-4",
     "smollm3", "mixtral",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def test_curve_is_that_of_the_native_engine(megatron, reference, name, layout, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SLOW)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_curve_of_every_family(megatron, reference, name, layout):
     assert_equal(megatron("curve", "megatron", hf_config(name), layout, {}, num_ranks=4), reference(name))

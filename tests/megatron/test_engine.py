@@ -78,12 +78,21 @@ def test_layouts_that_it_lacks_are_refused_except_for_generation(layout, what):
 def test_dtypes_that_it_lacks_are_refused(tmp_path, changes, what):
     directory = write_task(tmp_path)
     actor = replace(role(directory), engine="megatron", **changes)
-    plan = ExecutionPlan.from_dict({"calls": {"actor_train": {"layout": "d1@0"}}})
     with pytest.raises(ValueError, match=what):
-        compile_program(make_experiment("grpo", directory, actor=actor), plan, world_size=1)
+        compile_program(make_experiment("grpo", directory, actor=actor), None, world_size=1)
 
 
 def test_head_in_float32_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen2")))
     with pytest.raises(ValueError, match="float32_head"):
         Role(str(tmp_path), engine="megatron", float32_head=True)
+
+
+def test_offloading_is_refused(tmp_path):
+    directory = write_task(tmp_path)
+    actor = replace(role(directory), engine="megatron", dtype="float32")
+    experiment = make_experiment("grpo", directory, actor=actor)
+    calls = {call.name: {"layout": "d1@0"} for call in experiment.graph().calls if call.role is not None}
+    calls["ref_forward"]["offload"] = True
+    with pytest.raises(ValueError, match="the megatron engine of role 'ref' does not offload"):
+        compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=1)

@@ -141,7 +141,7 @@ _NO_KERNELS = (
 )  # fmt: skip
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Counts operators that would be kernels on a GPU: no views, nor the CPU's conversions of small
     products."""
 
@@ -183,7 +183,7 @@ def test_kernels_are_counted_from_the_code(has_experts, decodes, monkeypatch):
         model = Transformer(model_spec(config), groups, dtype=torch.bfloat16)
         model.init_random(seed=0)
         ids = torch.arange(24)
-        with torch.inference_mode(), _Operators() as operators:
+        with torch.inference_mode(), Operators() as operators:
             if decodes:
                 tables = BlockTables(num_slots=4, num_blocks=8, block_size=16, blocks_per_row=2)
                 for slot in range(4):
