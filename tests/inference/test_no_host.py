@@ -17,7 +17,7 @@ from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import pretended_device
 from tests.inference.paged import PagedReference
 
-ROWS, NEW = 5, 100
+ROWS, NEW = 5, 40
 READS = "Event.synchronize"
 """The wait for the tokens of the step before."""
 

@@ -1,0 +1,91 @@
+"""The scheduler when it learns one step late which samples have ended, against a simulated cache."""
+
+import random
+
+import pytest
+
+from realhf.kv_blocks import num_blocks
+from tests.inference.test_scheduler import BLOCK_SIZE, MAX_NEW, _prompts, _Replay
+
+
+class _Late(_Replay):
+    """Tells the scheduler at once which samples have reached their limits, and one step later which of them
+    have ended at the tokens in `wanted`."""
+
+    def __init__(self, *args, limits, **options):
+        super().__init__(*args, **options)
+        self.limits = limits
+        self.last = None
+        self.unread = set()
+        self.knows_all = True
+        self.late_ends = 0
+
+    def step(self):
+        last = self.last
+        finished = set()
+        if last is not None:
+            finished = self._receive(last)
+        step = self.scheduler.plan()
+        self.unread = set()
+        if step is not None:
+            self._run(step)
+            self.unread = finished & set(step.samples)
+            self.late_ends += len(self.unread)
+        self._copy(self.scheduler.end(finished, parks=(), is_next_planned=step is not None))
+        self.knows_all = True
+        self.last = step
+        return step is not None
+
+    def _receive(self, last):
+        """Append the tokens of the last step; return the samples whose ends the scheduler does not know."""
+        numbers = [sample for sample in last.samples if sample not in self.unread]
+        for sample in numbers:
+            self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
+        full = {sample for sample in numbers if len(self.made[sample]) == self.limits[sample]}
+        finished = {sample for sample in numbers if len(self.made[sample]) == self.wanted[sample]}
+        self._copy(self.scheduler.update([s in full or s in self.unread for s in last.samples]))
+        self.knows_all = not finished
+        if self.scheduler.may_reclaim:
+            self._copy(self.scheduler.end(finished, parks=(), is_next_planned=False))
+            self.knows_all = True
+            return set()
+        return finished
+
+    def _run(self, step):
+        self._copy(step.copies)
+        if step.rows:
+            self._decode(step.rows)
+        for chunk in step.chunks:
+            positions = chunk.cache_positions(BLOCK_SIZE)
+            assert (self.memory[positions[: chunk.start]] == chunk.prompt.tokens[: chunk.start]).all()
+            self.memory[positions[chunk.start :]] = chunk.prompt.tokens[chunk.start : chunk.stop]
+
+    def _copy(self, copies):
+        for source, target in copies:
+            self._block(target)[:] = self._block(source)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_reads_its_own_tokens_and_all_blocks_come_back(seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(1, 12))
+    samples = [sample for prompt in prompts for sample in prompt.samples]
+    ends = [rng.choice([1, 2, rng.randint(1, MAX_NEW), 10**6]) for _ in samples]
+    limits = [rng.choice([1, 20, MAX_NEW]) for _ in samples]
+    least = num_blocks(250 + MAX_NEW, BLOCK_SIZE) + 1
+    replay = _Late(
+        prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=least + rng.choice([0, 3, 200]),
+        prefill_tokens=rng.choice([7, 60, 10_000]), restart_at=None, wanted=ends, limits=limits)
+    restart = replay.scheduler._restart
+
+    def checked(sample):  # A row that loses its blocks is one that goes on.
+        assert replay.knows_all and len(replay.made[sample]) < min(ends[sample], limits[sample])
+        restart(sample)
+
+    replay.scheduler._restart = checked
+    while replay.step():
+        replay.steps += 1
+        assert replay.steps < 20_000
+    made = [len(replay.made[sample]) for sample in samples]
+    assert made == [min(end, limit) for end, limit in zip(ends, limits, strict=True)]
+    assert replay.scheduler.blocks.num_free == replay.scheduler.blocks.num_blocks
