@@ -1,9 +1,10 @@
 """Measures speed for gpu_check.py, one kind per process:
 
-    python benchmarks/gpu_speed.py environment|generation|training DEVICE OUT.json [equal|spread]
+    python benchmarks/gpu_speed.py environment|generation|training DEVICE OUT.json
 
-Both sides run in this process, in turns, in bfloat16 on the same random weights. The model is "1b" of
-workloads.py on CUDA, "tiny" on the CPU. The memory of a side includes its weights, but not the other side's.
+Generation runs in turns with transformers' `generate` in this process, in bfloat16 on the same random
+weights. The model is "1.5b" of workloads.py on CUDA, "tiny" on the CPU. The memory of a side includes its
+weights, but not the other side's.
 """
 
 import gc
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,19 +25,28 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from limits import decode_work, measure_limits, median_seconds, train_flops
-from ours import GENERATED, engine_of, train_step
+from ours import GENERATED, engine_of
 from sides import alternate
-from theirs import padded, padded_rows
+from theirs import padded
 from transformers import AutoModelForCausalLM, GenerationConfig
-from workloads import config_of, geometric_lengths, sequences, write_model
+from workloads import config_of, sequences, write_model
 
-from realhf.calls import Generate, SamplingConfig
+from realhf import GRPO, Expected, OptimizerConfig, Role, SamplingConfig
+from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.calls import Generate, TrainStep
+from realhf.cli.planning_problem import problem_of
+from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
+from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
+from realhf.planner.memory_check import check_memory
 
 DTYPE = "bfloat16"
 PINNED_BYTES = 1 << 28
+CACHE_GIB = 4.0
 OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
 
@@ -49,13 +60,13 @@ class Scale(NamedTuple):
     new_tokens: int
     sequences: int  # Per training batch.
     sequence_tokens: int
-    micro_batch_sequences: int  # For the other side; our micro-batches have as many tokens.
+    micro_batch_tokens: int
     repeats: int
 
 
 SCALES = {
-    "cuda": Scale("1b", 256, (64, 128), 16, 128, 32, 1024, 4, 3),
-    "cpu": Scale("tiny", 16, (8, 16), 4, 16, 16, 64, 4, 1),
+    "cuda": Scale("1.5b", 64, (64, 128), 16, 128, 32, 2048, 16384, 3),
+    "cpu": Scale("tiny", 16, (8, 16), 4, 16, 16, 64, 256, 1),
 }
 
 
@@ -104,7 +115,7 @@ class Device(NamedTuple):
         return {"seconds": seconds, "seconds_of_kernels": total, "longest": longest}
 
 
-def environment(device: Device, _: str) -> dict[str, Any]:
+def environment(device: Device) -> dict[str, Any]:
     """Return the machine and its limits."""
     found: dict[str, Any] = {
         "python": sys.version.split()[0], "torch": torch.__version__,
@@ -133,20 +144,15 @@ def _driver() -> str:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def generation(device: Device, workload: str) -> dict[str, Any]:
-    """Compare tokens per second with those of `generate`, and a decoding step with what the machine allows.
-
-    equal: `rows` samples of the same length; spread: four times as many samples of geometric lengths.
-    """
+def generation(device: Device) -> dict[str, Any]:
+    """Compare the tokens per second with those of `generate`, and a step with what the machine allows."""
     scale = device.scale
-    directory = _directory()
-    end = 4 / scale.new_tokens if workload == "spread" else 0.0
-    write_model(directory, scale.model, end_probability=end, dtype=DTYPE, device=device.name)
+    directory = scratch_directory()
+    write_model(directory, scale.model, end_probability=0.0, dtype=DTYPE, device=device.name)
     gc.collect()
     config = config_of(scale.model)
     first, last = scale.prompt_tokens
-    count = scale.rows * (4 if workload == "spread" else 1)
-    lengths = [first + i % (last - first + 1) for i in range(count)]
+    lengths = [first + i % (last - first + 1) for i in range(scale.rows)]
     prompts = sequences(lengths, vocab_size=config.vocab_size)
     sides = {"ours": partial(_our_generation, device, directory, prompts),
              "generate": partial(_their_generation, device, directory, prompts)}  # fmt: skip
@@ -158,23 +164,22 @@ def generation(device: Device, workload: str) -> dict[str, Any]:
         own[name] = device.allocated() - before
     asks = {
         (name, n): partial(device.measured, partial(run, n), own_bytes=own[name])
-        for name, run in made.items()
-        for n in ((scale.few_tokens, scale.new_tokens) if workload == "equal" else (scale.new_tokens,))}
+        for name, run in made.items() for n in (scale.few_tokens, scale.new_tokens)}
     answers = alternate(asks, repeats=scale.repeats)  # type: ignore[arg-type]
     whole = {name: answers[name, scale.new_tokens] for name in made}  # type: ignore[index]
-    found = {"model": scale.model, "dtype": DTYPE, "samples": count, **_speeds(whole, "generate")}
-    if workload == "equal":
-        steps = {
-            name: (_median(whole[name]) - _median(answers[name, scale.few_tokens]))  # type: ignore[index]
-            / (scale.new_tokens - scale.few_tokens) for name in made}
-        limits = measure_limits(DTYPE, device.name)
-        length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
-        flops, moved = decode_work(config, rows=scale.rows, length=length, dtype=DTYPE)
-        least = max(flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"])
-        found["decode"] = {
-            "step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"], **limits}
-        found["profile"] = device.profile(lambda: made["ours"](scale.few_tokens))
-    return found
+    steps = {
+        name: (_median(whole[name]) - _median(answers[name, scale.few_tokens]))  # type: ignore[index]
+        / (scale.new_tokens - scale.few_tokens) for name in made}
+    limits = measure_limits(DTYPE, device.name)
+    length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
+    flops, moved = decode_work(config, rows=scale.rows, length=length, dtype=DTYPE)
+    least = max(flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"])
+    return {
+        "model": scale.model, "dtype": DTYPE, "samples": scale.rows, **_speeds(whole, "generate"),
+        "decode": {"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
+                   **limits},
+        "profile": device.profile(lambda: made["ours"](scale.few_tokens)),
+    }  # fmt: skip
 
 
 def _our_generation(
@@ -212,74 +217,86 @@ def _their_generation(
     return run
 
 
-def training(device: Device, workload: str) -> dict[str, Any]:
-    """Compare optimizer steps with a loop over padded micro-batches: tokens per second, share of the peak.
-
-    bfloat16 is mixed precision on both sides: theirs is autocast. equal: sequences of one length; spread:
-    twice as many, geometric with a mean of a quarter.
-    """
+def training(device: Device) -> dict[str, Any]:
+    """Measure optimizer steps on packed sequences: their share of the fastest matrix product (MFU), and the
+    peak memory of training and of generation beside what the planner predicts."""
     scale = device.scale
-    directory = _directory()
+    directory = scratch_directory()
     write_model(directory, scale.model, end_probability=0.0, device=device.name)
     gc.collect()
-    config = config_of(scale.model)
+    torch.cuda.empty_cache()
     lengths = [scale.sequence_tokens] * scale.sequences
-    if workload == "spread":
-        lengths = geometric_lengths(
-            2 * scale.sequences, mean=scale.sequence_tokens / 4, most=scale.sequence_tokens)
-    rows = sequences(lengths, vocab_size=config.vocab_size)
-    (directory / "rows.json").write_text(json.dumps(rows))
-    micro_batch = scale.micro_batch_sequences * scale.sequence_tokens
-    settings = {
-        "model": str(directory), "data": str(directory / "rows.json"), "dtype": DTYPE,
-        "optimizer": OPTIMIZER, "micro_batch": micro_batch,
-    }  # fmt: skip
+    rows = sequences(lengths, vocab_size=config_of(scale.model).vocab_size)
+    settings = {"model": str(directory), "dtype": DTYPE, "optimizer": OPTIMIZER}
     before = device.allocated()
-    ours = train_step(settings, World(device=device.name))
-    middle = device.allocated()
-    theirs = _padded_loop(device, directory, rows)
-    theirs()  # Allocates the optimizer's state.
-    asks: dict[str, Any] = {
-        "ours": partial(device.measured, ours, own_bytes=middle - before),
-        "padded": partial(device.measured, theirs, own_bytes=device.allocated() - middle),
-    }
-    ours()  # Both sides have then made as many steps.
-    answers = alternate(asks, repeats=scale.repeats)
-    tokens = {name: [answer | {"tokens": sum(lengths)} for answer in x] for name, x in answers.items()}
+    engine = engine_of(settings, World(device=device.name))
+    columns = {"sequence_ids": Packed.of([torch.tensor(row) for row in rows])}
+    mask = Packed.of([(torch.arange(len(row)) > 0).float() for row in rows])
+    columns |= {"response_mask": mask, "gen_logprobs": mask.like(-5 * mask.values), "advantages": mask}
+    batch = Batch(list(range(len(rows))), columns)
+    work = TrainStep(PolicyLoss(PolicyLossConfig()))
+    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+
+    def step() -> dict[str, Any]:
+        return engine.run(call, [batch], micro_batch_tokens=scale.micro_batch_tokens).metrics
+
+    step()
+    own = device.allocated() - before
+    answers = [device.measured(step, own_bytes=own) for _ in range(scale.repeats)]
     limits = measure_limits(DTYPE, device.name)
-    least = train_flops(config, lengths) / limits["peak_flops"]
-    apart = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(answers["ours"], answers["padded"], strict=True)]
+    least = train_flops(config_of(scale.model), lengths) / limits["peak_flops"]
+    peaks = {"actor_train": max(answer["peak_bytes"] for answer in answers)}
+    generate = _trained_generation(engine, scale)
+    peaks["actor_generate"] = device.measured(generate, own_bytes=device.allocated() - before)["peak_bytes"]
     return {
-        "model": scale.model, "dtype": DTYPE, "micro_batch_tokens": micro_batch,
-        **_speeds(tokens, "padded"), "losses_apart": max(apart),
-        "efficiency": {name: least / _median(found) for name, found in answers.items()}, **limits,
-        "profile": device.profile(ours),
+        "model": scale.model, "dtype": DTYPE, "micro_batch_tokens": scale.micro_batch_tokens,
+        "tokens_per_second": {"ours": sum(lengths) / _median(answers)},
+        "peak_gib": {name: peak / 2**30 for name, peak in peaks.items()},
+        "predicted_gib": {
+            "actor_train": _predicted_gib("actor_train", str(directory), scale, 1, scale.sequence_tokens - 1),
+            "actor_generate": _predicted_gib(
+                "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)},
+        "mfu": least / _median(answers), **limits,
+        "profile": device.profile(step),
     }  # fmt: skip
 
 
-def _padded_loop(device: Device, directory: Path, rows: list[list[int]]) -> Callable[[], dict[str, Any]]:
-    """Return a train step over padded micro-batches, as Trainer does it."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device.name).train()
-    betas = (OPTIMIZER["betas"][0], OPTIMIZER["betas"][1])  # type: ignore[index]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=betas, weight_decay=0.01, fused=True)
-    size = device.scale.micro_batch_sequences
-    targets = sum(len(row) - 1 for row in rows)
+def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict[str, Any]]:
+    """Return a generation by an engine that also trains."""
+    prompts = sequences([scale.prompt_tokens[1]] * scale.rows, vocab_size=64)
+    batch = Batch(
+        list(range(scale.rows)), {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])})
+    work = Generate(
+        SamplingConfig(max_new_tokens=scale.new_tokens), max_rows=scale.rows, kv_cache_gib=CACHE_GIB)
+    call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
 
     def run() -> dict[str, Any]:
-        loss = torch.zeros((), device=device.name)
-        for start in range(0, len(rows), size):
-            batch = {name: x.to(device.name) for name, x in padded_rows(rows[start : start + size]).items()}
-            with torch.autocast(device.name.split(":")[0], torch.bfloat16):
-                part = model(**batch, num_items_in_batch=targets, use_cache=False).loss
-            part.backward()
-            loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return {"loss": loss.item(), "grad_norm": norm.item()}
+        engine.run(call, [batch], micro_batch_tokens=8192)
+        return {}
 
     return run
+
+
+def _predicted_gib(call: str, directory: str, scale: Scale, prompt: int, response: int) -> float:
+    """Return the memory that the planner predicts for a call of GRPO, without what the allocator does not
+    see, for samples with these numbers of tokens."""
+    num_samples = scale.rows if call == "actor_generate" else scale.sequences
+    experiment = GRPO(
+        actor=Role(directory, dtype=DTYPE, optimizer=OptimizerConfig(**OPTIMIZER)),  # type: ignore[arg-type]
+        reward_function=_reward, sampling=SamplingConfig(max_new_tokens=response), kv_cache_gib=CACHE_GIB,
+        max_rows=scale.rows, batch_size=num_samples, group_size=1, baseline="none", normalize="none",
+        expected=Expected(prompt_tokens=prompt, response_tokens=response))
+    cluster = replace(Cluster.load("h200-8x8"), num_hosts=1, devices_per_host=1)
+    problem = problem_of(experiment, cluster)
+    plan = ExecutionPlan.single(
+        problem.graph, Layout.parse("d1@0"), micro_batch_tokens=scale.micro_batch_tokens)
+    outside = ("communicators", "context")
+    parts = check_memory(problem, plan).by_call[call].parts
+    return sum(size for part, size in parts.items() if not part.endswith(outside)) / 2**30
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def _speeds(answers: dict[str, list[dict[str, Any]]], rival: str) -> dict[str, Any]:
@@ -298,7 +315,7 @@ def _median(answers: list[dict[str, Any]]) -> float:
     return statistics.median(answer["seconds"] for answer in answers)
 
 
-def _directory() -> Path:
+def scratch_directory() -> Path:
     """Make a scratch directory; the process that started this one removes it."""
     return Path(tempfile.mkdtemp(prefix="model-"))
 
@@ -306,6 +323,6 @@ def _directory() -> Path:
 KINDS = {"environment": environment, "generation": generation, "training": training}
 
 if __name__ == "__main__":
-    kind, device_name, out, *rest = sys.argv[1:]
-    result = KINDS[kind](Device(device_name), rest[0] if rest else "")
+    kind, device_name, out = sys.argv[1:]
+    result = KINDS[kind](Device(device_name))
     Path(out).write_text(json.dumps(result))

@@ -28,8 +28,9 @@ _LARGE = {
 }  # fmt: skip
 _LARGEST = _LARGE | {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "intermediate_size": 8192, "max_position_embeddings": 16384,
 }  # fmt: skip
+_SHIPPED = {"tiny": "tiny.json", "1.5b": "qwen2.5-1.5b.json"}
 _NEVER = -30.0  # The end token's logit if it must never come.
 
 
@@ -50,11 +51,11 @@ def config_of(size: str) -> Qwen2Config:
     """Return the config of a size.
 
     `tiny` is the shipped model of that name, as large as the demo's. `100m` has 100M parameters and Qwen2's
-    shape. `1b`, for a GPU, has ten times as many and the shape of Llama 3.2.
+    shape. `1b`, for a GPU, has ten times as many and the shape of Llama 3.2; `1.5b` is Qwen2.5's.
     """
     fields: dict[str, Any] = _LARGEST if size == "1b" else _LARGE
-    if size == "tiny":
-        fields = json.loads((shipped_dir("models") / "tiny.json").read_text())
+    if size in _SHIPPED:
+        fields = json.loads((shipped_dir("models") / _SHIPPED[size]).read_text())
         fields = {name: fields[name] for name in _LARGE}
     return Qwen2Config(**fields, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
 

@@ -107,6 +107,9 @@ class Generate(Work):
     """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
     timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
     runs that must repeat bit for bit."""
+    deterministic: bool = False
+    """Whether two runs under one plan agree bit for bit (see Experiment). Then `work_stealing` must be off,
+    and `kv_cache_gib` given: timing and free memory decide which rows run together."""
     cuda_graphs: bool = True
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
     cache_on_update: Literal["recompute", "keep"] = "recompute"
@@ -133,6 +136,10 @@ class Generate(Work):
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
         require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
+        rule = "be false with deterministic, as timing decides which replica takes a prompt"
+        require(not (self.deterministic and self.work_stealing), "work_stealing", "true", rule)
+        rule = "be a number of GiB with deterministic, as the memory that is free differs between runs"
+        require(gib is not None or not self.deterministic, "kv_cache_gib", gib, rule)
 
 
 class GenerateOutputs(NamedTuple):
@@ -275,10 +282,11 @@ def longest_response(graph: DataflowGraph) -> int:
 class Loss(Protocol):
     """An additive loss: the losses and metrics of a mini-batch's parts sum to those of the mini-batch.
 
-    The metrics of a call are means over its mini-batches. A loss may also have:
+    The metrics of a call are means over its mini-batches; those whose names end with "/max" are maxima over
+    parts and mini-batches. A loss may also have:
 
-    - `first_minibatch`, a mapping from metrics to names under which their values in the first mini-batch are
-      also logged;
+    - `finish(means, first)`, which returns the metrics of a call, given these and those of the first
+      mini-batch;
     - `token_ids` of a loss of `logprobs`: the keys of columns of token ids with shape (tokens, k). Then
       `outputs["logprobs_at"]` has, with gradients, the log-probs of these tokens in the place of each token
       of the mask: the columns side by side, shape (tokens, sum of all k);

@@ -4,7 +4,7 @@ import copy
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import networkx as nx
 
@@ -145,6 +145,9 @@ class Experiment:
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
     seed: int = 0  # Decides the order of rows, sampled tokens and random weights.
+    deterministic: bool = False
+    """Whether two runs under one plan, on equal machines, agree bit for bit. Generating calls then need
+    `work_stealing=False` and `kv_cache_gib`; kernels are deterministic ones, which may be slower."""
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
     checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
@@ -193,7 +196,8 @@ class Experiment:
             about_set.eval_dataset = evaluation if name else self.eval_dataset
             graph = about_set.eval_graph()
             if graph is not None:
-                found[name] = (evaluation, seeded(graph, sampling_seed(self.seed, name)))
+                graph = seeded(graph, sampling_seed(self.seed, name), deterministic=self.deterministic)
+                found[name] = (evaluation, graph)
         return found
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
@@ -248,8 +252,11 @@ class Experiment:
         require(self.num_rounds in legal, "rounds", self.rounds, rule)
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
-        """Return the graph with the experiment's seed in every generating call."""
-        return seeded(graph, self.seed)
+        """Return the graph with the experiment's seed in every generating call.
+
+        If the experiment is deterministic, so are these calls. Raises ValueError if they cannot be.
+        """
+        return seeded(graph, self.seed, deterministic=self.deterministic)
 
     def checkpoint_period(self) -> tuple[int, float]:
         """Return the steps and the seconds between checkpoints; the one that is not used is 0.
@@ -283,10 +290,11 @@ class Experiment:
         return found
 
 
-def seeded(graph: DataflowGraph, seed: int) -> DataflowGraph:
-    """Return the graph with this seed in every generating call."""
+def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> DataflowGraph:
+    """Return the graph with this seed in every generating call, which is also made `deterministic`."""
+    settings: dict[str, Any] = {"seed": seed} | ({"deterministic": True} if deterministic else {})
     generating = graph.of_kind("generate")
-    return graph.replace(*(replace(call, work=replace(call.work, seed=seed)) for call in generating))
+    return graph.replace(*(replace(call, work=replace(call.work, **settings)) for call in generating))
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

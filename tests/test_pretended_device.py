@@ -72,6 +72,8 @@ def test_inserted_phrases_and_a_head_in_float32(tmp_path):
                 assert tokens_of_row[start + 2 : start + 4].tolist() == [7, 8]
             answers = answers or made
             metrics.append(_train(engine, answers))
+    largest = [found.pop("mismatch/max") for found in metrics]
+    assert all(0 < value < 0.2 for value in largest)  # One token's rounding decides.
     assert metrics[0] == pytest.approx(metrics[1], rel=0.02, abs=1e-3)
 
 

@@ -12,6 +12,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.kl import RewardKL
+from realhf.algorithms.mismatch import UPDATES
 from realhf.algorithms.responses import (
     normalized,
     per_token,
@@ -91,7 +92,7 @@ class AdvantageInputs:
 
     def left_out(self, batch: Batch, context: Any) -> tuple[Tensor | None, dict[str, float]]:
         """Return which tokens are too old to count, if there is a limit, and metrics of the ages."""
-        return (None, {}) if self.age_limit is None else self.age_limit(batch, context)
+        return (None, {UPDATES: 0.0}) if self.age_limit is None else self.age_limit(batch, context)
 
 
 @dataclass(frozen=True)

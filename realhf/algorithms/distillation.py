@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import inf, nan
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from realhf.algorithms.mismatch import UPDATES, mismatch_sums, with_mismatch
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import length_metrics, per_token
@@ -64,7 +65,7 @@ class TeacherWeights:
             named = batch[column_key(self.column)]
             rows = [tuple(float(name == teacher) for teacher in self.teachers) for name in named]
         weight_TM = per_token(mask.values.new_tensor(rows), mask) * mask.values[:, None]
-        metrics = length_metrics(batch)
+        metrics = length_metrics(batch) | {UPDATES: 0.0}
         if self.age_limit is not None:
             left_out_T, ages = self.age_limit(batch, context)
             weight_TM = weight_TM.masked_fill(left_out_T[:, None], 0.0)
@@ -130,6 +131,10 @@ class ReverseKL:
         sums = zip(self.teachers, weight_TM.sum(0).tolist(), strict=True)
         return {"tokens": float((weight_TM.sum(1) > 0).sum()), **dict(sums)}
 
+    def finish(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a call, given their means over mini-batches and those of the first."""
+        return with_mismatch(means, first)
+
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,6 +143,7 @@ class ReverseKL:
         num_tokens = max(totals["tokens"], 1.0)
         trained_T = weight_TM.sum(1) > 0
         metrics = {"entropy": (outputs["entropy"].detach() * trained_T).sum() / num_tokens}
+        metrics |= mismatch_sums(outputs["logprobs"], batch["gen_logprobs"].values, trained_T)
         losses = []
         rests = []
         for name, weight_T, student_TK in zip(self.teachers, weight_TM.unbind(1), students, strict=True):
@@ -253,7 +259,7 @@ class Distillation(OnPolicy):
             ReverseKL(names, self.actor.config().vocab_size), self.num_minibatches, self.epochs,
             self.temperature, self.router_aux_loss_coef, self.router_z_loss_coef)
         columns = [f"{name}_{column}" for name in names for column in ("ids", "logprobs")]
-        inputs = (*SEQUENCE, "teacher_weights", *columns)
+        inputs = (*SEQUENCE, "gen_logprobs", "teacher_weights", *columns)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
 
     def _check_fields(self) -> None:

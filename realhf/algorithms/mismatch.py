@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 _MAX = "mismatch/max"
 _SUMS = ("mismatch/tokens", "mismatch/k3", "mismatch/weights", "mismatch/squares")
 """Sums over tokens, of which the metrics are made."""
-MAXIMA = (_MAX,)
-"""Metrics of parts that combine to their maximum (see Loss)."""
 UPDATES = "mismatch/updates"
 """How many updates lie between the weights that sampled a token and those of the trainer, in the mean. If it
 is 0, both have the same weights, and only their computations differ."""
 
 
 def mismatch_sums(train_T: Tensor, generated_T: Tensor, counts_T: Tensor) -> dict[str, Tensor]:
-    """Return what `with_mismatch` needs of a part of a mini-batch, for the tokens where `counts_T` is not 0."""
+    """Return what `with_mismatch` needs to know about a part of a mini-batch.
+
+    The tokens where `counts_T` is not 0 count.
+    """
     counts_T = (counts_T != 0).double()
     difference_T = (train_T.detach().double() - generated_T.double()) * counts_T
     clamped_T = clamp_log_ratio(difference_T)

@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from realhf.algorithms.kl import KLEstimator, clamp_log_ratio, k3, kl_estimate
+from realhf.algorithms.mismatch import mismatch_sums, with_mismatch
 from realhf.algorithms.responses import num_trained_tokens, per_token, response_sums, without_dropped
 from realhf.field_types import check_types, require
 
@@ -101,8 +102,8 @@ class PolicyLoss:
     ratios are those of `ratio`. Their logs are clamped to [-20, 20]; outside this range rho has no gradient.
     With `dual_clip` the first term has none either where A < 0 and rho is above `dual_clip`.
 
-    Metrics: `approx_kl` is KL(proximal || train), and `mismatch/kl` is KL(generator || trainer before the
-    update), both on the generated tokens.
+    Metrics: `approx_kl` is KL(proximal || train) on the generated tokens; those of mismatch.py compare the
+    generator with the trainer before the update.
     """
 
     config: PolicyLossConfig
@@ -110,17 +111,13 @@ class PolicyLoss:
     learns: ClassVar[str] = "policy"
     entropy: ClassVar[bool] = True
 
-    @property
-    def first_minibatch(self) -> dict[str, str]:
-        """Return the names under which metrics of the first mini-batch are logged as well.
+    def finish(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a call, given their means over mini-batches and those of the first.
 
-        Its weights are those of the trainer before the update, so there KL(generator || trainer) shows by how
-        much generation and training disagree: about the same weights without lag, else about newer ones too.
-        Recomputed log-probs show the same for every mini-batch.
+        Only the first mini-batch has the weights of the trainer before the update; recomputed log-probs are
+        those of these weights in every mini-batch.
         """
-        if self.config.proximal == "recomputed":
-            return {"mismatch/kl": "mismatch_kl"}
-        return {"approx_kl": "mismatch_kl", "mismatch/kl": "mismatch/kl"}
+        return with_mismatch(means, means if self.config.proximal == "recomputed" else first)
 
     def totals(self, batch: Batch) -> dict[str, float]:
         mask, _ = without_dropped(batch["response_mask"], batch["advantages"].values)
@@ -159,9 +156,7 @@ class PolicyLoss:
             "entropy": (outputs["entropy"].detach() * weight_T).sum(),
             "approx_kl": (k3(proximal_T, logp_T.detach()) * weight_T).sum(),
         }
-        metrics["mismatch/kl"] = metrics["approx_kl"]
-        if recomputed:
-            metrics["mismatch/kl"] = (k3(generated_T, proximal_T) * weight_T).sum()
+        metrics |= mismatch_sums(proximal_T if recomputed else logp_T, generated_T, mask.values)
         if c.kl_coef:
             kl = (kl_estimate(logp_T, batch["ref_logprobs"].values, c.kl_estimator) * mean_T).sum()
             loss = loss + c.kl_coef * kl

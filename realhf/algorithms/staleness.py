@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from realhf.algorithms.mismatch import UPDATES
 from realhf.algorithms.responses import num_trained_tokens, per_token
 from realhf.errors import UserError
 
@@ -41,6 +42,7 @@ class AgeLimit:
         assert (age_N >= 0).all(), "a token has a version that the weights have not reached"
         metrics = {"staleness/mean": age_N.double().mean().item(), "staleness/max": float(age_N.max())}
         if self.max_age is None:
+            metrics[UPDATES] = metrics["staleness/mean"]
             return is_response_T.new_zeros(is_response_T.shape), metrics
         left_out_T = (age_T > self.max_age) & is_response_T
         if self.aged == "drop":
@@ -49,4 +51,7 @@ class AgeLimit:
         if left_out_N.all():
             what = f"loss.max_age is {self.max_age} and leaves no token of the step to train on"
             raise UserError(f"{what}: ages are {age_N.min()} to {age_N.max()}; raise it, or lower max_lag")
-        return left_out_T, metrics | {"staleness/left_out": left_out_N.double().mean().item()}
+        return left_out_T, metrics | {
+            "staleness/left_out": left_out_N.double().mean().item(),
+            UPDATES: age_N[~left_out_N].double().mean().item(),
+        }

@@ -27,6 +27,7 @@ from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.agreement import require_equal_programs
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
+from realhf.runtime.determinism import record_surroundings, repeat_exactly
 from realhf.runtime.evaluate_only import evaluate as run_evaluations
 from realhf.runtime.run_directory import (
     RunDirectory,
@@ -115,6 +116,8 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     found: list[Path] = []
     if world.rank == 0:
         directory, found = _claim_directory(job)
+        if job.program.experiment.deterministic:
+            record_surroundings(job.program, directory.path)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     world.activity.failures = out / "failures"
     checkpoint = newest_checkpoint(world, found)
@@ -205,6 +208,8 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
     set_nccl_environment()
+    if isinstance(job, Job) and job.program.experiment.deterministic:
+        repeat_exactly()
     board = heartbeat = store = activity = None
     try:
         if place.size > 1:

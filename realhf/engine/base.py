@@ -273,13 +273,13 @@ class Engine(ABC):
             history.append(update if update["skipped_updates"] else metrics | update)
         self._trained.requires_grad_(False)
         taken = [metrics for metrics in history if not metrics["skipped_updates"]]
-        means = {name: x / len(taken) for name, x in _sum_dicts(taken).items()}
+        means = {
+            name: x if name.endswith("/max") else x / len(taken) for name, x in _sum_dicts(taken).items()}
         means["skipped_updates"] = float(len(history) - len(taken))
         if num_empty:
             means["empty_updates"] = float(num_empty)
-        names = getattr(work.loss, "first_minibatch", {})
-        first = history[0] if history else {}
-        return means | {name: first[metric] for metric, name in names.items() if metric in first}
+        finish = getattr(work.loss, "finish", None)
+        return means if finish is None else finish(means, history[0] if history else {})
 
     def _compute_grads(
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
@@ -352,5 +352,8 @@ def _held_bytes(tensor: torch.Tensor) -> int:
 
 
 def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:
+    """Return the sums of metrics by name; the maxima of those whose names end with "/max"."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return {
+        name: (max if name.endswith("/max") else sum)(part.get(name, 0.0) for part in parts)
+        for name in names}

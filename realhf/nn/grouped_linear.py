@@ -16,7 +16,7 @@ from realhf.nn import half_matmul
 
 class RowGroups:
     """Consecutive groups of rows: where they end (ends_L, int32, on the rows' device) and, on the host, how
-    many rows each has."""
+    many rows each has. Without gradients there may be rows after the last group, which nobody computes."""
 
     def __init__(self, ends_L: Tensor, counts: Sequence[int] | None = None) -> None:
         """Without `counts`, they are computed when they are first asked for, which waits for a GPU."""
@@ -69,7 +69,9 @@ class _ByGroup(torch.autograd.Function):
         ctx.save_for_backward(x_RI, weight_LOI)
         ctx.counts = counts
         y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
-        for x, weight, y in zip(x_RI.split(counts), weight_LOI, y_RO.split(counts), strict=True):
+        num_rows = sum(counts)
+        parts = x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts)
+        for x, weight, y in zip(*parts, strict=True):
             half_matmul.product(x, weight.T, out=y)
         return y_RO
 

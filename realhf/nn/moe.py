@@ -1,11 +1,12 @@
 """Mixture of experts: routed experts in place of an MLP, split over expert- and tensor-parallel ranks.
 
-Shape suffixes: T tokens of all sequences end to end, S sequences, H hidden, E all experts, L this rank's
-experts, F this rank's part of an expert's width, K experts per token, R rows (pairs of a token and one of its
-experts).
+Shape suffixes: T tokens of all sequences end to end, A tokens of all ranks of an ep group, S sequences, H
+hidden, E all experts, L this rank's experts, F this rank's part of an expert's width, K experts per token, R
+rows (pairs of a token and one of its experts), G ranks of an ep group.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,8 +111,22 @@ class Moe:
         self.num_local = stop - first
         self.up = weights["expert_gate_up.weight" if config.gated else "expert_up.weight"]
         self.down = weights["expert_down.weight"]
+        self.gathered_tokens: int | None = None
+        """See `gathering`."""
 
     def __call__(self, x_TH: Tensor, losses: RouterLosses | None = None) -> Tensor:
+        gathers = self.gathered_tokens is not None and self.ep.size > 1
+        mixed_TH = self._gathered(x_TH) if gathers else self._dispatched(x_TH, losses)
+        y_TH = sum_over_group(mixed_TH, self.tp)
+        if self.shared is None:
+            return y_TH
+        shared_TH = self.shared(x_TH)
+        if self.shared_router is not None:
+            shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
+        return y_TH + shared_TH
+
+    def _dispatched(self, x_TH: Tensor, losses: RouterLosses | None) -> Tensor:
+        """Return the weighted sums of the experts' outputs, to whose ranks the tokens go; partial over tp."""
         weights_TK, expert_TK = self._route(x_TH, losses)
         # The weights multiply outputs that are partial sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
@@ -120,14 +135,28 @@ class Moe:
         rows_RH = _Take.apply(copy_to_group(x_TH, self.tp), order_R, back_R, expert_TK.shape[1])
         rows_RH = self._dispatch(rows_RH, expert_R)
         y_TKH = _Take.apply(rows_RH, back_R, order_R, 1).unflatten(0, expert_TK.shape)
-        mixed_TH = (widened(weights_TK)[:, None] @ widened(y_TKH))[:, 0].to(x_TH.dtype)
-        y_TH = sum_over_group(mixed_TH, self.tp)
-        if self.shared is None:
-            return y_TH
-        shared_TH = self.shared(x_TH)
-        if self.shared_router is not None:
-            shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
-        return y_TH + shared_TH
+        return _mixed(weights_TK, y_TKH)
+
+    def _gathered(self, x_TH: Tensor) -> Tensor:
+        """Return the same, without gradients: every rank computes its experts for the tokens of all ranks.
+
+        All sizes are known beforehand, so that the host need not wait.
+        """
+        assert self.gathered_tokens is not None and not x_TH.requires_grad
+        padding = self.gathered_tokens - len(x_TH)
+        x_AH = self.ep.all_gather(F.pad(x_TH, (0, 0, 0, padding))).flatten(0, 1)
+        weights_AK, expert_AK = self._route(x_AH, None)
+        first, stop = self.experts[self.ep.index]
+        is_mine_AK = (expert_AK >= first) & (expert_AK < stop)
+        # The rows of other ranks' experts come last. Nobody computes them: they may hold anything.
+        local_AK = torch.where(is_mine_AK, expert_AK - first, self.num_local)
+        expert_R, order_R = local_AK.flatten().sort(stable=True)
+        rows_RH = x_AH.index_select(0, order_R // expert_AK.shape[1])
+        y_RH = self._compute(rows_RH, RowGroups(_ends(expert_R, self.num_local)))
+        y_AKH = y_RH.index_select(0, _inverse(order_R)).unflatten(0, expert_AK.shape)
+        mixed_AH = _mixed(weights_AK.to(x_TH.dtype), y_AKH.masked_fill(~is_mine_AK[..., None], 0))
+        chunks = list(mixed_AH.split(self.gathered_tokens))
+        return self.ep.reduce_scatter_chunks(chunks)[: len(x_TH)]
 
     @property
     def has_kernels(self) -> bool:
@@ -166,7 +195,7 @@ class Moe:
         ends_E = _ends(expert_R, self.moe.num_experts)
         if self.ep.size == 1:
             return self._compute(rows_RH, RowGroups(ends_E))
-        counts_GE = self.ep.all_gather(ends_E.diff(prepend=ends_E.new_zeros(1)))  # G ranks of the ep group.
+        counts_GE = self.ep.all_gather(ends_E.diff(prepend=ends_E.new_zeros(1)))
         counts = counts_GE.cpu()
         first, stop = self.experts[self.ep.index]
         sends = [int(counts[self.ep.index, slice(*span)].sum()) for span in self.experts]
@@ -188,6 +217,28 @@ class Moe:
         up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), groups)
         down_LHF = self.down.view(self.num_local, rows_RH.shape[1], -1)
         return grouped_linear(self.activation(up_RF), down_LHF, groups)
+
+
+def _mixed(weights_TK: Tensor, y_TKH: Tensor) -> Tensor:
+    """Return the weighted sum of each token's outputs."""
+    return (widened(weights_TK)[:, None] @ widened(y_TKH))[:, 0].to(y_TKH.dtype)
+
+
+@contextmanager
+def gathering(layers: Iterable[object], num_tokens: int) -> Iterator[None]:
+    """Inside, layers with experts on several ranks gather the tokens of all ranks, and do not wait for a GPU.
+
+    This is for few tokens without gradients, as in decoding. All ranks of an ep group give the same
+    `num_tokens`, and none of them passes more tokens to a layer.
+    """
+    experts = [layer for layer in layers if isinstance(layer, Moe)]
+    for layer in experts:
+        layer.gathered_tokens = num_tokens
+    try:
+        yield
+    finally:
+        for layer in experts:
+            layer.gathered_tokens = None
 
 
 def _ends(expert_R: Tensor, num_experts: int) -> Tensor:

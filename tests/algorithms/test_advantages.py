@@ -82,6 +82,7 @@ def test_advantages_count_the_kl_everywhere_and_the_score_at_the_end(whiten):
     lengths = [int(w.sum()) for w in chosen]
     known = {
         "reward/kl": statistics.mean(kls),
+        "mismatch/updates": 0.0,
         "critic/explained_variance": explained,
         "reward/mean": statistics.mean(batch["score"].tolist()),
         "reward/std": statistics.pstdev(batch["score"].tolist()),

@@ -28,6 +28,7 @@ from tests.runtime.tiny import role, write_task
 
 VOCABULARY, TEMPERATURE = 67, 0.7
 ROWS = ragged_rows(8, seed=4)
+GENERATED = -2.0  # The generator's log-prob of every token.
 NAMES = ("teacher_1", "teacher_2")
 WEIGHTS = [(0.25, 0.75), (1.0, 0.0)]
 """Weights of both teachers on the rows with even and with odd numbers."""
@@ -105,6 +106,8 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
     dp = slice(layout.coordinate(world.rank).dp, None, layout.dp)
     batch = minibatch(ROWS[dp])
     batch.fields |= {name: Packed.of(values[dp]) for name, values in columns.items()}
+    mask = batch["response_mask"]
+    batch.fields["gen_logprobs"] = mask.like(mask.values * GENERATED)
     numel = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-VOCABULARY // layout.tp)
@@ -125,6 +128,10 @@ def test_loss_and_gradients_are_those_of_full_logits(models, engine_type, chunk_
     # (transformers' own classes, and so that engine, compute angles and norms in float32.)
     rtol = 2e-6 if engine_type is NativeEngine else 1e-3
     assert loss > 0.01 and metrics["loss"] == pytest.approx(loss, rel=rtol)
+    logps = [(_logp(student, prompt, completion), completion) for prompt, completion in ROWS]
+    apart = torch.cat([x[range(len(ids)), ids] for x, ids in logps]).detach() - GENERATED
+    assert metrics["mismatch/max"] == pytest.approx(float(apart.abs().max()), rel=rtol)
+    assert metrics["mismatch/kl"] == pytest.approx(float((apart.exp() - 1 - apart).mean()), rel=rtol)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=rtol * largest, msg=name)
@@ -296,10 +303,10 @@ def test_a_teachers_padding_tokens_join_the_others():
     ours.requires_grad_()
     columns = {
         "teacher_ids": torch.tensor([[4, 10, 2], [1, 2, 9]]), "teacher_logprobs": theirs,
-        "teacher_weights": torch.ones(2, 1).double(),
+        "teacher_weights": torch.ones(2, 1).double(), "gen_logprobs": torch.zeros(2).double(),
     }  # fmt: skip
     batch = Batch([0], {name: Packed(column, [2]) for name, column in columns.items()})
-    outputs = {"logprobs_at": ours, "entropy": torch.zeros(2).double()}
+    outputs = {"logprobs_at": ours, "entropy": torch.zeros(2).double(), "logprobs": torch.zeros(2).double()}
     loss = ReverseKL(("teacher",), vocab_size=10)
     value, _ = loss(outputs, batch, loss.totals(batch))
     value.backward()

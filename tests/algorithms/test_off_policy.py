@@ -57,7 +57,13 @@ def _run(loss, batch, totals=None):
     outputs = {loss.output: new, "entropy": batch["entropy"].values}
     value, metrics = loss(outputs, batch, loss.totals(batch) if totals is None else totals)
     value.backward()
-    return value.item(), {key: x.item() for key, x in metrics.items()}, new.grad
+    numbers = {key: x.item() for key, x in metrics.items()}
+    return value.item(), numbers, new.grad
+
+
+def _finished(loss, metrics):
+    """Return the metrics of a call with one mini-batch."""
+    return loss.finish(metrics, metrics)
 
 
 def _decoupled_by_hand(batch, config, kept):
@@ -113,6 +119,7 @@ def test_the_decoupled_loss_is_the_papers_sum(config):
         batch, config, batch["response_mask"].values.bool().tolist())
     assert value == pytest.approx(expected, rel=1e-9)
     assert grad.tolist() == pytest.approx(expected_grad, rel=1e-9, abs=1e-15)
+    metrics = _finished(PolicyLoss(config), metrics)
     assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-9)
     assert 0 < metrics["clip_fraction"] < 1
     assert 0 < metrics.get("importance_cap_fraction", 0.5) < 1
@@ -152,8 +159,10 @@ def test_recomputed_log_probs_that_equal_the_generators_change_nothing(average):
         other, other_metrics, other_grad = _run(PolicyLoss(config), batch)
         assert other == value and torch.equal(other_grad, grad)
         assert other_metrics["importance_weight"] == pytest.approx(1.0, rel=1e-12)
-        assert other_metrics["mismatch/kl"] == 0
-        shared = metrics.keys() - {"mismatch/kl"}
+        other_metrics = _finished(PolicyLoss(config), other_metrics)
+        mismatch = [other_metrics[f"mismatch/{name}"] for name in ("kl", "max", "ess")]
+        assert mismatch == [0, 0, 1]
+        shared = {name for name in metrics if not name.startswith("mismatch/")}
         assert {name: other_metrics[name] for name in shared} == {name: metrics[name] for name in shared}
 
 
@@ -169,8 +178,8 @@ def test_without_options_the_loss_is_the_clipped_surrogate_bit_for_bit():
     expected = -(surrogate * (mask / mask.sum())).sum()
     expected.backward()
     assert value == expected.item() and torch.equal(grad, new.grad)
-    assert metrics["mismatch/kl"] == metrics["approx_kl"]
-    assert loss.first_minibatch == {"approx_kl": "mismatch_kl", "mismatch/kl": "mismatch/kl"}
+    metrics = _finished(loss, metrics)
+    assert metrics["mismatch/kl"] == pytest.approx(metrics["approx_kl"], rel=1e-12)
 
 
 def _left_out_by_hand(batch, max_age, aged):
@@ -205,10 +214,14 @@ def test_old_tokens_have_no_weight(aged, max_age, average):
         by_hand, config, [not out for out in left_out])
     assert value == pytest.approx(expected, rel=1e-9)
     assert grad.tolist() == pytest.approx(expected_grad, rel=1e-9, abs=1e-15)
+    loss_metrics = _finished(loss, loss_metrics)
     assert loss_metrics["mismatch/kl"] == pytest.approx(expected_metrics["mismatch/kl"], rel=1e-9)
     ages = [UPDATES - v for v, r in zip(batch["versions"].values.tolist(), is_response, strict=True) if r]
     assert metrics["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
     assert metrics["staleness/max"] == max(ages) == 3
+    versions = zip(batch["versions"].values.tolist(), left_out, strict=True)
+    kept = [UPDATES - version for version, out in versions if not out]
+    assert metrics["mismatch/updates"] == pytest.approx(sum(kept) / len(kept))
     num_out = sum(left_out) - int((~is_response).sum())
     assert metrics["staleness/left_out"] == pytest.approx(num_out / len(ages))
     assert (0 < num_out < len(ages)) == (max_age < 3)
@@ -296,7 +309,8 @@ def test_the_loss_adds_up_over_any_partition(config, aged):
         results = [(part, *_run(loss, batch.select(part), totals)) for part in parts if part]
         assert sum(found for _, found, _, _ in results) == pytest.approx(value, rel=1e-12, abs=1e-15)
         for name, whole in metrics.items():
-            assert sum(found[name] for _, _, found, _ in results) == pytest.approx(whole, rel=1e-12), name
+            combined = (max if name.endswith("/max") else sum)(found[name] for _, _, found, _ in results)
+            assert combined == pytest.approx(whole, rel=1e-12), name
         for part, _, _, found in results:
             torch.testing.assert_close(found, torch.cat([grads[i] for i in part]), rtol=1e-12, atol=1e-15)
 

@@ -1,5 +1,7 @@
 """Metrics of a train step, combined from its mini-batches."""
 
+import numpy as np
+import pytest
 import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
@@ -12,31 +14,56 @@ KEYS = ("sequence_ids", "response_mask")
 COLUMNS = (*KEYS, "gen_logprobs", "advantages")
 
 
-def _train(world, text, noise, num_minibatches, epochs):
-    """Return the metrics of a train step whose generation log-probs are off by `noise`."""
+def _train(world, text, noise, num_minibatches, epochs, proximal):
+    """Return the metrics of a train step whose generation log-probs are off by normal noise, and what each of
+    its mini-batches is off by, on the ranks that know."""
     if (mine := engine_and_minibatches(world, text, num_rows=8)) is None:
         return None
     engine, batches = mine
     forward = FunctionCall("forward", "forward", KEYS, ("logprobs",), role="actor", work=LogProbs())
+    generator = torch.Generator().manual_seed(world.rank)
+    differences = []
     for batch in batches:
         mask = batch["response_mask"]
         found = engine.run(forward, [batch.pick(KEYS)], micro_batch_tokens=40).batch.fields.get("logprobs")
         # (Only the last stage has them, and needs them.)
         logprobs = torch.zeros_like(mask.values) if found is None else found.values
-        batch.fields["gen_logprobs"] = mask.like((logprobs + noise) * mask.values)
+        off = noise * torch.randn(len(mask.values), dtype=torch.float64, generator=generator)
+        batch.fields["gen_logprobs"] = mask.like((logprobs - off) * mask.values)
+        batch.fields["prox_logprobs"] = mask.like(logprobs * mask.values)
         batch.fields["advantages"] = mask.like(mask.values)
-    work = TrainStep(PolicyLoss(PolicyLossConfig(average="token")), num_minibatches, epochs)
-    call = FunctionCall("actor_train", "train_step", COLUMNS, role="actor", work=work)
-    return engine.run(call, batches[:num_minibatches], micro_batch_tokens=40).metrics
+        differences.append([] if found is None else off[mask.values != 0].tolist())
+    loss = PolicyLoss(PolicyLossConfig(average="token", proximal=proximal))
+    work = TrainStep(loss, num_minibatches, epochs)
+    columns = (*COLUMNS, "prox_logprobs") if proximal == "recomputed" else COLUMNS
+    call = FunctionCall("actor_train", "train_step", columns, role="actor", work=work)
+    metrics = engine.run(call, batches[:num_minibatches], micro_batch_tokens=40).metrics
+    return metrics, differences[:num_minibatches]
 
 
-def test_the_first_mini_batch_shows_how_far_generation_and_training_are_apart(pool):
-    """The first mini-batch has the weights that generated, so that its KL is the noise's: exp(-x) - 1 + x."""
-    alone = _train(World(), "d1@0", 0.0, 1, 1)
-    assert alone["mismatch_kl"] == alone["approx_kl"] < 1e-15
+def _by_formula(differences):
+    """Return the metrics of the mismatch, given log p_train - log p_generated of all tokens."""
+    d = np.array(differences)
+    weights = np.exp(d)
+    ess = weights.sum() ** 2 / (len(d) * (weights**2).sum())
+    return {"kl": np.mean(weights - 1 - d), "max": np.abs(d).max(), "ess": ess}
+
+
+@pytest.mark.parametrize("proximal", ["generated", "recomputed"])
+def test_the_mismatch_is_that_of_the_weights_before_the_update(pool, proximal):
+    """The first mini-batch has these weights; recomputed log-probs are those of these weights in all."""
+    alone, _ = _train(World(), "d1@0", 0.0, 1, 1, proximal)
+    assert alone["mismatch/kl"] == pytest.approx(0, abs=1e-15) and alone["mismatch/max"] < 1e-12
+    assert alone["mismatch/ess"] == pytest.approx(1, rel=1e-12)
     for layout in ("d1@0", "d2@0-1", "p2@0-1"):
-        found = [m for m in pool.run(_train, layout, 0.3, 2, 2) if m is not None and "loss" in m]
+        found = [x for x in pool.run(_train, layout, 0.3, 2, 2, proximal) if x is not None and "loss" in x[0]]
         assert found
-        for metrics in found:
-            torch.testing.assert_close(metrics["mismatch_kl"], 0.3 - 1 + torch.tensor(-0.3).exp().item())
-            assert abs(metrics["approx_kl"] - metrics["mismatch_kl"]) > 1e-3
+        counted = slice(None) if proximal == "recomputed" else slice(1)
+        # (Both replicas' tokens of each mini-batch; the ranks of a pipeline's first stage know none.)
+        differences = [d for _, minibatches in found for batch in minibatches[counted] for d in batch]
+        assert len(differences) > 20
+        for metrics, _ in found:
+            for name, value in _by_formula(differences).items():
+                assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9), (layout, name)
+            assert not any(name.endswith(("/weights", "/squares", "/tokens", "/k3")) for name in metrics)
+            assert abs(metrics["approx_kl"] - metrics["mismatch/kl"]) > 1e-4

@@ -88,6 +88,11 @@ _MARKS = _Marks()
 """Of this process: tensors may be kept from one time to the next."""
 
 
+def mark_as_there(*tensors: torch.Tensor) -> None:
+    """Say that the memory of these tensors is the device's."""
+    _MARKS.set(tensors, there=True)
+
+
 def _varlen_attn(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: torch.Tensor, _: torch.Tensor,
     longest: int, longest_k: int, *, return_aux: Any = None, scale: float | None = None,

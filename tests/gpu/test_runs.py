@@ -21,7 +21,6 @@ sys.modules["tyro"] = MagicMock()  # Without overrides nobody uses it.
 from realhf.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
-SAMPLED = ("reward/", "response_length/")
 DTYPE = """
 roles = {name: replace(role, dtype="DTYPE") for name, role in experiment.roles().items()}
 experiment = replace(experiment, **roles)
@@ -42,18 +41,14 @@ def _run(experiment, out, device, *, launcher=()):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_grpo_twice_with_one_seed(tmp_path, process_device, dtype, record_property):
-    """All is the same in float32. In bfloat16 the attention kernels' backward pass on CUDA adds in any order:
-    there the samples of the first step are."""
-    experiment = write_experiment(tmp_path, steps=3, body=DTYPE.replace("DTYPE", dtype))
+    """The option `deterministic` makes all bits the same."""
+    experiment = write_experiment(
+        tmp_path, steps=3, body=DTYPE.replace("DTYPE", dtype), deterministic=True, work_stealing=False,
+        kv_cache_gib=0.1)
     first, again = (_run(experiment, tmp_path / name, process_device) for name in ("first", "again"))
     evals = [read_jsonl(tmp_path / name / "eval.jsonl") for name in ("first", "again")]
-    same = first == again and evals[0] == evals[1]
-    record_property("the same to the last bit", same)
-    assert len(first) >= 3
-    assert same or (dtype, process_device.type) == ("bfloat16", "cuda")
-    steps = [next(step for step in run if "reward/mean" in step) for run in (first, again)]
-    sampled = [{k: v for k, v in step.items() if k.startswith(SAMPLED)} for step in steps]
-    assert sampled[0] == sampled[1]
+    assert len(first) >= 3 and first == again and evals[0] == evals[1]
+    record_property("largest difference of log-probs", max(step.get("mismatch/max", 0.0) for step in first))
 
 
 def test_the_exported_model_is_one_of_transformers(tmp_path, process_device):

@@ -57,7 +57,7 @@ def _on(directory, device, *, dtype="float32", lora=None, **settings):
 @pytest.mark.parametrize("what", ["sft", "policy", "recompute", "lora"])
 def test_float32_steps_are_those_of_the_cpu(directories, device, name, what):
     if what == "recompute" and os.environ.get(VARIABLE) == "pretended":
-        pytest.skip("a backward pass does not see the pretended device")
+        pytest.skip("hooks of saved tensors do not see the pretended device")
     settings = {
         "sft": {}, "policy": {"loss": PolicyLoss(PolicyLossConfig())}, "recompute": {"recompute": True},
         "lora": {"lora": LoraConfig(rank=4)},

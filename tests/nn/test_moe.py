@@ -11,7 +11,7 @@ from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
 from realhf.nn.grouped_linear import RowGroups, grouped_linear
-from realhf.nn.moe import RouterLosses
+from realhf.nn.moe import RouterLosses, gathering
 from realhf.nn.split_float32 import split_into
 from tests.families import MOE_CASES, YARN
 from tests.inference.cached import CachedRows
@@ -223,6 +223,28 @@ def test_a_chunk_attends_to_cached_latents():
 def test_the_cache_of_latent_attention_holds_latents():
     model = build(hf_config("deepseek-v3"))
     assert [kv.shape for kv in KVCache.of(model, 3, 16).layers] == [(1, 3, 16, 1, 10 + 4)] * 4
+
+
+def _gathered(world, hf, text):
+    """Return a rank's outputs of each layer: with tokens that go to the experts, and gathered."""
+    if world.rank not in Layout.parse(text):
+        return None
+    model = build(hf, world=world, layout=text)
+    x = torch.randn(5 + world.rank, HIDDEN, dtype=torch.float64)  # Ranks of a tp group have equal tokens.
+    x = x if model.groups.tp.size == 1 else torch.ones_like(x[:5])
+    layers = [block.mlp for block in model.blocks]
+    with torch.no_grad():
+        plain = [layer(x) for layer in layers]
+        with gathering(layers, 9):
+            return list(zip(plain, (layer(x) for layer in layers), strict=True))
+
+
+@pytest.mark.parametrize("layout, name", [("d4e4@0-3", "qwen2-moe"), ("d2e2t2@0-3", "deepseek-v3")])
+def test_gathered_tokens_give_the_same_outputs(pool, layout, name):
+    for outputs in pool.run(_gathered, hf_config(name), layout):
+        for plain, gathered in outputs:
+            assert plain.abs().max() > 1e-3
+            torch.testing.assert_close(gathered, plain, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [0, 5, 0]])

@@ -8,11 +8,13 @@ from realhf.dist.world import World
 from realhf.inference.sampling import sample
 from realhf.nn.attention import Attend
 from realhf.nn.grouped_linear import RowGroups, grouped_linear
-from realhf.nn.moe import RouterLosses
+from realhf.nn.moe import RouterLosses, gathering
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import engine_of, tokens, write_model
-from tests.gpu.pretended import pretended_device
+from tests.gpu.pretended import mark_as_there, pretended_device
+from tests.nn.test_moe import hf_config
+from tests.nn.tiny import build
 
 LENGTHS = [5, 1, 9, 9, 3]
 NAMES = ("qwen2", "gpt2", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -64,6 +66,32 @@ def test_float32_experts_wait_once_in_a_layer(tmp_path):
         with host_traffic() as traffic, torch.inference_mode():
             model.blocks[0].mlp(x_TH)
     assert [wait.split(":")[0] for wait in traffic.waits] == ["tolist realhf/nn/grouped_linear.py"]
+
+
+def _split_experts(world):
+    """Return the waits of a layer whose experts are on two ranks, whose memory is said to be a device's."""
+    if world.rank > 1:
+        return None
+    with pretended_device() as device:
+        hf = {**hf_config("qwen3-moe"), "moe_intermediate_size": 16}
+        model = build(hf, world=world, layout="d2e2@0-1", dtype=torch.bfloat16)
+        mark_as_there(model.flat)
+        x_TH = torch.ones(7 + world.rank, 32, device=device)
+        x_TH = x_TH.bfloat16().requires_grad_()
+        with host_traffic() as traffic:
+            model.blocks[0].mlp(x_TH).sum().backward()
+        layers = [block.mlp for block in model.blocks]
+        with host_traffic() as decoding, torch.inference_mode(), gathering(layers, 9):
+            layers[0](x_TH.detach())
+        return traffic.waits, x_TH.grad.is_cuda, decoding.waits
+
+
+def test_split_experts_wait_once_in_a_layer(pool):
+    """The ranks must know how many rows each sends to each; the way back and the backward pass know it. While
+    decoding, they gather all tokens instead."""
+    for waits, has_gradient, waits_of_decoding in pool.run(_split_experts)[:2]:
+        assert has_gradient and waits_of_decoding == []
+        assert [wait.split(":")[0] for wait in waits] == ["cpu realhf/nn/moe.py"]
 
 
 @pytest.mark.parametrize("settings", [
