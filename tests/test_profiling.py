@@ -20,7 +20,8 @@ from realhf.planner.profile import COLLECTIVES
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.profiling.models import Bench, Model, Sizes
+from realhf.profiling.models import Bench
+from realhf.profiling.sizes import Model, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS

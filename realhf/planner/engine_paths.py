@@ -28,6 +28,9 @@ class EnginePath:
     """Whether decoding copies the blocks of all rows, up to the longest, and then reads the copy. Else it
     reads the blocks of each row in place."""
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
+    reads_blocks: bool = False
+    """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
+    between the blocks of running ones."""
     sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
     expert_passes: int = 9
     """Reads and writes of the rows that experts get, to permute them before and after their exchange and to
@@ -53,8 +56,8 @@ OUR_CUDA = EnginePath(
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: DecodeByTable and DecodeGraphs."""
 OUR_CPU = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
-)
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
+    reads_blocks=True)  # fmt: skip
 """Decoding reads blocks in place, those of a prompt once for all of its rows (KVCache.attention)."""
 
 
