@@ -283,7 +283,8 @@ class Bench:
         for rows in counts:
             step = (taken[rows, 1 + _DECODE_STEPS] - taken[rows, 1]) / _DECODE_STEPS
             block = tables["decode_block"].at(short + 1.0, rows / 2)
-            hops.append(max(_TINY, step / 2 - block - heads * tables["decode_head"].at(rows / 2)))
+            head = heads * tables["decode_head"].at(rows / 2)
+            hops.append(max(_TINY, float(step / 2 - block - head)))
         return Table({"rows": tuple(rows / 2 for rows in counts)}, hops)
 
     def _decoding_block(self, name: str, *key: int) -> float:
