@@ -92,7 +92,9 @@ def expected_of(case: Case, directory: Path) -> Expected:
     if not case.generates:
         return Expected()
     with (directory / ROLLOUTS).open("w") as file:
-        file.writelines(json.dumps({"length": length}) + "\n" for length in case.response_tokens)
+        for number, length in enumerate(case.response_tokens):
+            line = json.dumps({"step": 1, "prompt_number": number, "length": length})
+            file.write((line + "\n") * case.group)
     return Expected(lengths_from=str(directory))
 
 

@@ -1,7 +1,9 @@
 """Sizes of a KV cache: elements per token, tokens per block, and the blocks that a generation needs."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from realhf.model_config import ModelConfig
 
@@ -13,6 +15,8 @@ _STEP = 16
 _DOUBLING = 32
 """Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_STEPS_DOUBLE`."""
 _STEPS_DOUBLE = 256
+DENSE = 0.5
+"""A range of blocks is read in place if at least this share of it is in use; else it is copied."""
 SHARE_OF_HOST = 0.5
 """Share of a host's free memory that a cache may take, unless the user sets a limit: others use it, too."""
 SHARE_OF_DEVICE = 0.9
@@ -63,6 +67,15 @@ def num_blocks(num_tokens: int, size: int) -> int:
 def shared_tokens(length: int, count: int) -> int:
     """Return how many of a prompt's tokens lie in blocks that its samples share."""
     return length // SMALL * SMALL if count > 1 else 0
+
+
+def tokens_read(context: Any, longest: Any, size: int) -> Any:
+    """Return how many tokens of the cache a decode step reads for a row with `context` cached tokens.
+
+    Blocks are read up to the end of the `longest` row if that has a single one, and else as a whole. The
+    arguments may be arrays.
+    """
+    return np.maximum(1.0, np.ceil(context / size)) * np.minimum(longest, size)
 
 
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:

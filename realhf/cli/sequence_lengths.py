@@ -7,7 +7,7 @@ from typing import Any
 from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Expected, Experiment
 from realhf.field_types import require
-from realhf.planner.lengths import Lengths, long_tail, observed
+from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.rollout_file import ROLLOUTS
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
@@ -21,15 +21,19 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
     """
     expected = experiment.expected
     _check(expected, limit)
-    responses = None if expected.lengths_from is None else _lengths_of_run(expected.lengths_from, limit)
+    responses = None
+    alike = 0.0
+    if expected.lengths_from is not None:
+        responses, alike = _lengths_of_run(expected.lengths_from, limit)
     response = expected.response_tokens or (responses.mean if responses is not None else limit or None)
     prompts = None
     if expected.prompt_tokens is None or response is None:
-        prompts, completions = _measured(experiment, limit)
+        prompts, completions, completions_alike = _measured(experiment, limit)
         if expected.prompt_tokens is not None:
             prompts = None
         if response is None:
             responses = completions
+            alike = completions_alike
             response = completions.mean
     if expected.response_p99 is not None:
         try:
@@ -42,7 +46,7 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt, "response_tokens": float(response),
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
-        "prompt_lengths": prompts, "response_lengths": responses,
+        "prompt_lengths": prompts, "response_lengths": responses, "alike": alike,
         "longest_prompt_tokens": float(longest_prompt),
     }  # fmt: skip
 
@@ -69,8 +73,9 @@ def _check(expected: Expected, limit: int) -> None:
         require(legal, "expected.response_p99", p99, rule)
 
 
-def _lengths_of_run(run: str, limit: int) -> Lengths:
-    """Return the lengths of the newest answers that a run has kept, cut off at the limit.
+def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:
+    """Return the lengths of the newest answers that a run has kept, cut off at the limit, and how much those
+    of one prompt resemble each other.
 
     Raises ValueError if there are none, or if answers were cut off before the limit.
     """
@@ -88,11 +93,16 @@ def _lengths_of_run(run: str, limit: int) -> Lengths:
         raise ValueError(
             f"expected.lengths_from is {run!r}: its answers were cut off at {cut} tokens, so it does not say "
             f"how long they get with sampling.max_new_tokens {limit}")
-    return observed(lengths, limit)
+    prompts: dict[Any, list[int]] = {}
+    for answer in answers:
+        if "length" in answer and "prompt_number" in answer:
+            prompts.setdefault((answer.get("step"), answer["prompt_number"]), []).append(answer["length"])
+    return observed(lengths, limit), alike_share(list(prompts.values()))
 
 
-def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths]:
-    """Return the lengths of the dataset's prompts and completions, without chat templates."""
+def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, float]:
+    """Return the lengths of the dataset's prompts and completions, without chat templates, and how much the
+    completions of a row resemble each other in length."""
     from tokenizers import Tokenizer
 
     unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
@@ -116,8 +126,11 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths]:
             found += [_text(row[key]) for row in some for key in keys if key in row]
     prompts, responses = ([len(tokenizer.encode(text).ids) for text in column or [""]] for column in texts)
     longest = min(max(prompts), dataset.max_prompt_tokens)
+    per_row = len(completion_columns(dataset.parts[0], inputs)) or 1
+    by_row = [responses[i : i + per_row] for i in range(0, len(responses), per_row)]
     # A completion has one more token for the end of the sequence.
-    return observed(prompts, max(1, longest)), observed([length + 1 for length in responses])
+    whole = observed([length + 1 for length in responses])
+    return observed(prompts, max(1, longest)), whole, alike_share(by_row)
 
 
 def _text(prompt: Any) -> str:

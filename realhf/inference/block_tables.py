@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_DENSE = 0.5  # A range of blocks is read in place if at least this share of it is in use; else it is copied.
+from realhf.kv_blocks import DENSE
+
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 PAGED_ROWS = ("position_B", "cache_position_B", "lens_B", "table_BM")
@@ -228,7 +229,7 @@ class BlockTables:
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         joined = 1
         blocks: slice | Tensor = torch.from_numpy(used)
-        if len(used) >= _DENSE * (stop - first):
+        if len(used) >= DENSE * (stop - first):
             blocks = slice(first, stop)
             used = np.arange(first, stop)
             joined = _num_joined(rows_PS[blocks], numbers[blocks]) if joins else 1

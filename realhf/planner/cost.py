@@ -8,7 +8,7 @@ overlap is known.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,13 +17,13 @@ import numpy as np
 
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
+from realhf.planner.generated_rows import cache_tokens_read, in_busiest_cohort, prefilled, shared_prompts
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.model_states import num_states, trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
+from realhf.planner.rates import Cost, Rates, Span
 from realhf.planner.shard import exchanged, held_params
 from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
 
@@ -104,11 +104,10 @@ def call_cost(
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
     cost = replace(cost, seconds=cost.seconds + host, parts={**cost.parts, "host": host})
-    crowding, alone = (
-        rates.cluster.crowding(min(ranks, per_host))
-        for ranks in (strategy.num_ranks, strategy.num_ranks // strategy.dp)
-    )
-    cost = on_shared_cores(cost, crowding, alone=alone, replicas=strategy.dp)
+    if rates.cluster.cores_per_host is not None:
+        on_host = min(strategy.num_ranks, per_host)
+        busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
+        cost = on_shared_cores(cost, [rates.crowding(call.kind, num_busy) for num_busy in busy])
     runs = workload.runs
     parts = {name: value * runs for name, value in cost.parts.items() if value > 0}
     cost = replace(cost, seconds=cost.seconds * runs, parts=parts)
@@ -140,20 +139,23 @@ def update_seconds(rates: Rates, role: ModelRole, *, owned: float) -> float:
     return max(update, rates.host_copy(states))
 
 
-def on_shared_cores(cost: CallCost, crowding: float, *, alone: float = 1.0, replicas: int = 1) -> CallCost:
-    """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
+def on_shared_cores(cost: CallCost, crowding: Sequence[float]) -> CallCost:
+    """Return the cost of a call whose ranks share cores.
 
-    Ranks that work use the cores of those that wait. So the call takes as long as with cores for all ranks,
-    or as long as its work, whichever is longer. Once the other replicas, which are taken as equal, have
-    ended, work of the slowest one takes only `alone` times as long.
+    Work takes `crowding[k - 1]` times as long while k replicas have some. The work of those besides the
+    slowest one is taken to be spread evenly around its mean. Ranks that work use the cores of those that
+    wait. So the call takes as long as with cores for all ranks, or as long as its work, whichever is longer.
     """
-    if crowding == 1:
-        return cost
-    others = 1.0 if replicas == 1 else max(0.0, (replicas * cost.mean_share - 1) / (replicas - 1))
-    slowdown = others * crowding + (1 - others) * alone
+    replicas = len(crowding)
+    works = np.ones(replicas)
+    if replicas > 1:
+        mean = max(0.0, (replicas * cost.mean_share - 1) / (replicas - 1))
+        places = (np.arange(replicas - 1) + 0.5) / (replicas - 1)
+        works[:-1] = mean + min(mean, 1 - mean) * (2 * places - 1)
+    slowdown = float(np.diff(works, prepend=0.0) @ np.array(crowding)[::-1])
     parts = {name: value * slowdown for name, value in cost.parts.items() if name not in _WAITING}
     worked = sum(parts.values())
-    seconds = max(cost.seconds, worked)
+    seconds = max(cost.seconds * min(1.0, slowdown), worked)
     return replace(cost, seconds=seconds, parts={**parts, _WAITING[0]: seconds - worked})
 
 
@@ -229,7 +231,7 @@ class _Estimate:
         slots = min(live, work.max_rows)
         cohorts = min(pp, math.ceil(slots))
         waves = live / slots  # How often all slots are filled.
-        tokens, squared = _prefill(work, slots / cohorts)
+        tokens, squared = prefilled(work, slots / cohorts)
         passes = max(1.0, tokens / work.prefill_tokens)
         block = self.rates.block(
             self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
@@ -261,8 +263,8 @@ class _Estimate:
         shared = work.work_stealing and live > slots and replicas > 1
         if shared:
             live = max(slots, work.num_samples * work.round.num_rows / replicas)
-        return decode_steps(
-            Rollout(work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt))
+        return decode_steps(Rollout(
+            work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt, work.alike))
 
     def _decode(
         self, steps: DecodeSteps, slots: float, cohorts: int
@@ -273,15 +275,26 @@ class _Estimate:
         deepest = max(self._num_layers)
         running = np.minimum(cohorts, steps.rows)  # Cohorts that still have rows.
         rows = steps.rows / running
+        busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, steps.alike_rows)
         context = self.work.prompt_tokens + steps.context
         longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
-        compute, communication = rates.decode_block(
-            self.role, tp, self.groups.ep, rows=rows, context=context, longest=longest,
-            shared=_shared_prompts(self.work, slots / cohorts, rows))
+        if rates.path.reads_blocks:
+            context = cache_tokens_read(self.work, context, longest, rows, slots / cohorts, steps.alike_rows)
+
+        def block(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return rates.decode_block(
+                self.role, tp, self.groups.ep, rows=rows, context=context, longest=longest,
+                shared=shared_prompts(self.work, slots / cohorts, rows))
+
+        compute, communication = block(rows)
         head = rates.decode_head(self.role, tp, rows=rows)
-        step = ((compute + communication) * deepest + head) * running
         if self.strategy.pp > 1:
-            whole = (compute + communication) * self.role.config.num_layers + head
+            head = head + rates.decode_hop(self.role, rows=rows)
+        step = ((compute + communication) * deepest + head) * running
+        if self.strategy.pp > 1:  # The busiest cohort passes all stages in a step.
+            whole = sum(block(busiest)) * self.role.config.num_layers
+            whole = whole + rates.decode_head(self.role, tp, rows=busiest)
+            whole = whole + self.strategy.pp * rates.decode_hop(self.role, rows=busiest)
             step = np.maximum(step, whole + self.strategy.pp * self._hop(slots / cohorts))
         return (compute * deepest + head) * running, communication * deepest * running, step
 
@@ -349,28 +362,3 @@ class _Estimate:
         waiting = seconds - busy.seconds
         parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}
         return CallCost(seconds, parts, count)
-
-
-def _prefill(work: Workload, rows: float) -> tuple[float, float]:
-    """Return the tokens to prefill for rows of all ages, and the sum of their squared lengths.
-
-    Samples share their prompt in its first round. Later, each row is prefilled with what it has so far.
-    """
-    rows_by_age = rows * (work.round.ages / work.round.num_rows)
-    tokens = max(1.0, rows_by_age[0] / work.samples_per_prompt) * work.prompt_tokens
-    squared = tokens * work.prompt_tokens
-    lengths = work.prompt_tokens + work.round_tokens * np.arange(1, work.rounds)
-    tokens += float(rows_by_age[1:] @ lengths)
-    return tokens, squared + float(rows_by_age[1:] @ lengths**2)
-
-
-def _shared_prompts(work: Workload, rows: float, running: np.ndarray) -> SharedPrompts | None:
-    """Return the prompts that `running` of some rows read from the cache; None if none has whole blocks."""
-    saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
-    if not saved:
-        return None
-    share = work.round.ages[0] / work.round.num_rows  # Rows in their first round; others share nothing.
-    distinct = max(1.0, rows * share / work.samples_per_prompt)
-    ended = np.maximum(0.0, 1 - running / rows)
-    prompts = distinct * (1 - ended ** (rows * share / distinct))  # Prompts that some row still continues.
-    return SharedPrompts(prompts + (1 - share) * running, saved)

@@ -28,6 +28,9 @@ class EnginePath:
     """Which decode steps replay recorded kernels, so that the host launches none: `never`, `local` (where
     experts are not spread over ranks) or `always`."""
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
+    reads_blocks: bool = False
+    """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
+    between the blocks of running ones."""
     sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
     expert_passes: int = 9
     """Reads and writes of the rows that experts get, to permute them before and after their exchange and to
@@ -57,8 +60,8 @@ OUR_CUDA = EnginePath(
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
-)
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
+    reads_blocks=True)  # fmt: skip
 """Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
 
 

@@ -116,6 +116,26 @@ def _log_normal(p99: float, deviation: float, limit: int) -> np.ndarray:
     return np.interp(np.arange(limit), np.append(0, nodes), np.append(1.0, exceeds))
 
 
+def alike_share(groups: Sequence[Sequence[int]]) -> float:
+    """Return how much the lengths in a group resemble each other: 1 if they are equal, 0 if they are drawn
+    independently.
+
+    This is the intraclass correlation of their logarithms (Fisher 1925, one-way analysis of variance). It is
+    0 if no two groups have two lengths each.
+    """
+    logs = [np.log(np.maximum(1, group)) for group in groups if len(group) > 1]
+    if len(logs) < 2:
+        return 0.0
+    sizes = np.array([len(group) for group in logs])
+    means = np.array([group.mean() for group in logs])
+    total = sizes.sum()
+    within = sum(float(((group - group.mean()) ** 2).sum()) for group in logs) / (total - len(logs))
+    between = float(sizes @ (means - sizes @ means / total) ** 2) / (len(logs) - 1)
+    usual = (total - (sizes**2).sum() / total) / (len(logs) - 1)  # The size of a group, if all are equal.
+    variance = between + (usual - 1) * within
+    return float(np.clip((between - within) / variance, 0.0, 1.0)) if variance > 0 else 0.0
+
+
 def observed(lengths: Sequence[int], limit: int | None = None) -> Lengths:
     """Return the distribution of some lengths, at least one; longer ones than the limit are cut off."""
     longest = max(lengths) if limit is None else limit

@@ -78,7 +78,8 @@ def _of_slowest_rank(
     per_unit = workload.samples_per_prompt if workload.group_size > 1 else 1
     num_units = math.ceil(workload.prompts / workload.minibatches) * workload.samples_per_prompt // per_unit
     batches = _Batches(
-        workload.lengths, workload.prompt_lengths, workload.prompt_tokens, num_units, per_unit, strategy.dp)
+        workload.lengths, workload.prompt_lengths, workload.prompt_tokens, num_units, per_unit, strategy.dp,
+        workload.samples_per_prompt, workload.alike)
     tokens = _num_groups(workload, strategy) * workload.group_tokens
     at_least = strategy.pp if 2 * strategy.pp * max_tokens > tokens else 1  # Else there are more in any case.
     split = _split(batches, workload.group_size, max_tokens, at_least, attention)
@@ -96,7 +97,8 @@ def _of_slowest_rank(
 class _Batches(NamedTuple):
     """Mini-batches of drawn lengths, and the number of ranks among which each of them is dealt out.
 
-    A mini-batch has `num_units` of `per_unit` sequences, which stay together.
+    A mini-batch has `num_units` of `per_unit` sequences, which stay together. The `group` sequences of a
+    prompt follow each other, and an `alike` share of the groups has responses of one length.
     """
 
     lengths: Lengths
@@ -105,6 +107,8 @@ class _Batches(NamedTuple):
     num_units: int
     per_unit: int
     dp: int
+    group: int
+    alike: float
 
 
 class _Split(NamedTuple):
@@ -124,12 +128,16 @@ def _drawn(batches: _Batches) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     size = batches.num_units * batches.per_unit
     num_draws = min(_MOST_DRAWS, max(_LEAST_DRAWS, _DRAWN // size))
-    shape = (num_draws, batches.num_units, batches.per_unit)
-    responses = batches.lengths.draw(rng, shape)
-    prompts = np.full(shape, batches.prompt_tokens)
+    by_prompt = (num_draws, size // batches.group, batches.group)
+    responses = batches.lengths.draw(rng, by_prompt)
+    prompts = np.full(by_prompt, batches.prompt_tokens)
     if batches.prompt_lengths is not None:
-        prompts[:] = batches.prompt_lengths.draw(rng, (num_draws, batches.num_units, 1))
-    return prompts, np.maximum(1.0, prompts + responses)
+        prompts[:] = batches.prompt_lengths.draw(rng, (*by_prompt[:2], 1))
+    if batches.alike:
+        is_alike = rng.random((*by_prompt[:2], 1)) < batches.alike
+        responses = np.where(is_alike, responses[..., :1], responses)
+    shape = (num_draws, batches.num_units, batches.per_unit)
+    return prompts.reshape(shape), np.maximum(1.0, prompts + responses).reshape(shape)
 
 
 @lru_cache(maxsize=1024)

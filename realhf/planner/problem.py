@@ -39,6 +39,8 @@ class Workload:
     response_tokens: float = 0.0  # All tokens if the sequence is not split into prompt and response.
     max_new_tokens: int = 0
     samples_per_prompt: int = 1  # Consecutive samples of one prompt, which always stay together.
+    alike: float = 0.0
+    """Share of the prompts whose responses all have one length; those to other prompts are independent."""
     max_rows: int = 512  # Generation: the rows that a rank decodes at once.
     kv_cache_gib: float | None = None  # Per rank; None: as needed, up to a share of free memory.
     prefill_tokens: int = 8192  # Prompt tokens in one pass.

@@ -37,6 +37,8 @@ LINKS = {**dict.fromkeys(COLLECTIVES, _COLLECTIVE), "send": ("bytes",), "samples
 """Tables about links: collectives and messages of tensors; `samples` is for the samples between calls."""
 MEMORY = ("context_bytes", "communicator_bytes")
 """The memory of a device that is taken before any tensor is, and that of one more group of all ranks."""
+CALM = ("passes", "decode")
+"""The seconds of work on as many processes of a host as it has cores, relative to those on all of them."""
 _AGAIN = "measure again with `realhf profile`"
 CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
 """Tables about the time that a call takes besides its passes."""
@@ -48,6 +50,8 @@ OF_MODEL = {
     **{f"{output}_{way}": ("tokens",) for output in OUTPUTS for way in ("forward", "backward")},
     # A decode step where every row has its own prompt, and a block of one where all rows share a prompt.
     "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),
+    # The time that a pipeline stage takes in a decode step of a cohort besides its blocks and head.
+    "decode_hop": ("rows",),
     "decode_shared": ("context_tokens", "rows"),
     "update": ("parameters",), "zero_gradients": ("parameters",),
 }  # fmt: skip
@@ -174,11 +178,12 @@ class Profile:
     calls: Mapping[str, Table] = field(default_factory=dict)
     models: Sequence[ModelTables] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
+    calm: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("memory",), whole="the profile")
+        given = check_fields(document, legal, optional=("memory", "calm"), whole="the profile")
         try:
             cluster = Cluster.from_dict(given["cluster"])
         except ValueError as error:
@@ -195,7 +200,9 @@ class Profile:
         calls = _tables(given["calls"], CALLS, "calls")
         memory = check_fields(given.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
         _numbers(list(memory.values()), "memory")
-        return cls(str(given["date"]), given["machine"], cluster, links, calls, models, memory)
+        calm = check_fields(given.get("calm", {}), CALM, optional=CALM, where="calm")
+        _numbers(list(calm.values()), "calm")
+        return cls(str(given["date"]), given["machine"], cluster, links, calls, models, memory, calm)
 
     def to_dict(self) -> dict[str, Any]:
         cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
@@ -206,6 +213,7 @@ class Profile:
         return {
             "date": self.date, "machine": dict(self.machine), "cluster": cluster, "links": parts["links"],
             "calls": _plain(self.calls), "models": parts["models"], "memory": dict(self.memory),
+            "calm": dict(self.calm),
         }  # fmt: skip
 
     @classmethod

@@ -61,6 +61,16 @@ class ProfiledRates(Rates):
         table = self._calls.get(kind)
         return super().call_seconds(kind, samples=samples) if table is None else table.at(samples)
 
+    def crowding(self, kind: str, num_busy: int) -> float:
+        """Return the crowding of a host, relative to that of the measurements, in which all ranks are busy.
+
+        Processes that take turns on a core empty its caches for each other.
+        """
+        cores = self.cluster.cores_per_host
+        is_calm = cores is not None and num_busy <= cores
+        work = "decode" if kind == "generate" else "passes"
+        return self.profile.calm.get(work, 1.0) if is_calm else super().crowding(kind, num_busy)
+
     # Links
 
     def all_reduce(self, num_bytes: Any, span: Span) -> Any:
@@ -87,9 +97,12 @@ class ProfiledRates(Rates):
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
         table = self._links.get(1 if within_host else 2, {}).get("send")
-        if table is None:
-            return super().send(num_bytes, within_host=within_host)
-        return table.at(num_bytes)
+        if table is not None:
+            return table.at(num_bytes)
+        if self.cluster.num_devices > 1:
+            where = "inside a host" if within_host else "between hosts"
+            self._note(f"messages {where}: the figures of the cluster's links")
+        return super().send(num_bytes, within_host=within_host)
 
     def sending(self, num_bytes: float) -> float:
         """Return 0 where samples were measured: those seconds are from the first message to the last."""
@@ -191,6 +204,13 @@ class ProfiledRates(Rates):
             return head(role, rows=rows)
         seconds = self._read(table, lambda rows: head(role, rows=rows), role, rows)
         return seconds + _widening(partial(head, rows=rows), role)
+
+    def decode_hop(self, role: ModelRole, *, rows: np.ndarray) -> np.ndarray:
+        table = self._tables_of(role).get(Split(1, 1), {}).get("decode_hop")
+        if table is None:
+            self._note(f"messages between stages that decode {_name(role)}: they are sent beside other work")
+            return super().decode_hop(role, rows=rows)
+        return table.at(rows)
 
     def accumulate(self, role: ModelRole, params: float) -> float:
         measured = any("block_backward" in tables for tables in self._tables_of(role).values())

@@ -126,6 +126,11 @@ class Rates(LinkRates):
         """Return the seconds of a call of this kind on a rank besides its passes."""
         return self.efficiencies.call_seconds
 
+    def crowding(self, kind: str, num_busy: int) -> float:
+        """Return how many times longer than measured a call of this kind takes while so many ranks of a host
+        are busy. It is 1 unless they share cores."""
+        return self.cluster.crowding(num_busy)
+
     def peak(self, role: ModelRole) -> float:
         """Return the FLOP/s of matrix products. Raises ValueError when the cluster file lacks the role's
         dtype."""
@@ -339,6 +344,13 @@ class Rates(LinkRates):
         sampling = self.path.sampling_passes * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + e.step_seconds + rows * e.row_seconds
+
+    def decode_hop(self, role: ModelRole, *, rows: np.ndarray) -> np.ndarray:
+        """Return the seconds of a pipeline stage in a decode step of `rows` besides its blocks and head.
+
+        Messages are taken to be sent while the stage works on another cohort.
+        """
+        return np.zeros_like(rows)
 
     def accumulate(self, role: ModelRole, params: float) -> float:
         """Return the seconds to add a micro-batch's gradients to the float32 buffer.

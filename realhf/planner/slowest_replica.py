@@ -28,7 +28,8 @@ class Rollout(NamedTuple):
     """The rows that a generation decodes.
 
     Each of the `replicas` has `num_rows`, of which `slots` run at once. With `shared`, replicas that are done
-    take waiting prompts, of `group` rows each, from others.
+    take waiting prompts, of `group` rows each, from others. In an `alike` share of the groups, all rows have
+    one length.
     """
 
     lengths: Lengths
@@ -38,6 +39,7 @@ class Rollout(NamedTuple):
     replicas: int
     shared: bool
     group: int
+    alike: float = 0.0
 
 
 class DecodeSteps(NamedTuple):
@@ -60,6 +62,7 @@ class DecodeSteps(NamedTuple):
     chances: np.ndarray  # The probabilities of these values.
     most_full_steps: np.ndarray  # The most that `full_steps` can be, for each of these values.
     replicas: int
+    alike_rows: float  # How many rows vary together.
 
     def of_slowest(self, seconds: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the expected seconds of the slowest replica, and its mean number of steps of each kind.
@@ -74,7 +77,7 @@ class DecodeSteps(NamedTuple):
         before = after - by_range
         row_mean = (self.further_ends * (before + after)).sum(axis=1) / 2
         row_squared = (self.further_ends * (before**2 + before * after + after**2)).sum(axis=1) / 3
-        variance = self.further_rows * np.maximum(0.0, row_squared - row_mean**2)
+        variance = self.alike_rows * self.further_rows * np.maximum(0.0, row_squared - row_mean**2)
         deviations = np.sqrt(variance + (self.full_deviation * seconds[0]) ** 2)
         most = self.most_full_steps * seconds[0] + ends + self.further_rows * after[:, -1]
         most = np.maximum(0.0, most - means)[:, None]
@@ -118,11 +121,14 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
     tokens = np.append(0.0, np.cumsum(running)) * table.bin_tokens
     had = np.append(0.0, np.cumsum(_later(ages, table.alive * table.context))) * table.bin_tokens
     edges = np.unique(np.geomspace(1, len(running) + 1, _NUM_RANGES + 1).astype(int)) - 1
-    ends, longer, chances = _last_ends(running, last_rows, rollout.replicas)
+    group = min(float(rollout.group), last_rows)
+    siblings = rollout.alike * (group - 1)  # Rows that end together with the last one.
+    ends, longer, chances = _last_ends(running, last_rows, rollout.replicas, group, rollout.alike)
     low, high = edges[:-1], np.minimum(edges[1:], ends[:, None])
     last_steps = np.maximum(high - low, 0) * table.bin_tokens
     shorter = 1 - longer[:, None]  # All further rows end before the last one.
     further = np.maximum(0.0, tokens[np.maximum(high, low)] - tokens[low] - last_steps * longer[:, None])
+    further = siblings * last_steps + (last_rows - 1 - siblings) * further / shorter
     still = np.maximum(0.0, np.append(running, 0.0)[edges] - longer[:, None]) / shorter
     still = np.hstack([np.ones((len(ends), 1)), still[:, 1:]])
     spread = float(table.deviation > 0)
@@ -139,15 +145,16 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
         most_steps = np.full(len(ends), full_steps + math.ceil(rollout.group / slots) * longest)
     last_steps, further, ended, most_steps = (
         array.reshape(_NUM_ENDS, _NUM_PARTS, -1).mean(axis=1)
-        for array in (last_steps, further / shorter, -np.diff(still, axis=1) * spread, most_steps)
+        for array in (last_steps, further, -np.diff(still, axis=1) * spread, most_steps)
     )
     return DecodeSteps(
         rows=np.concatenate([[slots], np.ones(len(low)), rows]),
         context=np.concatenate([[full_context], context, context]),
         full_steps=full_steps, full_deviation=_full_deviation(rollout, table, slots),
-        last_steps=last_steps, further_steps=(last_rows - 1) * further,
+        last_steps=last_steps, further_steps=further,
         further_ends=ended, further_rows=last_rows - 1, chances=chances,
-        most_full_steps=np.maximum(full_steps, most_steps[:, 0]), replicas=rollout.replicas)
+        most_full_steps=np.maximum(full_steps, most_steps[:, 0]), replicas=rollout.replicas,
+        alike_rows=1 + siblings)
 
 
 class _Table(NamedTuple):
@@ -244,7 +251,7 @@ def _later(starts: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 
 def _last_ends(
-    running: np.ndarray, slots: float, replicas: int
+    running: np.ndarray, slots: float, replicas: int, group: float, alike: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return numbers of bins until the last row of a replica ends, the fraction of rows that would run
     longer, and how probable these numbers are, for each `_NUM_PARTS` of them together.
@@ -255,10 +262,26 @@ def _last_ends(
     later = np.append(np.geomspace(1.0, 0.002 / replicas, _NUM_ENDS), 0.0)  # Chances to end later.
     parts = (np.arange(_NUM_PARTS) + 0.5) / _NUM_PARTS
     middle = later[:-1, None] + np.diff(later)[:, None] * parts
-    # All rows have ended by then with the chance (1 - running) ** slots.
-    longer = -np.expm1(np.log1p(-middle.ravel()) / slots)
+    longer = _longer(np.log1p(-middle.ravel()) * group / slots, group, alike)
     ends = np.searchsorted(-np.minimum.accumulate(running), -longer * (1 + 1e-9))
     return ends, longer, -np.diff(later)
+
+
+def _longer(log_chances: np.ndarray, group: float, alike: float) -> np.ndarray:
+    """Return which fraction of rows runs longer than a time by which all rows of a group have ended with
+    these chances.
+
+    They have with the chance f if they are alike, and f ** group if not, where a row has with chance f.
+    """
+    least, most = log_chances / group, log_chances  # The logarithm of f, if none or all groups are alike.
+    if 0 < alike < 1:
+        low, high = np.minimum(least, most), np.maximum(least, most)
+        for _ in range(60):
+            middle = (low + high) / 2
+            is_low = np.logaddexp(np.log(alike) + middle, np.log1p(-alike) + group * middle) < log_chances
+            low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+        least = low
+    return -np.expm1(most if alike == 1 else least)
 
 
 def _full_deviation(rollout: Rollout, table: _Table, slots: float) -> float:
@@ -275,4 +298,5 @@ def _full_deviation(rollout: Rollout, table: _Table, slots: float) -> float:
     variance = np.interp(bins, np.arange(last + 1), table.starts_variance)
     if bins > last:
         variance *= bins / last
-    return math.sqrt(float(variance) / slots) * table.mean
+    alike_rows = 1 + rollout.alike * (min(float(rollout.group), slots) - 1)
+    return math.sqrt(float(variance) * alike_rows / slots) * table.mean

@@ -21,9 +21,10 @@ _MOST_PER_REPETITION = 3
 class Clock:
     """A clock for work on all ranks at once.
 
-    A rank's time is the lower quartile over repetitions, as other processes can only slow some of them down.
+    A rank's time is the median over repetitions, since the calls of a run vary as much as these do.
     Work of one thread on a CPU that does not communicate is timed by its CPU seconds. Other work on a CPU
     with fewer cores than busy ranks takes that many times longer (see Cluster.crowding), which is taken out.
+    Then it counts at least its CPU seconds, as in some repetitions a rank has its core for itself.
     """
 
     def __init__(self, world: World) -> None:
@@ -44,7 +45,7 @@ class Clock:
         ranks. `waits` tells whether the work communicates.
         """
         began = time.perf_counter()
-        once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
+        once = {key: [self._once(function, waits)[0]] for key, function in work.items()}  # Also warms up.
         (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
         num_busy = min(len(busy) or self.world.size, self.world.ranks_per_host)
         crowding = 1.0 if self._runs_alone and not waits else self.crowding(num_busy)
@@ -55,12 +56,25 @@ class Clock:
         }
         least, most = _REPETITIONS
         repetitions = round(budget / (each * sum(counts.values())))
-        taken: dict[Key, list[float]] = {key: [] for key in work}
+        both: dict[Key, list[tuple[float, float]]] = {key: [] for key in work}
         for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
-                taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
+                both[key] += [self._once(function, waits) for _ in range(counts[key])]
+        taken, worked = ({key: [pair[i] for pair in pairs] for key, pairs in both.items()} for i in range(2))
         self.noise.update(self._agreed(taken, busy, of=relative_spread))
-        return {key: seconds / crowding for key, seconds in self._agreed(taken, busy).items()}
+        seconds = {key: value / crowding for key, value in self._agreed(taken, busy).items()}
+        if crowding == 1:
+            return seconds
+        return {key: max(seconds[key], value) for key, value in self._agreed(worked, busy).items()}
+
+    def calm_share(self, work: Mapping[Key, Callable[[], object]]) -> float:
+        """Return the seconds of work on as many ranks of each host as it has cores, relative to those on all
+        ranks. Every rank must call this."""
+        per_host = self.world.ranks_per_host
+        busy = [rank for rank in range(self.world.size) if rank % per_host < self._cores]
+        mine = work if self.world.rank in busy else dict.fromkeys(work, nothing)
+        calm = self.seconds(mine, waits=False, busy=busy)
+        return min(1.0, sum(calm.values()) / sum(self.seconds(work, waits=False).values()))
 
     def crowding(self, num_busy: int) -> float:
         """Return how many times longer work takes while so many ranks of a host are busy."""
@@ -68,23 +82,33 @@ class Clock:
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
         """Return the seconds on this rank, after all ranks began together."""
-        now = time.process_time if self._runs_alone and not waits else time.perf_counter
+        return self._once(function, waits)[0]
+
+    def _once(self, function: Callable[[], object], waits: bool) -> tuple[float, float]:
+        """Return the seconds on this rank, after all ranks began together, and its CPU seconds."""
         self.world.control.barrier()
-        start = now()
+        worked = time.process_time()
+        start = time.perf_counter()
         function()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        return now() - start
+        passed = time.perf_counter() - start
+        worked = time.process_time() - worked
+        return worked if self._runs_alone and not waits else passed, worked
 
     def _agreed(
         self, taken: Mapping[Key, list[float]], busy: Collection[int],
         *, of: Callable[[list[float]], float] | None = None,
     ) -> dict[Key, float]:  # fmt: skip
-        """Return a statistic of the times, by default the lower quartile: the mean over the busy ranks."""
-        mine = [(of or _lower_quartile)(times) for times in taken.values()]
+        """Return a statistic of the times, by default the median: the mean over the busy ranks."""
+        mine = [(of or statistics.median)(times) for times in taken.values()]
         rows = self.world.control.all_gather_json(mine)
         columns = zip(*(row for rank, row in enumerate(rows) if not busy or rank in busy), strict=True)
         return dict(zip(taken, map(statistics.fmean, columns), strict=True))
+
+
+def nothing() -> None:
+    """Do nothing, on a rank that has no part in the timed work."""
 
 
 def relative_spread(times: list[float]) -> float:
@@ -93,7 +117,3 @@ def relative_spread(times: list[float]) -> float:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return (high - low) / max(middle, 1e-9)
-
-
-def _lower_quartile(times: list[float]) -> float:
-    return times[0] if len(times) == 1 else statistics.quantiles(times, n=4, method="inclusive")[0]

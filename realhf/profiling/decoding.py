@@ -15,6 +15,7 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
+from realhf.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
@@ -34,6 +35,17 @@ def most_rows(model: Transformer, length: int, world: World) -> int:
     """Return how many rows of `length` tokens can be measured."""
     row_bytes = model.cache_token_bytes * length
     return max(1, min(world.control.all_gather_json(int(device_bytes(world) * _CACHE_SHARE / row_bytes))))
+
+
+def cached_tokens(length: int, *, num_rows: int) -> float:
+    """Return the tokens that a measured row reads of the cache, those included that it shares.
+
+    Its prompt of `length` tokens has `num_rows` rows.
+    """
+    size = block_size([(length, num_rows)], max_new_tokens=_NEW_TOKENS)
+    shared = shared_tokens(length, num_rows)
+    own = length + 1.0 - shared
+    return float(shared + tokens_read(own, own, size))
 
 
 class Rows:

@@ -18,9 +18,9 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.dependencies import SAMPLE_BYTES
 from realhf.planner.profile import COLLECTIVES, LinkTables, Table
-from realhf.profiling.clock import Clock
+from realhf.profiling.clock import Clock, nothing
 from realhf.profiling.memory import device_bytes
-from realhf.profiling.models import Sizes
+from realhf.profiling.sizes import Sizes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
 
@@ -116,7 +116,7 @@ def _messages(clock: Clock, hosts: int) -> tuple[Table, float]:
     paired = [rank for rank, partner in enumerate(partners) if partner is not None]
     partner = partners[world.rank]
     work: dict[tuple[str, int, int], Callable[[], object]] = {
-        ("send", hosts, n): _nothing if partner is None else partial(_ping_pong, everybody, world, n, partner)
+        ("send", hosts, n): nothing if partner is None else partial(_ping_pong, everybody, world, n, partner)
         for n in _MESSAGE_BYTES
     }
     seconds = clock.seconds(work, busy=paired)
@@ -253,7 +253,7 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
     for config in (_NARROW, _WIDE):
         spec = model_spec(config)
         num_bytes = spec.numel * DTYPES[dtype].itemsize
-        runs[num_bytes] = _nothing
+        runs[num_bytes] = nothing
         if world.rank in busy:
             shards = NativeEngine(spec, target if world.rank >= peer else source, world, dtype=dtype).shards()
             reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
@@ -261,7 +261,3 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
             runs[num_bytes] = partial(reallocator.run, *ends)
     (few_bytes, few), (many_bytes, many) = clock.seconds(runs, busy=busy).items()
     return _fitted(few_bytes, few, many_bytes, many)
-
-
-def _nothing() -> None:
-    """Do nothing, on a rank that has no part in the timed work."""

@@ -12,7 +12,8 @@ from realhf.planner.problem import Problem
 from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
 from realhf.profiling.clock import Clock
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.profiling.models import Bench, Model, Sizes
+from realhf.profiling.models import Bench
+from realhf.profiling.sizes import Model, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
 
 
@@ -25,6 +26,7 @@ def measure(world: World, problem: Problem) -> Profile:
     shapes = _models(problem)
     links = measure_links(clock, sizes)
     calls = dict[str, Table]()
+    calm = dict[str, float]()
     models: list[ModelTables] = []
     for number, model in enumerate(shapes, start=1):
         for strategy in _strategies(model.config, world):
@@ -34,9 +36,10 @@ def measure(world: World, problem: Problem) -> Profile:
             models.append(ModelTables(
                 shape, model.dtype, strategy.tp, bench.tables(), strategy.ep, bench.noise))
             calls = {**bench.calls(), **calls}
+            calm = calm or bench.calm()
     _say(world, "the machine")
     cluster = measure_cluster(clock, sorted({model.dtype for model in shapes}))
-    return Profile(time.strftime("%Y-%m-%d %H:%M"), machine, cluster, links, calls, models, memory)
+    return Profile(time.strftime("%Y-%m-%d %H:%M"), machine, cluster, links, calls, models, memory, calm)
 
 
 def _say(world: World, what: str) -> None:

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -22,58 +21,20 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
-from realhf.profiling.decoding import Rows, most_rows, prompts
+from realhf.profiling.decoding import Rows, cached_tokens, most_rows, prompts
+from realhf.profiling.sizes import Model, Sizes
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
 _BUDGET = 10.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
-_LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
-_NUM_SIZES = 4
 _SHORT_PROMPT = 16  # The most tokens of prompts that are read.
 _DECODE_STEPS = 16  # Timed decode steps of a generation.
 _BLOCK_STEPS = 4  # Timed decode steps of a model's blocks alone.
 _ANY_SIZE = 1 << 30
 _TINY = 1e-7  # The least seconds; differences of noisy measurements can be less.
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model shape to measure; `calls` are the calls of the experiment that run it."""
-
-    config: ModelConfig
-    dtype: str
-    calls: tuple[FunctionCall, ...]
-
-    def with_blocks(self, count: int, head: str) -> ModelConfig:
-        """Return the config with `count` blocks, with experts if the model has any, and no end-of-sequence
-        token."""
-        c = self.config
-        moe = self.config.moe
-        hf = {name: value for name, value in c.hf.items() if name != "eos_token_id"}
-        return dataclasses.replace(
-            c, num_layers=count, head=head, hf=hf, generation={},
-            windows=tuple(islice(cycle(c.windows), count)) if c.windows else (),
-            rope_layers=tuple(islice(cycle(c.rope_layers), count)) if c.rope_layers else (),
-            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0),
-        )
-
-    @property
-    def outputs(self) -> dict[str, bool]:
-        """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
-        found: dict[str, bool] = {}
-        for call in self.calls:
-            if call.kind != "generate":
-                output = call.work.output
-                found[output] = found.get(output, False) or call.kind == "train_step"
-        return found or {"logprobs": False}
-
-    @property
-    def generates(self) -> bool:
-        return any(call.kind == "generate" for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -91,33 +52,6 @@ class _MeanLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = sum((output.mean() for output in outputs.values()), torch.zeros(()))
         return loss, {}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Means over one step of the experiment: tokens per prompt, tokens per whole sequence, samples, and
-    samples per prompt."""
-
-    prompt_tokens: int
-    tokens: int
-    samples: int
-    group_size: int
-
-    @property
-    def sequence_tokens(self) -> tuple[int, int]:
-        longest = max(8, self.tokens)
-        return max(4, longest // 4), longest
-
-    @property
-    def pass_tokens(self) -> list[int]:
-        longest = self.sequence_tokens[-1]
-        most = max(4, min(self.samples, _LARGEST_PASS // longest))
-        counts = {round(2 * (most / 2) ** (i / (_NUM_SIZES - 1))) for i in range(_NUM_SIZES)}
-        return [longest * count for count in sorted(counts)]
-
-    @property
-    def rows(self) -> list[int]:
-        return sorted({1, max(2, self.samples // 16), max(4, self.samples // 4), max(8, self.samples)})
 
 
 class Bench:
@@ -144,7 +78,7 @@ class Bench:
         self._engines = {n: self._engine(n, self._main, trains=self._trains) for n in (_FEW, _MANY)}
         self._tokens = self._pass_tokens()
         self._rows = self._chosen_rows()
-        work = {**self._passes(), **self._decoding(), **self._updates()}
+        self._work = work = {**self._passes(), **self._decoding(), **self._updates()}
         self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=self._waits)
         kinds = dict.fromkeys(key if isinstance(key, str) else key[0] for key in work)
         self.noise = {
@@ -153,11 +87,14 @@ class Bench:
         }
         """The relative interquartile range of each kind of work: the median over its sizes."""
 
-    def _engine(self, count: int, output: str, *, trains: bool) -> NativeEngine:
+    def _engine(
+        self, count: int, output: str, *, trains: bool, layout: Layout | None = None
+    ) -> NativeEngine:
         config = self._model.with_blocks(count, "lm" if output == "logprobs" else "score")
         optimizer = OptimizerConfig(lr=0.0) if trains else None
         engine = NativeEngine(
-            model_spec(config), self._layout, self._clock.world, dtype=self._model.dtype, optimizer=optimizer)
+            model_spec(config), layout or self._layout, self._clock.world, dtype=self._model.dtype,
+            optimizer=optimizer)
         engine.load(None, seed=0)
         return engine
 
@@ -167,12 +104,12 @@ class Bench:
         """Return the sizes of passes to measure, up to one that takes too long."""
         chosen: list[int] = []
         way = self._train if self._trains else self._forward
-        for tokens in self._sizes.pass_tokens:
+        for tokens in sorted(set(self._sizes.pass_tokens)):
             batch = self._sequences(tokens, self._sizes.sequence_tokens[-1])
             run = way(self._engines[_MANY], self._main, batch)
             chosen.append(tokens)
             taken = [min(self._clock.once(run, waits=self._waits) for _ in range(2))]
-            if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 1:
+            if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 2:
                 break
         return chosen
 
@@ -205,7 +142,7 @@ class Bench:
         if not self._model.generates:
             return {}
         work: dict[Any, Callable[[], object]] = {}
-        short, long = self._prompts
+        short, *_, long = self._prompts
         for rows in self._rows:
             for blocks, engine in self._engines.items():
                 for prompt in self._prompts:
@@ -242,10 +179,11 @@ class Bench:
         return sorted({self._rows[0], self._rows[-1]})
 
     @property
-    def _prompts(self) -> tuple[int, int]:
+    def _prompts(self) -> tuple[int, int, int]:
         short, longest = self._sizes.sequence_tokens
         short = min(short, _SHORT_PROMPT)
-        return short, max(longest - _DECODE_STEPS, short + 2 * _DECODE_STEPS)
+        long = max(longest - _DECODE_STEPS, short + 2 * _DECODE_STEPS)
+        return short, (short + long) // 2, long
 
     @property
     def _shares(self) -> bool:
@@ -310,15 +248,44 @@ class Bench:
 
     def _decode_tables(self) -> dict[str, Table]:
         rows = tuple(map(float, self._rows))
-        axes = {"context_tokens": tuple(prompt + 1.0 for prompt in self._prompts), "rows": rows}
+        contexts = [cached_tokens(prompt, num_rows=1) for prompt in self._prompts]
+        axes = {"context_tokens": tuple(contexts), "rows": rows}
         own = [[self._decoding_block("decode", n, prompt) for n in self._rows] for prompt in self._prompts]
         tables = {"decode_block": Table(axes, own)}
         if self._shares:  # Short prompts share no cache block.
             alike = [self._decoding_block("shared", n) for n in self._rows]
-            tables["decode_shared"] = Table(axes, [own[0], alike])
+            long = cached_tokens(self._prompts[-1], num_rows=self._rows[-1])
+            tables["decode_shared"] = Table({**axes, "context_tokens": (contexts[0], long)}, [own[0], alike])
         if not self._only_blocks:
             tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
+            if not self._waits and self._clock.world.ranks_per_host % 2 == 0:
+                tables["decode_hop"] = self._decode_hops(tables)
         return tables
+
+    def _decode_hops(self, tables: Mapping[str, Table]) -> Table:
+        """Time decode steps of two stages of a block each, on all pairs of ranks.
+
+        The seconds of the table, by rows of a cohort, are what a stage takes besides its block and head.
+        """
+        first = self._clock.world.rank // 2 * 2
+        layout = Layout(ParallelStrategy(pp=2), DeviceMesh((first, first + 1)))
+        engine = self._engine(2, self._main, trains=False, layout=layout)
+        counts = sorted({2, self._rows[-1]})
+        short = self._prompts[0]
+        work: dict[Any, Callable[[], object]] = {
+            (rows, new): self._generate(engine, rows, short, new)
+            for rows in counts for new in (1, 1 + _DECODE_STEPS)
+        }  # fmt: skip
+        taken = self._clock.seconds(work)
+        # On shared cores, the times are means over both stages, of which only the last one has the head.
+        heads = 0.5 if self._clock.crowding(self._clock.world.ranks_per_host) > 1 else 1.0
+        hops = []
+        for rows in counts:
+            step = (taken[rows, 1 + _DECODE_STEPS] - taken[rows, 1]) / _DECODE_STEPS
+            block = tables["decode_block"].at(short + 1.0, rows / 2)
+            head = heads * tables["decode_head"].at(rows / 2)
+            hops.append(max(_TINY, float(step / 2 - block - head)))
+        return Table({"rows": tuple(rows / 2 for rows in counts)}, hops)
 
     def _decoding_block(self, name: str, *key: int) -> float:
         """Return the seconds of a block in one decode step."""
@@ -355,6 +322,24 @@ class Bench:
         whole = self._seconds["generate", rows, 1]
         return max(_TINY, whole - _FEW * reading - self._decoding_head(rows))
 
+    def calm(self) -> dict[str, float]:
+        """Return the seconds of passes and of decode steps on as many ranks of a host as it has cores,
+        relative to those on all of its ranks; nothing if each rank has a core."""
+        world = self._clock.world
+        if self._waits or self._clock.crowding(world.ranks_per_host) == 1:
+            return {}
+        tokens = self._tokens[len(self._tokens) // 2]
+        chosen: dict[str, list[tuple[Any, ...]]] = {
+            "decode": [("decode", _MANY, self._rows[-1], prompt) for prompt in self._prompts]}
+        length = self._sizes.sequence_tokens[-1]
+        chosen["passes"] = [(way, self._main, _MANY, tokens, length) for way in ("forward", "train")]
+        found = {}
+        for name, keys in chosen.items():
+            work = {key: self._work[key] for key in keys if key in self._work}
+            if work:
+                found[name] = self._clock.calm_share(work)
+        return found
+
     # Calls to the engine
 
     def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
@@ -377,8 +362,9 @@ class Bench:
 
     def _sequences(self, tokens: int, length: int) -> Batch:
         """Return sequences of about one length that consist of responses; consecutive ones differ in
-        length."""
-        count = max(1, tokens // length)
+        length. If there are fewer tokens than that, there is one sequence."""
+        length = min(tokens, length)
+        count = tokens // length
         lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
         ids = torch.arange(sum(lengths)) * 7919 % self._model.config.vocab_size
         mask = torch.ones(len(ids))

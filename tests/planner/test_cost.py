@@ -1,5 +1,6 @@
 """Costs against the formulas of the papers, on clusters where all but one thing is free."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
+from realhf.inference.block_tables import BlockTables
+from realhf.kv_blocks import tokens_read
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
@@ -14,6 +17,7 @@ from realhf.planner.cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.engine_paths import OUR_CPU
 from realhf.planner.expert_load import busiest_load
+from realhf.planner.generated_rows import in_busiest_cohort
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates, Span
 
@@ -140,7 +144,7 @@ def test_decoding_reads_weights_and_cache_once_per_token():
     spent = _cost(rates, "generate", "d1", work=work).parts["decode"]
     layers = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * LLAMA.intermediate_size)
     head = LLAMA.vocab_size * LLAMA.hidden_size
-    context = np.arange(1025, 1089)
+    context = np.ceil(np.arange(1025, 1089) / 128) * 128  # Whole blocks are read.
     read = 2 * (64 * (layers + head) + (4 * context * 2 * LLAMA.hidden_size * LLAMA.num_layers).sum())
     sampling = 64 * 4 * 8 * LLAMA.vocab_size * 4
     assert spent == pytest.approx((read + sampling) / 1e12, rel=1e-3)
@@ -150,7 +154,10 @@ def test_decoding_reads_weights_and_cache_once_per_token():
 
 
 def test_samples_of_a_prompt_read_its_cache_once():
-    """Only whole blocks are shared: all of 1024 tokens, but 15 blocks of 64 of 1023 tokens."""
+    """Only whole blocks are shared: all of 1024 tokens, but 15 blocks of 64 of 1023 tokens.
+
+    Other blocks of all rows are read up to the newest token if there is one of each, and else as a whole.
+    """
     rates = _rates(memory=1e12, path=OUR_CPU)
     token = 2 * 4096 * 2 * 32  # bytes: keys and values, hidden, bfloat16, layers
     for prompt, in_blocks in ((1024, 1024), (1023, 960), (63, 0)):
@@ -159,7 +166,39 @@ def test_samples_of_a_prompt_read_its_cache_once():
             _cost(rates, "generate", "d1", work=replace(work, samples_per_prompt=count)).parts["decode"]
             for count in (1, 8)
         )
-        assert own - shared == pytest.approx(256 * (64 - 8) * in_blocks * token / 1e12, abs=1e-9)
+        size = 64 if in_blocks else 128  # Prompts that can share blocks have small ones.
+        saved = 0.0
+        for last in range(prompt + 1, prompt + 257):
+            rest = last - in_blocks
+            alone = last if last <= 128 else math.ceil(last / 128) * 128
+            together = rest if rest <= size else math.ceil(rest / size) * size
+            saved += 64 * (alone - together) - 8 * in_blocks
+        # Steps are priced in ranges, each with its mean context.
+        assert own - shared == pytest.approx(saved * token / 1e12, rel=0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize(("length", "size"), [(40, 64), (100, 64), (127, 128), (128, 128), (300, 128)])
+def test_a_decode_step_reads_the_blocks_that_are_priced(length, size):
+    per_row = math.ceil((length + 1) / size)
+    tables = BlockTables(num_slots=6, num_blocks=6 * per_row, block_size=size, blocks_per_row=per_row)
+    for slot in range(6):
+        tables.start(slot, range(slot * per_row, (slot + 1) * per_row), length=length)
+    (own,) = tables.advance().sets
+    assert len(own.rows_PS) * own.width == 6 * tokens_read(length + 1, length + 1, size)
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_the_largest_cohort_is_that_of_drawn_rows(alike):
+    """Rows of 16 prompts end at random, in groups of 4 if they are alike, and 2 or 4 cohorts have them."""
+    rng = np.random.default_rng(0)
+    for cohorts in (2, 4):
+        for share in (0.2, 0.5, 0.9):
+            drawn = rng.random((20_000, cohorts, 16 // cohorts, 4))
+            runs = (drawn[..., :1] if alike else drawn) < share
+            rows = (runs * np.ones(4)).sum(axis=(2, 3)).max(axis=1).mean()
+            mean = np.array([64 / cohorts * share])
+            found = in_busiest_cohort(mean, 64 / cohorts, cohorts, 1 + 3 * alike)
+            assert found == pytest.approx(rows, rel=0.07)
 
 
 def test_short_responses_end_early():

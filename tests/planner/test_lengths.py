@@ -17,7 +17,7 @@ from realhf.micro_batch import groups_of, micro_batches
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
-from realhf.planner.lengths import geometric, long_tail, observed
+from realhf.planner.lengths import alike_share, geometric, long_tail, observed
 from realhf.planner.micro_batches import mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
@@ -309,3 +309,36 @@ def test_rewards_are_scored_as_many_at_once_as_their_concurrency_says(tmp_path):
         problem = problem_of(experiment, Cluster.load("cpu-laptop"))
         (times[concurrency],) = filter(None, (work.scoring for work in problem.workloads.values()))
     assert times == {None: ScoringTime(0.5, 4.0), 8: ScoringTime(0.5, 4.0, 10.0, 8)}
+
+
+def test_answers_of_one_prompt_resemble_each_other_as_much_as_a_run_says(tmp_path):
+    """Groups that share a part of the variance of their logarithm have this part as their correlation."""
+    rng = np.random.default_rng(5)
+    for share in (0.0, 0.3, 0.8, 1.0):
+        common, own = rng.normal(size=(4000, 1)), rng.normal(size=(4000, 4))
+        groups = np.exp(6 + math.sqrt(share) * common + math.sqrt(1 - share) * own)
+        assert alike_share(groups.tolist()) == pytest.approx(share, abs=0.03)
+    assert alike_share([[5, 5]]) == alike_share([[5], [7]]) == alike_share([[5, 5], [5, 5]]) == 0.0
+    assert alike_share([[5, 5], [7, 7, 7]]) == 1.0
+    (tmp_path / "rollouts.jsonl").write_text("".join(
+        json.dumps({"step": step, "prompt_number": 0, "length": n, "finished": True}) + "\n"
+        for step, n in ((1, 10), (1, 10), (2, 20), (2, 20))))
+    assert _workload(tmp_path, lengths_from=str(tmp_path)).alike == 1.0
+    assert _workload(tmp_path, response_tokens=300).alike == 0.0
+
+
+@pytest.mark.parametrize("alike", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["geometric", "long tail"])
+def test_the_slowest_replica_has_prompts_whose_answers_are_alike(name, alike):
+    """Without waiting rows, a replica's seconds follow from the lengths that are drawn."""
+    lengths = LENGTHS[name]
+    rng = np.random.default_rng(11)
+    group = 4
+    for replicas, rows in ((1, 64), (4, 16), (8, 32), (2, 4)):
+        drawn = lengths.draw(rng, (3000, replicas, rows // group, group))
+        is_alike = rng.random((3000, replicas, rows // group, 1)) < alike
+        drawn = np.where(is_alike, drawn[..., :1], drawn).reshape(3000, replicas, rows)
+        rollout = Rollout(lengths, 1, rows, rows, replicas, False, group, alike)
+        for step, row in ((1.0, 0.0), (1.0, 0.05)):
+            seconds = (step * drawn.max(axis=2) + row * drawn.sum(axis=2)).max(axis=1)
+            assert _priced(rollout, (step, row, 0.0)) == pytest.approx(seconds.mean(), rel=0.05)

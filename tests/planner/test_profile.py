@@ -227,6 +227,32 @@ def test_a_profile_of_other_processes_is_refused():
         ProfiledRates(given, dataclasses.replace(four, device_type="cuda"))
 
 
+def test_messages_that_were_not_measured_are_said():
+    document = copy.deepcopy(DOCUMENT)
+    r = ProfiledRates(Profile.from_dict({**document, "links": []}))
+    assert r.send(500, within_host=True) == roofline().send(500, within_host=True)
+    assert r.notes == {"not measured: messages inside a host: the figures of the cluster's links": None}
+
+
+def test_calls_with_a_core_for_each_rank_take_the_calm_share_of_their_seconds():
+    given = Profile.from_dict({**copy.deepcopy(DOCUMENT), "calm": {"passes": 0.8}})
+    r = ProfiledRates(given, dataclasses.replace(given.cluster, devices_per_host=4, cores_per_host=2))
+    assert [r.crowding("train_step", busy) for busy in (1, 2, 3, 4)] == [0.8, 0.8, 1.5, 2.0]
+    assert [r.crowding("generate", busy) for busy in (1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.0]
+    assert ProfiledRates(given).crowding("train_step", 1) == 1.0
+
+
+def test_stages_that_decode_take_the_measured_time_of_their_messages():
+    document = copy.deepcopy(DOCUMENT)
+    rows = np.array([1.0, 4.5])
+    r = ProfiledRates(Profile.from_dict(document))
+    assert r.decode_hop(ROLE, rows=rows).tolist() == [0, 0]
+    assert any("messages between stages that decode" in note for note in r.notes)
+    document["models"][0]["tables"]["decode_hop"] = {"rows": [1, 8], "seconds": [1, 3]}
+    r = ProfiledRates(Profile.from_dict(document))
+    assert r.decode_hop(ROLE, rows=rows).tolist() == [1, 2] and not r.notes
+
+
 @pytest.mark.slow
 def test_two_processes_measure_the_machine(tmp_path: Path):
     experiment, out = write_experiment(tmp_path, "ppo"), tmp_path / "profile.yaml"
@@ -237,6 +263,7 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert measured.cluster.devices_per_host == 2 and measured.machine["processes"] == 2
     assert measured.cluster.inter_host is None and [entry.hosts for entry in measured.links] == [1]
     assert {tables.tp for tables in measured.models} == {1, 2}
+    assert "decode_hop" in measured.models[0].tables
     for tables in measured.models:
         assert {"block_forward", "block_backward", "decode_block", "decode_head"} <= tables.tables.keys()
         assert {"logprobs_backward", "values_backward", "update"} <= tables.tables.keys()

@@ -47,7 +47,7 @@ def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_
     assert alone == num_stages + num_micro_batches - 1
     parts = {"compute": float(num_micro_batches), "pipeline": num_stages - 1.0}
     crowding = max(1.0, num_stages / num_cores)
-    cost = on_shared_cores(CallCost(alone, parts), crowding)
+    cost = on_shared_cores(CallCost(alone, parts), [crowding])
     taken = take_turns(num_stages, num_micro_batches, num_cores)
     assert cost.seconds <= taken * (1 + 1e-9)
     assert cost.seconds >= 0.65 * taken
@@ -59,17 +59,18 @@ def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_
 @pytest.mark.parametrize("num_cores", [1, 2, 4])
 @pytest.mark.parametrize(("replicas", "tp"), [(2, 1), (4, 1), (2, 2), (6, 1)])
 def test_the_slowest_replica_has_the_cores_for_itself_in_the_end(replicas, tp, num_cores):
-    """Compare with fair sharing among the slowest replica, which takes 3 s alone, and others of 1.2 s."""
-    left = [3.0] * tp + [1.2] * (replicas - 1) * tp
+    """Compare with fair sharing among the slowest replica, which takes 3 s alone, and others whose times are
+    spread evenly around a mean of 1.2 s."""
+    others = [2.4 * (i + 0.5) / (replicas - 1) for i in range(replicas - 1)]
+    left = [time for time in (3.0, *others) for _ in range(tp)]
     taken = 0.0
     while left:
         least = min(left)
         taken += least * max(1.0, len(left) / num_cores)
-        left = [each - least for each in left if each > least]
-    mean_share = (3.0 + (replicas - 1) * 1.2) / replicas / 3.0
+        left = [each - least for each in left if each > least + 1e-12]
+    mean_share = (3.0 + sum(others)) / replicas / 3.0
     cost = CallCost(3.0, {"compute": 3.0}, mean_share=mean_share)
-    crowding, alone = (max(1.0, ranks / num_cores) for ranks in (replicas * tp, tp))
-    found = on_shared_cores(cost, crowding, alone=alone, replicas=replicas)
+    found = on_shared_cores(cost, [max(1.0, k * tp / num_cores) for k in range(1, replicas + 1)])
     assert found.seconds == pytest.approx(taken)
     assert sum(found.parts.values()) == pytest.approx(taken)
 
