@@ -67,7 +67,8 @@ def run_pipeline(
         else:
             outgoing = groups.pp.post(sends, [])
             incoming = groups.pp.post([], recvs)
-        sent.append(outgoing)
+        if sends:
+            sent.append(outgoing)
         while len(sent) > 2:  # Older messages have arrived; waiting for them frees their tensors.
             sent.pop(0).wait()
         incoming.wait()
