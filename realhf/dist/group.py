@@ -179,6 +179,15 @@ class Group:
             self._all_gather_chunks(list(out.unbind()))
         return out
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor`, of `size` rows, over the group; return row `index`. The other rows are undefined then."""
+        mine = tensor[self.index]
+        if self._native:
+            self._run("_reduce_scatter_base", mine, tensor).wait()
+        elif self.size > 1:
+            self._post_reduce_scatter(list(tensor.unbind()))()
+        return mine
+
     def post_reduce_scatter(self, flat: torch.Tensor) -> Callable[[], None]:
         """Start to sum a flat tensor over the group, in place; it must stay untouched until the returned
         function is called.

@@ -155,8 +155,8 @@ class Moe:
         y_RH = self._compute(rows_RH, RowGroups(_ends(expert_R, self.num_local)))
         y_AKH = y_RH.index_select(0, _inverse(order_R)).unflatten(0, expert_AK.shape)
         mixed_AH = _mixed(weights_AK.to(x_TH.dtype), y_AKH.masked_fill(~is_mine_AK[..., None], 0))
-        chunks = list(mixed_AH.split(self.gathered_tokens))
-        return self.ep.reduce_scatter_chunks(chunks)[: len(x_TH)]
+        mixed_GTH = mixed_AH.unflatten(0, (self.ep.size, -1)).contiguous()
+        return self.ep.reduce_scatter(mixed_GTH)[: len(x_TH)]
 
     @property
     def has_kernels(self) -> bool:
