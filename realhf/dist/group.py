@@ -180,7 +180,7 @@ class Group:
         return out
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor`, of `size` rows, over the group; return row `index`. The other rows are undefined then."""
+        """Sum `tensor`, of `size` rows, over the group; return row `index`. Other rows are undefined then."""
         mine = tensor[self.index]
         if self._native:
             self._run("_reduce_scatter_base", mine, tensor).wait()
