@@ -10,6 +10,9 @@ SMALL = 64
 _LARGE = 128
 """Tokens in a large block, which is faster to attend to; a shorter one is a multiple of `_STEP`."""
 _STEP = 16
+_DOUBLING = 32
+"""Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_STEPS_DOUBLE`."""
+_STEPS_DOUBLE = 256
 SHARE_OF_HOST = 0.5
 """Share of a host's free memory that a cache may take, unless the user sets a limit: others use it, too."""
 SHARE_OF_DEVICE = 0.9
@@ -36,11 +39,16 @@ def cached_heads(config: ModelConfig, tp: int) -> CachedHeads:
     return CachedHeads(max(1, config.num_kv_heads // tp), config.head_dim, None)
 
 
-def block_size(prompts: Sequence[tuple[int, int]], *, max_new_tokens: int) -> int:
+def block_size(
+    prompts: Sequence[tuple[int, int]], *, max_new_tokens: int, page_tokens: int | None = None
+) -> int:
     """Return the number of tokens in a block, for prompts of (tokens, samples).
 
-    Blocks are small if samples can share one, and not longer than the longest row.
+    Blocks are small if samples can share one, and not longer than the longest row. Blocks of a paged cache,
+    whose kernels want multiples of `page_tokens`, have one size for the whole run.
     """
+    if page_tokens is not None:
+        return -(-SMALL // page_tokens) * page_tokens
     if any(length >= SMALL and count > 1 for length, count in prompts):
         return SMALL
     longest = max(length for length, _ in prompts) + max_new_tokens
@@ -75,11 +83,13 @@ def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int,
 
 
 def tokens_for(
-    length: int, samples_per_prompt: int, *, num_slots: int, num_samples: int, max_new_tokens: int
-) -> int:
+    length: int, samples_per_prompt: int, *, num_slots: int, num_samples: int, max_new_tokens: int,
+    page_tokens: int | None = None,
+) -> int:  # fmt: skip
     """Return how many tokens fit in the blocks that `blocks_for` returns if all prompts are alike."""
     shares = samples_per_prompt > 1
-    size = block_size([(length, samples_per_prompt)], max_new_tokens=max_new_tokens)
+    size = block_size(
+        [(length, samples_per_prompt)], max_new_tokens=max_new_tokens, page_tokens=page_tokens)
     whole = length // size * shares
     prompts = -(-num_samples // samples_per_prompt)
     prompts = min(prompts, -(-2 * num_slots * prompts // num_samples))
@@ -88,8 +98,10 @@ def tokens_for(
 
 
 def padded_size(count: int) -> int:
-    """Round up to one of a few sizes: every size up to 8, then four sizes per doubling."""
-    step = max(1, 1 << (count - 1).bit_length() >> 3)
+    """Return the number of rows of the recorded decoding pass that computes `count` rows."""
+    if count <= _DOUBLING:
+        return 1 << max(0, count - 1).bit_length()
+    step = _DOUBLING if count <= _STEPS_DOUBLE else 2 * _DOUBLING
     return -(-count // step) * step
 
 

@@ -24,6 +24,7 @@ LAYERS = {
     **dict.fromkeys(("interruption", "sampling_config"), 2.6),
     **dict.fromkeys(("calls", "rollout_log"), 2.7),
     "learning_rates": 2.8,
+    "attention": 2.9,
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,

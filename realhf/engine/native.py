@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from realhf.attention.interface import AttentionBackend
 from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
@@ -18,6 +20,7 @@ from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
+from realhf.inference.page_pool import page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import Round, prompt_groups
@@ -37,8 +40,10 @@ class NativeEngine(Engine):
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
-        float32_head: bool = False,
+        float32_head: bool = False, paged: AttentionBackend | None = None,
     ) -> None:  # fmt: skip
+        """Generation attends to its cache by the backend `paged`; None: by the best one of a GPU, or block by
+        block on a CPU."""
         groups = ParallelGroups.create(world, layout)
         self.adapters = None
         if lora is not None:
@@ -47,6 +52,8 @@ class NativeEngine(Engine):
             spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
+        self.pages = page_pool(self.model, paged)
+        """The pages of all generations of this engine; None: each generation has its own."""
         self._kept: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
 
@@ -74,7 +81,10 @@ class NativeEngine(Engine):
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
-        generation = Generation(self.model, work, stream=call.name, limit=limit, keeps=keeps)
+        if limit.num_bytes is None:
+            self.release("cache")  # What is free is measured without the pages of other calls.
+        generation = Generation(
+            self.model, work, stream=call.name, limit=limit, pool=self.pages, keeps=keeps)
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
@@ -98,9 +108,18 @@ class NativeEngine(Engine):
         return prompts[slice(*even_split(len(prompts), self.groups.cp.size, self.groups.cp.index))]
 
     def flush_cache(self, call: str) -> None:
-        self._kept.pop(call, None)
+        if call in self._kept:
+            generation, _ = self._kept.pop(call)
+            generation.release()
+
+    def release(self, *what: Literal["gradients", "cache"]) -> None:
+        super().release(*what)
+        if "cache" in what and self.pages is not None and not self._kept:
+            self.pages.release()
 
     def _cache_bytes(self) -> int:
+        if self.pages is not None:
+            return self.pages.num_bytes
         return sum(generation.kept_bytes for generation, _ in self._kept.values())
 
     def _micro_batches(

@@ -11,10 +11,10 @@ class BlockManager:
     close together.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._free = list(range(num_blocks))
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self._free = sorted(blocks)
         """The free blocks, rising."""
-        self._users = [0] * num_blocks
+        self._users = dict.fromkeys(self._free, 0)
 
     @property
     def num_free(self) -> int:
@@ -24,10 +24,16 @@ class BlockManager:
     def num_blocks(self) -> int:
         return len(self._users)
 
-    def grow(self, num_blocks: int) -> None:
-        """Add free blocks at the end, so that there are `num_blocks` in all."""
-        self._free += range(self.num_blocks, num_blocks)
-        self._users += [0] * (num_blocks - self.num_blocks)
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks, free or not."""
+        return list(self._users)
+
+    def grow(self, blocks: Iterable[int]) -> None:
+        """Add free blocks."""
+        for block in blocks:
+            self._users[block] = 0
+            insort(self._free, block)
 
     def allocate(self, count: int, *, to_share: bool = False) -> list[int]:
         """Take `count` free blocks, which then have one user each. There must be enough of them."""

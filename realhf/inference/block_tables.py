@@ -8,6 +8,7 @@ that share a block, M blocks of the row that has most.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 _DENSE = 0.5  # A range of blocks is read in place if at least this share of it is in use; else it is copied.
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+PAGED_ROWS = ("position_B", "cache_position_B", "lens_B", "table_BM")
+"""The arrays of BlockTables.advance_pages."""
 
 
 @dataclass(frozen=True)
@@ -139,29 +143,28 @@ class BlockTables:
         """Return the slots that have rows."""
         return np.flatnonzero(self._is_running)
 
-    def size(self) -> tuple[int, int]:
-        """Return the number of running rows, and the number of blocks of the row that has most."""
-        slots = self.running()
-        return len(slots), int(self._counts[slots].max())
-
     @property
-    def largest_size(self) -> tuple[int, int]:
-        """Upper bounds of `size`."""
-        return self.num_slots, self._table.shape[1]
+    def blocks_per_row(self) -> int:
+        """The most blocks that a row may have."""
+        return self._table.shape[1]
 
-    def advance_by_table(self, num_rows: int, num_blocks: int) -> Integers:
+    def advance_pages(self, num_rows: int, num_pages: int) -> dict[str, NDArray[Any]]:
         """Add one token to every running row, none of which may be `full`.
 
-        Returns a table of `num_rows` rows: position of the new token, its cache position, and `num_blocks`
-        blocks, of which those beyond the row's own are arbitrary. Padding rows write to a spare block, which
-        follows the blocks that these tables know.
+        Returns, for `num_rows` rows: position and cache position of the new token, cached tokens, and a table
+        of `num_pages` pages, of which those beyond the row's own are arbitrary. Rows beyond the running ones
+        are padding, and write to page 0.
         """
         slots, lens, cache_positions = self._next_tokens()
-        numbers = np.full((num_rows, 2 + num_blocks), self.num_blocks, np.int64)
-        numbers[:, 0] = 0
-        numbers[:, 1] = self.num_blocks * self.block_size
-        numbers[: len(slots)] = np.column_stack((lens, cache_positions, self._table[slots, :num_blocks]))
-        return numbers
+        count = len(slots)
+        arrays: dict[str, NDArray[Any]] = {
+            "position_B": np.zeros(num_rows, np.int64), "cache_position_B": np.zeros(num_rows, np.int64),
+            "lens_B": np.ones(num_rows, np.int32), "table_BM": np.zeros((num_rows, num_pages), np.int32)}
+        arrays["position_B"][:count] = lens
+        arrays["cache_position_B"][:count] = cache_positions
+        arrays["lens_B"][:count] = lens + 1
+        arrays["table_BM"][:count, : self._table.shape[1]] = self._table[slots]
+        return arrays
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
         """Add one token to every running row; return slots, positions and cache positions of the tokens."""

@@ -1,38 +1,72 @@
-"""Cohort: samples that share a cache and slots, and the steps in which a replica's ranks continue them.
+"""Cohort: samples that share pages and slots, and the steps in which a replica's ranks continue them.
 
 All ranks of a replica execute the scheduler's steps in lockstep (continuous batching). Hidden states flow to
 later pipeline stages, tokens back to earlier ones.
+
+On the paged path a step starts before the host has read the tokens of the step before. A row that has ended
+with that token then computes one token too many, which nobody reads, and frees its slot one step later.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from realhf.dist.group import Pending
 from realhf.inference.block_manager import BlockManager
-from realhf.inference.decode_graphs import DecodeGraphs, recorder
-from realhf.inference.forward_batch import ChunkedPrefill, Prefill, next_tokens
+from realhf.inference.decode_graphs import DecodeGraphs
+from realhf.inference.forward_batch import (
+    chunk_arrays,
+    cpu_segments,
+    paged_chunks,
+    paged_rows,
+    prefill,
+)
 from realhf.inference.kept_cache import KeptCache
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
-from realhf.inference.kv_cache import KVCache
+from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
-from realhf.inference.scheduler import Chunk, ParkedRow, Prompt, Scheduler, Step
+from realhf.inference.scheduler import ParkedRow, Prompt, Scheduler, Step
+from realhf.inference.transfers import Download, StepUpload
+from realhf.kv_blocks import padded_size
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 
 
+@dataclass
+class _Started:
+    """A step that has been started, and what is known of its results."""
+
+    step: Step
+    at: tuple[torch.Tensor, torch.Tensor]  # Where the buffer keeps the tokens and log-probs.
+    drawn_S: torch.Tensor  # On the last stage: the token of each of the step's samples.
+    unread: set[int] = field(default_factory=set)
+    """Samples that had ended before the step, as has been found out since."""
+    download: Download | None = None
+
+    def numbers(self) -> list[int]:
+        """Return the samples that get a token."""
+        if not self.unread:
+            return self.step.samples
+        return [number for number in self.step.samples if number not in self.unread]
+
+
 class Cohort:
-    """Samples that share a cache and slots in one round.
+    """Samples that share pages and slots in one round.
 
     With `kept`, the unfinished samples of the round before go on from their cached tokens, all new groups
-    begin here, and the cache stays allocated.
+    begin here, and their pages stay leased.
     """
 
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
-        *, queue: PromptQueue, seed: int, kept: KeptCache | None = None,
+        *, queue: PromptQueue, seed: int, pool: PagePool, kept: KeptCache | None = None,
     ) -> None:  # fmt: skip
         self.sizes = CacheSizes(groups, limits)
         num_begun = self.sizes.num_at_once(groups) if kept is None else len(groups)
@@ -41,6 +75,7 @@ class Cohort:
         """The groups that have to wait in the queue."""
         self._model = model
         self._limits = limits
+        self._pool = pool
         self._kept = kept
         self._parallel = model.groups
         self._device = model.flat.device
@@ -50,17 +85,18 @@ class Cohort:
         self.samples = RolloutBuffer(
             capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
-        self._step: Step | None = None
-        self._drawn = torch.zeros(0, dtype=torch.long)
+        # Rows of a longrope model restart by their lengths, which must then be known.
+        self._is_ahead = pool.backends is not None and model.rope_boundary is None
+        self._upload = StepUpload(self._device)
+        self._last: _Started | None = None
         self._in_lockstep = self._parallel.ep.size > 1
         """Whether some other rank of the ep group may still have samples."""
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
-        self._cache: KVCache | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._leased: list[int] = []
 
     def start(self, waiting: Sequence[PromptGroup]) -> None:
-        """Allocate the cache and the scheduler for as many rows as may run at once, within the budget.
+        """Lease pages and make the scheduler for as many rows as may run at once, within the budget.
 
         Any of the groups that are `waiting` may come out of the queue.
         """
@@ -68,19 +104,15 @@ class Cohort:
         possible = [*(row.group for row in rows), *self._begun, *waiting]
         if not possible:
             return
-        work = self._limits.work
         sizes = CacheSizes(possible, self._limits)
-        record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
-        num_spare = int(record is not None)  # DecodeGraphs need a spare block.
         if self._kept is None:
-            blocks = BlockManager(sizes.num_blocks)
-            self._cache = KVCache.of(self._model, sizes.num_blocks + num_spare, sizes.block_size)
+            self._leased = self._pool.lease(sizes.num_blocks, page_size=sizes.block_size)
+            blocks = BlockManager(self._leased)
         else:
-            self._kept.make_room(self._model, self._begun, self._limits, num_spare=num_spare)
+            self._kept.make_room(self._begun, self._limits)
             blocks = self._kept.blocks
-            self._cache = self._kept.cache
-        assert self._cache is not None
-        self._tables = sizes.tables(blocks.num_blocks)
+        self._tables = sizes.tables(self._pool.cache.num_blocks)
+        self._row_pages = self._pool.widen(self._tables.blocks_per_row)
         continued = [row.continue_in(self.samples) for row in rows]
         parked = [row for row in continued if isinstance(row, ParkedRow)]
         self.samples.set_last_tokens([row.sample for row in parked])
@@ -88,121 +120,200 @@ class Cohort:
         prompts += [self.samples.add(group) for group in self._begun]
         self._scheduler = Scheduler(
             prompts, tables=self._tables,
-            history=self.samples.history, prefill_tokens=work.prefill_tokens,
+            history=self.samples.history, prefill_tokens=self._limits.work.prefill_tokens,
             restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked)
-        if record is not None:
-            self._graphs = DecodeGraphs(self._model, self._cache, self._tables, record)
+
+    @cached_property
+    def _graphs(self) -> DecodeGraphs | None:
+        """The recorded passes, asked for when all cohorts have their pages; a round does not change them."""
+        return self._pool.graphs if self._limits.work.cuda_graphs else None
 
     def _take_prompt(self) -> Prompt | None:
         group = self._queue.take()
         return None if group is None else self.samples.add(group)
 
     def advance(self) -> bool:
-        """Receive the tokens of the previous step and start the next one; return whether there was one.
+        """Start the next step, and read the tokens of the step before; return whether there was a next one.
 
         The messages of a step are in flight until the next call.
         """
         for sent in self._sent:
             sent.wait()
         self._sent = []
-        if self._step is not None:
-            self._receive_tokens(self._step)
-        self._step = None if self._scheduler is None else self._scheduler.plan()
-        if self._step is None:
-            if self._kept is not None and self._scheduler is not None:
-                self._kept.keep(self._scheduler.parked, self.samples)
-            self._scheduler = self._cache = self._graphs = None  # This frees memory for other cohorts.
-        is_running = self._step is not None
+        last = self._last
+        is_read = last is None or self._receive(last)
+        if not is_read and self._scheduler is not None and self._scheduler.may_reclaim:
+            assert last is not None
+            is_read = self._read_late(last, following=None)
+        step = None if self._scheduler is None else self._scheduler.plan()
+        is_running = step is not None
         if self._in_lockstep:
             is_running = any(self._parallel.ep_control.all_gather_json(is_running))
             self._in_lockstep = is_running
-        if self._step is not None:
-            self._compute(self._step)
+        self._last = None
+        if step is not None:
+            self._last = self._compute(step)
         elif is_running:  # Another rank of the ep group has a step.
-            self._model(self._input([], []), [])
+            self._model(self._input(torch.zeros(0, dtype=torch.long, device=self._device), []), [])
+        if not is_read and last is not None:
+            self._read_late(last, following=self._last)
+        if step is None:
+            self._finish()
         return is_running
 
-    def _compute(self, step: Step) -> None:
+    def _finish(self) -> None:
+        """Keep the unfinished rows of the round, or give the pages back."""
+        if self._scheduler is not None and self._kept is not None:
+            self._kept.keep(self._scheduler.parked, self.samples)
+        self._pool.give_back(self._leased)
+        self._leased = []
+        self._scheduler = None
+
+    def _receive(self, last: _Started) -> bool:
+        """Take over the tokens of the last step, and tell the scheduler which samples have ended, as far as
+        the host knows; return whether it knows all."""
+        if not self._parallel.is_last_stage:
+            last.drawn_S = torch.empty(len(last.step.samples), dtype=torch.long, device=self._device)
+            self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, last.drawn_S)])
+        self.samples.tokens[last.at] = last.drawn_S
+        last.download = Download(last.drawn_S)
+        numbers = last.numbers()
+        ended = self.samples.count(numbers)
+        if not self._is_ahead:
+            ended |= self._finished(last, numbers)
+        stopped = np.array(numbers, np.int64)[ended]
+        if last.unread:  # The scheduler knows that these have ended.
+            ended = np.array([number in last.unread for number in last.step.samples], bool)
+            ended |= np.isin(last.step.samples, stopped)
+        assert self._scheduler is not None
+        self._copy(self._scheduler.update(ended, parks=self._parks(stopped.tolist())))
+        return not self._is_ahead
+
+    def _read_late(self, last: _Started, *, following: _Started | None) -> bool:
+        """End the samples whose tokens of the last step say so; the `following` step may have begun."""
+        numbers = last.numbers()
+        finished = np.array(numbers, np.int64)[self._finished(last, numbers)].tolist()
+        if following is not None:
+            following.unread |= set(finished)
+        if self._scheduler is not None:
+            self._copy(self._scheduler.end(
+                finished, parks=self._parks(finished), is_next_planned=following is not None))
+        return True
+
+    def _finished(self, last: _Started, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Wait for the tokens of a step, and return which of `numbers`, the samples that get one, end with
+        theirs, whatever their limits are."""
+        assert last.download is not None
+        tokens_S = last.download.wait()
+        if last.unread:
+            tokens_S = tokens_S[[number not in last.unread for number in last.step.samples]]
+        return self.samples.finish(numbers, tokens_S)
+
+    def _parks(self, stopped: Collection[int]) -> set[int]:
+        """Return which of these samples keep their pages for later rounds."""
+        if self._kept is None:
+            return set()
+        in_turns = self._kept.in_turns
+        return {number for number in stopped if self.samples.may_go_on(number, in_turns=in_turns)}
+
+    def _compute(self, step: Step) -> _Started:
         """Compute this stage's part of a step; on the last stage also sample."""
-        # A copy to a GPU waits for the work that is queued there, so these copies come before the pass.
-        draws_B = self.samples.draws(step.samples)
-        at = self.samples.at(step.samples)
         insertions = self.samples.insertions(step.samples) if self._parallel.is_last_stage else None
         processing = self.samples.processing(step.samples)
-        hidden = self._pass(step)
-        self._drawn = self._integers([])
-        if not self._parallel.is_last_stage or not step.samples:
-            return
-        tokens_B, logprobs_B = sample(
-            self._model.logits(hidden), draws_B, config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing)
-        self._drawn = self.samples.record(at, tokens_B, logprobs_B, insertions)
-        messages = [(stage, self._drawn) for stage in range(self._parallel.at.pp)]
-        self._sent.append(self._parallel.pp_back.post(messages, []))
-
-    def _pass(self, step: Step) -> torch.Tensor:
-        """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
-        drawn. A CUDA graph decodes the rows if there is one, and a second pass then prefills the chunks."""
-        assert self._cache is not None
+        numbers = self._upload(self._arrays(step))
         self._copy(step.copies)
+        hidden = self._pass(step, numbers)
+        at = (numbers["sample_S"], numbers["column_S"])
+        started = _Started(step, at, torch.zeros(0, dtype=torch.long, device=self._device))
+        if not self._parallel.is_last_stage or not step.samples:
+            return started
+        tokens_S, logprobs_S = sample(
+            self._model.logits(hidden), numbers["draw_S"], config=self._sampling,
+            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing)
+        started.drawn_S = self.samples.record(at, tokens_S, logprobs_S, insertions)
+        messages = [(stage, started.drawn_S) for stage in range(self._parallel.at.pp)]
+        self._sent.append(self._parallel.pp_back.post(messages, []))
+        return started
+
+    def _arrays(self, step: Step) -> dict[str, NDArray[Any]]:
+        """Return all numbers that the device needs for a step: of rows B, prompt tokens T and samples S."""
+        sample_S, column_S = self.samples.columns(step.samples)
+        arrays: dict[str, NDArray[Any]] = {"sample_S": sample_S, "column_S": column_S}
+        arrays["draw_S"] = self.samples.draws_on_host(step.samples)
+        num_rows = len(step.rows)
+        if step.rows:  # Their last tokens are those before the next ones.
+            arrays["row_B"] = sample_S[:num_rows]
+            arrays["last_column_B"] = column_S[:num_rows] - 1
+        if step.chunks:
+            arrays["last_S"] = np.array(step.last_tokens, np.int64)
+            arrays["prompt_T"] = np.array([i for chunk in step.chunks for i in chunk.tokens], np.int64)
+        if self._pool.backends is not None:
+            if step.rows:
+                padded = num_rows if self._graphs is None else padded_size(num_rows)
+                arrays |= self._tables.advance_pages(padded, self._row_pages)
+            if chunks := self._paged_chunks(step):
+                arrays |= chunk_arrays(chunks, page_size=self._tables.block_size)
+        return arrays
+
+    def _paged_chunks(self, step: Step) -> list:
+        """Return the pieces of prompts that attend to the cache.
+
+        A latent is expanded for tokens that attend to one another, which takes fewer FLOPs.
+        """
+        return step.continued if self._model.config.mla is not None else step.chunks
+
+    def _pass(self, step: Step, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
+        drawn. A recorded pass decodes the rows if there is one, and a second pass then prefills the chunks.
+        """
+        last_tokens = numbers["sample_S"][:0]
+        if step.rows:
+            last_tokens = self.samples.tokens[numbers["row_B"], numbers["last_column_B"]]
+        x = self._input(last_tokens, [numbers["prompt_T"]] if step.chunks else [])
+        num_rows = len(step.rows)
         parts = []
-        rows = step.rows
-        if self._graphs is not None and rows:
-            parts = [self._graphs(self._last_tokens(rows))]
-            rows = []
-        segments = [next_tokens(self._tables, self._device)] if rows else []
-        segments += self._prefill_segments(step)
-        if segments:
-            parts.append(self._model.advance(self._input(rows, step.chunks), self._cache, segments))
+        if num_rows and self._graphs is not None:
+            hidden = self._graphs(x[:num_rows], numbers)
+            # Other cohorts overwrite it, perhaps before it has been sent.
+            parts = [hidden if self._parallel.is_last_stage else hidden.clone()]
+            x = x[num_rows:]
+            num_rows = 0
+        if num_rows or step.chunks:
+            parts.append(self._model.advance(x, self._pool.cache, self._segments(step, numbers, num_rows)))
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not self._parallel.is_last_stage:
             self._sent.append(self._parallel.pp.post([(self._parallel.at.pp + 1, hidden.contiguous())], []))
             return hidden
-        return hidden[self._integers(step.last_tokens)] if step.chunks else hidden
+        return hidden[numbers["last_S"]] if step.chunks else hidden
 
-    def _prefill_segments(self, step: Step) -> Iterator[Segment]:
+    def _segments(
+        self, step: Step, numbers: dict[str, torch.Tensor], num_rows: int
+    ) -> list[Segment]:
+        """Return the segments of a pass over rows, if there are any, and the chunks."""
         size = self._tables.block_size
-        for chunk in step.continued:
-            yield ChunkedPrefill(
-                self._integers(chunk.cache_positions(size)), num_tokens=len(chunk.tokens),
-                longest=len(chunk.prompt.tokens))
-        if fresh := step.fresh:
-            positions_T = self._integers([i for chunk in fresh for i in chunk.cache_positions(size)])
-            whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
-            yield Prefill([chunk.stop for chunk in fresh], positions_T, whole_lens=whole_lens)
-
-    def _receive_tokens(self, step: Step) -> None:
-        if not self._parallel.is_last_stage:
-            self._drawn = torch.empty(len(step.samples), dtype=torch.long, device=self._device)
-            self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, self._drawn)])
-        assert self._scheduler is not None
-        ended = self.samples.append(step.samples, self._drawn)
-        if self._kept is None:
-            self._scheduler.update(ended)
-            return
-        stopped = (sample for sample, end in zip(step.samples, ended, strict=True) if end)
-        in_turns = self._kept.in_turns
-        parks = {sample for sample in stopped if self.samples.may_go_on(sample, in_turns=in_turns)}
-        self._copy(self._scheduler.update(ended, parks=parks))
+        backends = self._pool.backends
+        if backends is None:
+            return list(cpu_segments(self._tables if num_rows else None, step.chunks, page_size=size))
+        segments: list[Segment] = []
+        if num_rows:
+            longest = int(self._tables.lens[self._tables.running()].max())
+            segments.append(paged_rows(backends, numbers, page_size=size, longest=longest))
+        if chunks := self._paged_chunks(step):
+            segments.append(paged_chunks(backends, numbers, chunks))
+        if len(chunks) < len(step.chunks):
+            segments.append(prefill(step.fresh, page_size=size, device=self._device))
+        return segments
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache, given as (from, to)."""
-        assert self._cache is not None
         if copies:
-            self._cache.copy(*zip(*copies, strict=True))
+            self._pool.cache.copy(*zip(*copies, strict=True))
 
-    def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self._device)
-
-    def _last_tokens(self, rows: Sequence[int]) -> torch.Tensor:
-        return self.samples.tokens[self.samples.at(rows, back=1)]
-
-    def _input(self, rows: Sequence[int], chunks: Sequence[Chunk]) -> torch.Tensor:
+    def _input(self, last_tokens: torch.Tensor, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tokens of a pass on the first stage, the previous stage's hidden states on others."""
         if self._parallel.is_first_stage:
-            prompt_tokens = [token for chunk in chunks for token in chunk.tokens]
-            return torch.cat([self._last_tokens(rows), self._integers(prompt_tokens)])
-        num_tokens = len(rows) + sum(len(chunk.tokens) for chunk in chunks)
+            return torch.cat([last_tokens, *prompts]) if prompts else last_tokens
+        num_tokens = len(last_tokens) + sum(map(len, prompts))
         hidden = self._model.flat.new_empty(num_tokens, self._model.config.hidden_size)
         self._parallel.pp.exchange([], [(self._parallel.at.pp - 1, hidden)])
         return hidden

@@ -1,21 +1,21 @@
-"""DecodeGraphs: decoding passes that are recorded once for each size and then replayed.
+"""DecodeGraphs: decoding passes that are recorded once for each number of rows and then replayed.
 
 A GPU computes a small batch faster than the host launches its kernels one by one; a CUDA graph launches them
 all at once. A recorded pass reads its inputs from the same memory every time, and may not wait for the host.
 
-Shape suffixes: B rows, padded to one of a few sizes; X position, cache position and blocks of a row.
+Shape suffixes: B rows, padded to one of a few sizes; M pages of a row; H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import DecodeByTable
+from realhf.inference.block_tables import PAGED_ROWS
+from realhf.inference.forward_batch import paged_rows
 from realhf.inference.kv_cache import KVCache
-from realhf.kv_blocks import padded_size
+from realhf.inference.paged_backends import PagedBackends
 from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
@@ -55,38 +55,52 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class DecodeGraphs:
-    """The decoding passes of one cache, which must have a spare block that its tables do not know."""
+    """The decoding passes of one cache, whose page 0 is spare: padding rows write to it.
 
-    def __init__(self, model: Transformer, cache: KVCache, tables: BlockTables, record: Record) -> None:
-        """The model must be `recordable`."""
+    They hold the addresses of the cache and of the model's weights. All ranks of a tp group have the same
+    rows, so that they record a size in the same step.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, backends: PagedBackends, record: Record
+    ) -> None:
+        """The model must be `recordable`, and the backends must work in graphs."""
         self._model = model
         self._cache = cache
-        self._tables = tables
+        self._backends = backends
         self._record = record
-        self._inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Numbers of rows and of blocks -> the memory from which passes of that size read ids_B and
-        numbers_BX."""
-        self._replays: dict[tuple[int, int], Compute] = {}
+        self._addresses = model.addresses
+        self._inputs: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        """Number of rows -> the memory from which passes of that size read: ids_B, or hidden_BH of the stage
+        before, and the arrays of BlockTables.advance_pages, whose tables have one width."""
+        self._replays: dict[int, Compute] = {}
 
-    def __call__(self, ids_B: Tensor) -> Tensor:
-        """Decode the last tokens of all running rows; return hidden_BH, valid until the next call."""
-        counts = zip(self._tables.size(), self._tables.largest_size, strict=True)
-        num_rows, num_blocks = (min(padded_size(count), most) for count, most in counts)
-        size = (num_rows, num_blocks)
+    @property
+    def are_valid(self) -> bool:
+        """Whether the weights are still where the passes read them."""
+        return self._addresses == self._model.addresses
+
+    def __call__(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+        """Decode the rows of BlockTables.advance_pages, which are in `numbers`; return hidden_BH, valid until
+        the next call.
+
+        `x` are the rows' last tokens, or the hidden states of the stage before, without padding.
+        """
+        size = len(numbers["position_B"])
         is_new = size not in self._inputs
         if is_new:
-            numbers_BX = ids_B.new_zeros(num_rows, 2 + num_blocks)
-            self._inputs[size] = numbers_BX.new_zeros(num_rows), numbers_BX
-        padded_ids_B, numbers_BX = self._inputs[size]
-        padded_ids_B[: len(ids_B)] = ids_B
-        numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(num_rows, num_blocks)))
-        compute = partial(self._compute, padded_ids_B, numbers_BX)
+            fixed = {name: torch.empty_like(numbers[name]) for name in PAGED_ROWS}
+            self._inputs[size] = x.new_zeros(size, *x.shape[1:]), fixed
+        padded_x, fixed = self._inputs[size]
+        padded_x[: len(x)] = x
+        torch._foreach_copy_(list(fixed.values()), [numbers[name] for name in fixed])
+        compute = partial(self._compute, padded_x, fixed)
         if is_new:  # Libraries initialise themselves in a first pass, and some sizes occur only once.
-            return compute()[: len(ids_B)]
+            return compute()[: len(x)]
         if size not in self._replays:
             self._replays[size] = self._record(compute)
-        return self._replays[size]()[: len(ids_B)]
+        return self._replays[size]()[: len(x)]
 
-    def _compute(self, ids_B: Tensor, numbers_BX: Tensor) -> Tensor:
-        rows = DecodeByTable(numbers_BX, self._tables.block_size)
-        return self._model.advance(ids_B, self._cache, [rows])
+    def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+        rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)
+        return self._model.advance(x, self._cache, [rows])

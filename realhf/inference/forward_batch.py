@@ -1,22 +1,30 @@
 """Segments of a forward pass: tokens that attend in the same way, and whose keys and values are cached.
 
-Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows of a decoding step, N
-query heads, K key-value heads, D head dim, X columns of a table of BlockTables.
+Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows or pieces of prompts,
+M pages of each, N query heads, K key-value heads, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.attention.interface import Pages
+from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
+from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.scheduler import Chunk
+from realhf.inference.transfers import upload
 from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
 from realhf.nn.packed import Segment, token_positions
 
 
 class Decode(Segment):
-    """A new token of every running row."""
+    """A new token of every running row, attended to block by block."""
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(decoding.positions_B, decoding.positions_B + 1, decoding.cache_positions_B)
@@ -25,48 +33,82 @@ class Decode(Segment):
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        return cache.attention(layer, q_TND, kind, self.decoding)
+        attention = BlockAttention(kind, value_dim=cache.value_dim)
+        return attention.decode(q_TND, cache.layers[layer], self.decoding)
 
 
-class DecodeByTable(Segment):
-    """A variant of `Decode` that can be recorded and replayed with other contents.
+class PagedTokens(Segment):
+    """The last tokens of rows, or of pieces of prompts, which attend to the pages of the cache.
 
-    It consists of tensors alone, whose shapes do not depend on the rows' exact lengths. It reads all blocks
-    of each row, those after its newest token included.
+    It consists of tensors alone, whose shapes do not depend on the rows' lengths.
     """
 
-    def __init__(self, numbers_BX: Tensor, block_size: int) -> None:
-        """`numbers_BX` is the table that BlockTables.advance_by_table returns."""
-        position_B, cache_positions_B = numbers_BX[:, 0], numbers_BX[:, 1]
-        super().__init__(position_B, position_B + 1, cache_positions_B)
-        inside = torch.arange(block_size, device=numbers_BX.device)
-        self._cache_positions_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
+    def __init__(
+        self, backends: PagedBackends, at: Pages, *, position_T: Tensor, length_T: Tensor,
+        cache_positions_T: Tensor, longest: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(position_T, length_T, cache_positions_T, longest=longest)
+        self._backends = backends
+        self._at = at
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        k, v = (
-            x.unflatten(0, self._cache_positions_BL.shape).transpose(1, 2)
-            for x in cache.read(layer, self._cache_positions_BL.flatten()))
-        distance_BL = self.position_T[:, None] - torch.arange(k.shape[2], device=k.device)
-        visible_BL = (distance_BL >= 0) & (distance_BL < (kind.window or k.shape[2]))
-        q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Query groups take the dim of positions.
-        return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
+        out_TND, _ = self._backends.of(kind).paged(q_TND, *cache.pages(layer), self._at, kind)
+        return out_TND
 
 
-def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
-    """Return a segment with one new token of every running row.
+def paged_rows(
+    backends: PagedBackends, numbers: Mapping[str, Tensor], *, page_size: int, longest: int | None = None
+) -> PagedTokens:
+    """Return one new token of every row, from the arrays of BlockTables.advance_pages on the device.
 
-    On a CPU it is attended to block by block; on a GPU by tables, which takes fewer kernels.
+    No row has more than `longest` tokens (None: as many as fit in its pages).
     """
-    if device.type == "cpu":
-        return Decode(tables.advance())
-    numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)
-    return DecodeByTable(numbers_BX, tables.block_size)
+    position_B = numbers["position_B"]
+    table_BM = numbers["table_BM"]
+    cu_q = torch.arange(len(position_B) + 1, dtype=torch.int32, device=position_B.device)
+    at = Pages(cu_q, 1, table_BM, numbers["lens_B"], longest or table_BM.shape[1] * page_size)
+    return PagedTokens(
+        backends, at, position_T=position_B, length_T=position_B + 1,
+        cache_positions_T=numbers["cache_position_B"])
+
+
+def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArray[Any]]:
+    """Return the numbers of some pieces of prompts: of all tokens T and of pieces B."""
+    counts = np.array([chunk.stop - chunk.start for chunk in chunks])
+    pages = max(len(chunk.prompt.blocks) for chunk in chunks)
+    table_BM = np.zeros((len(chunks), pages), np.int32)
+    for row, chunk in zip(table_BM, chunks, strict=True):
+        row[: len(chunk.prompt.blocks)] = chunk.prompt.blocks
+    piece_T = np.repeat(np.arange(len(chunks)), counts)
+    position_T = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+    wholes = np.array([len(chunk.prompt.tokens) for chunk in chunks])
+    block_T = table_BM[piece_T, position_T // page_size].astype(np.int64)
+    return {
+        "chunk_position_T": position_T, "chunk_length_T": wholes[piece_T],
+        "chunk_cache_position_T": block_T * page_size + position_T % page_size,
+        "chunk_cu": np.concatenate(([0], counts.cumsum())).astype(np.int32),
+        "chunk_table": table_BM, "chunk_lens": np.array([chunk.stop for chunk in chunks], np.int32),
+    }  # fmt: skip
+
+
+def paged_chunks(
+    backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
+) -> PagedTokens:
+    """Return pieces of prompts, several of which may have been begun, from `chunk_arrays` on the device."""
+    longest_piece = max(chunk.stop - chunk.start for chunk in chunks)
+    at = Pages(
+        numbers["chunk_cu"], longest_piece, numbers["chunk_table"], numbers["chunk_lens"],
+        max(chunk.stop for chunk in chunks))
+    return PagedTokens(
+        backends, at, position_T=numbers["chunk_position_T"], length_T=numbers["chunk_length_T"],
+        cache_positions_T=numbers["chunk_cache_position_T"],
+        longest=max(len(chunk.prompt.tokens) for chunk in chunks))
 
 
 class ChunkedPrefill(Segment):
-    """The next `num_tokens` of a sequence whose final length is `longest`.
+    """The next `num_tokens` of a sequence whose final length is `longest`, as a CPU computes them.
 
     `cache_positions_L` belong to all its tokens so far, these included.
     """
@@ -83,7 +125,8 @@ class ChunkedPrefill(Segment):
     ) -> Tensor:
         distance_TL = self.position_T[:, None] - self._position_L
         visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self._position_L)))
-        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self._cache_positions_L)))
+        kv = (x.flatten(0, 1).index_select(0, self._cache_positions_L) for x in cache.pages(layer))
+        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *kv))
         return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
 
 
@@ -104,3 +147,34 @@ class Prefill(Segment):
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         return packed_attention(q_TND, k_TKD, v_TKD, self._seq_lens, kind)
+
+
+def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
+    """Return one new token of every running row, for the paged path or (None) for a CPU's."""
+    if backends is None:
+        return Decode(tables.advance())
+    arrays = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
+    numbers = {name: upload(array, device) for name, array in arrays.items()}
+    longest = int(arrays["lens_B"].max())
+    return paged_rows(backends, numbers, page_size=tables.block_size, longest=longest)
+
+
+def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> Prefill:
+    """Return the first pieces of some prompts."""
+    positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
+    whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
+    return Prefill([chunk.stop for chunk in fresh], torch.tensor(positions, device=device),
+                   whole_lens=whole_lens)  # fmt: skip
+
+
+def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size: int) -> Iterator[Segment]:
+    """Yield the segments of a pass on a CPU: the new tokens of `rows`, if any, then the chunks."""
+    if rows is not None:
+        yield Decode(rows.advance())
+    for chunk in chunks:
+        if chunk.start > 0:
+            positions_L = torch.tensor(chunk.cache_positions(page_size))
+            yield ChunkedPrefill(
+                positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
+    if fresh := [chunk for chunk in chunks if chunk.start == 0]:
+        yield prefill(fresh, page_size=page_size, device=torch.device("cpu"))

@@ -21,6 +21,7 @@ from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.cohort import Cohort
 from realhf.inference.kept_cache import KeptCache
 from realhf.inference.kv_budget import GenerationLimits, agreed_sizes
+from realhf.inference.page_pool import PagePool
 from realhf.inference.pass_memory import pass_bytes
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, join_equal, output_columns
@@ -44,11 +45,12 @@ class Generation:
     """
 
     def __init__(
-        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, keeps: bool = False,
-        in_turns: bool = False,
+        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit,
+        pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
     ) -> None:  # fmt: skip
         """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
-        `limit` does. Raises UserError if the model cannot keep its cache."""
+        `limit` does. The cache consists of pages of `pool`; without one, every cohort has a cache of its own.
+        Raises UserError if the model cannot keep its cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
         assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
         reads_response = work.sampling.stop or work.sampling.penalizes
@@ -61,6 +63,7 @@ class Generation:
         self._work = work
         self._stream = stream
         self._limit = limit
+        self._pool = pool
         self._new: list[PromptGroup] = []
         self._resumed: list[PromptGroup] = []
         self._kept: list[KeptCache] | None = [] if keeps else None
@@ -74,8 +77,7 @@ class Generation:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the caches that stay between rounds."""
-        caches = [kept.cache for kept in self._kept or [] if kept.cache is not None]
-        return sum(layer.nbytes for cache in caches for layer in cache.layers)
+        return sum(kept.pool.num_bytes for kept in self._kept or [])
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""
@@ -95,6 +97,11 @@ class Generation:
         for cache in self._kept or []:
             cache.drop(samples)
 
+    def release(self) -> None:
+        """Free the cache that is kept, and forget its samples."""
+        for cache in self._kept or []:
+            cache.release()
+
     def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
@@ -107,7 +114,7 @@ class Generation:
         if self._kept is None:
             parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
-            self._kept = self._kept or [KeptCache(in_turns=self._in_turns) for _ in kept]
+            self._kept = self._kept or [KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in kept]
             parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
             self._check_kept(parts, limits)
             kept = self._kept
@@ -116,7 +123,9 @@ class Generation:
         seed = stream_seed(self._work.seed, self._stream)
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
             cohorts = [
-                Cohort(self._model, limits, groups, queue=queue, seed=seed, kept=cache)
+                Cohort(
+                    self._model, limits, groups, queue=queue, seed=seed, kept=cache,
+                    pool=self._cohort_pool() if cache is None else cache.pool)
                 for groups, cache in zip(parts, kept, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._kept is None:
@@ -132,6 +141,9 @@ class Generation:
         self._made = [cohort.samples for cohort in cohorts]
         self._new = []
         self._resumed = []
+
+    def _cohort_pool(self) -> PagePool:
+        return self._pool or PagePool(self._model, backend=None, record=None)
 
     def take(self) -> tuple[list[int], list]:
         """Return the ids of the samples that this replica continued in the last round, and on one of its
@@ -165,7 +177,8 @@ class Generation:
             num_cohorts = min(pp, work.max_rows) if model.groups.ep.size == 1 else pp
         limits = GenerationLimits(
             sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts,
-            cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size)
+            cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size,
+            page_tokens=None if self._pool is None else self._pool.page_tokens)
         if sizes:
             limits.check(model.config.num_positions)
         return limits

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.kv_budget import GenerationLimits
-from realhf.inference.kv_cache import KVCache
+from realhf.inference.page_pool import PagePool
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.scheduler import ParkedRow, Prompt
 from realhf.kv_blocks import num_blocks
-from realhf.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,17 @@ class KeptRow:
 
 
 class KeptCache:
-    """The cache of one cohort, and the rows whose blocks it holds between rounds.
+    """The pages of one cohort, and the rows whose pages it holds between rounds.
 
     A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks. With
     `in_turns`, rows whose turns have ended stay, too.
     """
 
-    def __init__(self, *, in_turns: bool) -> None:
+    def __init__(self, pool: PagePool, *, in_turns: bool) -> None:
+        self.pool = pool
         self.in_turns = in_turns
         self.rows: list[KeptRow] = []
-        self.blocks = BlockManager(0)
-        self.cache: KVCache | None = None
+        self.blocks = BlockManager([])
 
     def num_needed(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> int:
         """Return how many blocks the kept rows and new groups need until all of them have ended."""
@@ -64,17 +63,18 @@ class KeptCache:
         # The scheduler admits a prompt with one more block than its samples need in the end.
         return needed + any(len(group.ids) > 1 for group in groups)
 
-    def make_room(
-        self, model: Transformer, groups: Sequence[PromptGroup], limits: GenerationLimits, *, num_spare: int
-    ) -> None:
-        """Allocate blocks for new groups; `num_spare` further ones are not in `blocks`."""
+    def make_room(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> None:
+        """Lease pages for new groups."""
         needed = self.num_needed(groups, limits)
         assert needed <= limits.affordable(needed), "the rows do not fit (see Generation)"
-        if self.cache is None:
-            self.cache = KVCache.of(model, needed + num_spare, limits.block_size)
-        elif needed > self.blocks.num_blocks:
-            self.cache.grow(needed + num_spare)
-        self.blocks.grow(max(needed, self.blocks.num_blocks))
+        more = max(0, needed - self.blocks.num_blocks)
+        self.blocks.grow(self.pool.lease(more, page_size=limits.block_size))
+
+    def release(self) -> None:
+        """Forget all rows and give their pages back."""
+        self.pool.give_back(self.blocks.blocks)
+        self.blocks = BlockManager([])
+        self.rows = []
 
     def keep(self, parked: Sequence[ParkedRow], samples: RolloutBuffer) -> None:
         """Replace the rows of a round by those that it leaves unfinished."""

@@ -46,10 +46,12 @@ class GenerationLimits:
     def __init__(
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
         cache_bytes: int | None = None, budget: int | None = None, fixed_block_size: int | None = None,
+        page_tokens: int | None = None,
     ) -> None:  # fmt: skip
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
-        `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`."""
+        `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;
+        blocks of a paged cache have a multiple of `page_tokens`."""
         max_new = work.sampling.max_new_tokens
         self.work = work
         self.num_cohorts = num_cohorts
@@ -60,8 +62,9 @@ class GenerationLimits:
         self._cache_bytes = cache_bytes
         self._longest = max((size.num_undrawn for size in sizes), default=0) + max_new
         prompts = [(size.num_undrawn, size.num_samples) for size in sizes]
-        self.block_size = block_size(prompts or [(0, 1)], max_new_tokens=max_new)
-        if any(size.num_drawn for size in sizes) and self.affordable(self._least) < self._least:
+        self.block_size = block_size(prompts or [(0, 1)], max_new_tokens=max_new, page_tokens=page_tokens)
+        has_begun = any(size.num_drawn for size in sizes)
+        if page_tokens is None and has_begun and self.affordable(self._least) < self._least:
             # The samples were accepted in an earlier round, perhaps with small blocks.
             self.block_size = min(self.block_size, SMALL)
         if fixed_block_size is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from realhf.calls import SamplingConfig
 from realhf.inference.block_tables import Integers
 from realhf.inference.sampling import parts_of
+from realhf.inference.transfers import upload
 
 
 class Samples(Protocol):
@@ -64,11 +65,11 @@ class TokenHistory:
             self._row_of = np.pad(self._row_of, (0, more), constant_values=-1)
         known = at_B[self._row_of[at_B] >= 0].tolist()
         if known:
-            rows = torch.from_numpy(self._row_of[known]).to(self.last_RP.device)
+            rows = upload(self._row_of[known], self.last_RP.device)
             self._append(rows, samples.tokens[samples.at(known, back=1)])
         if len(known) < len(numbers):
             self._begin(samples, at_B[self._row_of[at_B] < 0].tolist())
-        return torch.from_numpy(self._row_of[at_B]).to(self.last_RP.device)
+        return upload(self._row_of[at_B], self.last_RP.device)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Free the rows of samples, if they have any."""

@@ -15,9 +15,10 @@ from realhf.data.token_texts import word_tokens
 from realhf.inference.block_tables import Integers
 from realhf.inference.logit_processors import LogitProcessors
 from realhf.inference.phrase_insertion import Insertions, PhraseInserter
-from realhf.inference.sampling import Draws
+from realhf.inference.sampling import Draws, Floats
 from realhf.inference.scheduler import Prompt
 from realhf.inference.stop_strings import StopStrings, stop_matcher
+from realhf.inference.transfers import upload
 from realhf.nn.packed import token_positions
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
@@ -100,15 +101,14 @@ class RolloutBuffer:
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = sampling.min_new_tokens
         self._draws = Draws(seed)
-        end_ids = [*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids]
-        self._end_ids = torch.tensor(end_ids, dtype=torch.long, device=device)
+        self._end_ids = [*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids]
         self._stops: StopStrings | None = None
         if sampling.stop:
             assert work.tokenizer is not None, "Generate requires it"
             self._stops = StopStrings(stop_matcher(work.tokenizer, sampling.stop))
         self._processors: LogitProcessors | None = None
         if vocab_range is not None:
-            self._processors = _processors(work, end_ids, eos_ids, vocab_range, device)
+            self._processors = _processors(work, self._end_ids, eos_ids, vocab_range, device)
 
     def add(self, group: PromptGroup) -> Prompt:
         """Add the samples of a group and return it in the scheduler's form."""
@@ -156,14 +156,19 @@ class RolloutBuffer:
     def set_last_tokens(self, numbers: Sequence[int]) -> None:
         """Write the last token before the round of these samples, which continue from a cache."""
         last = [self.prompts[number][-1] for number in numbers]
-        self.tokens[list(numbers), 0] = torch.tensor(last, dtype=torch.long, device=self.tokens.device)
+        device = self.tokens.device
+        at = upload(np.array(numbers, np.int64), device)
+        self.tokens[at, 0] = upload(np.array(last, np.int64), device)
 
     def draws(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the random number in [0, 1) for the next token of each of these samples."""
+        return upload(self.draws_on_host(numbers), self.tokens.device)
+
+    def draws_on_host(self, numbers: Sequence[int]) -> Floats:
+        """Return the same as `draws`, on the host."""
         rows = np.array(numbers, np.int64)
         positions = self.num_drawn[rows] + self.lengths[rows]
-        draws = self._draws(rows, sample_ids=self.ids[rows], positions=positions)
-        return torch.from_numpy(draws).to(self.tokens.device)
+        return self._draws(rows, sample_ids=self.ids[rows], positions=positions)
 
     def processing(self, numbers: Sequence[int]) -> Processing | None:
         """Return what changes the logits of the next tokens of these samples; None if nothing does.
@@ -173,7 +178,7 @@ class RolloutBuffer:
         if self._processors is None or not numbers:
             return None
         rows = np.array(numbers, np.int64)
-        drawn_B = torch.from_numpy(self.num_drawn[rows] + self.lengths[rows]).to(self.tokens.device)
+        drawn_B = upload(self.num_drawn[rows] + self.lengths[rows], self.tokens.device)
         return partial(self._processors, rows_B=self._processors.prepare(self, numbers), drawn_B=drawn_B)
 
     def insertions(self, numbers: Sequence[int]) -> Insertions | None:
@@ -195,24 +200,32 @@ class RolloutBuffer:
         """Append one token to each of these samples; return for each whether that was its last of the
         round."""
         self.tokens[self.at(numbers)] = tokens_B
-        finished = self._are_finished(numbers, tokens_B)
-        self.lengths[numbers] += 1
-        self.finished[numbers] = finished
-        ended = finished | (self.lengths[numbers] == self.limits(numbers))
-        self.num_ended += int(ended.sum())
-        self.num_tokens += len(ended)
-        if self._processors is not None:
-            self._processors.release(np.array(numbers, np.int64)[ended].tolist())
-        return ended.tolist()
+        are_full = self.count(numbers)
+        return (are_full | self.finish(numbers, tokens_B.cpu().numpy())).tolist()
 
-    def _are_finished(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> NDArray[np.bool_]:
-        """Return which of these samples end with their next tokens, whatever their limits are."""
+    def count(self, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Count one more token of each of these samples; return which of them have the most tokens of the
+        round."""
+        self.lengths[numbers] += 1
+        self.num_tokens += len(numbers)
+        return self.lengths[numbers] >= self.limits(numbers)
+
+    def finish(self, numbers: Sequence[int], tokens_B: Integers) -> NDArray[np.bool_]:
+        """Read the newest tokens of these samples, and return which of them end their samples, whatever the
+        limits are."""
         rows = np.array(numbers, np.int64)
-        finished = torch.isin(tokens_B, self._end_ids).cpu().numpy()
+        finished = np.zeros(len(rows), bool)
+        for end in self._end_ids:
+            finished |= tokens_B == end
         if self._stops is not None:
-            finished |= self._stops.advance(self, rows, tokens_B.cpu().numpy())
+            finished |= self._stops.advance(self, rows, tokens_B)
         if self._min_new_tokens:
-            finished &= self.num_drawn[rows] + self.lengths[rows] >= self._min_new_tokens
+            finished &= self.num_drawn[rows] + self.lengths[rows] > self._min_new_tokens
+        self.finished[rows] = finished
+        ended = finished | (self.lengths[rows] >= self.limits(numbers))
+        self.num_ended += int(ended.sum())
+        if self._processors is not None:
+            self._processors.release(rows[ended].tolist())
         return finished
 
     def limits(self, numbers: Sequence[int]) -> Integers:
@@ -222,9 +235,13 @@ class RolloutBuffer:
     def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index in `tokens` and `logprobs` of each sample's next token, or of the one `back`
         positions before."""
-        device = self.tokens.device
-        rows_B = torch.tensor(numbers, dtype=torch.long, device=device)
-        return rows_B, torch.from_numpy(self.lengths[numbers] + 1 - back).to(device)
+        pairs_2B = upload(np.stack(self.columns(numbers, back=back)), self.tokens.device)
+        return pairs_2B[0], pairs_2B[1]
+
+    def columns(self, numbers: Sequence[int], *, back: int = 0) -> tuple[Integers, Integers]:
+        """Return the same as `at`, on the host."""
+        rows = np.array(numbers, np.int64)
+        return rows, self.lengths[rows] + 1 - back
 
 
 def _processors(

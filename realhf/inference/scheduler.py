@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import BlockTables
+from realhf.inference.block_tables import BlockTables, Flags
 from realhf.kv_blocks import num_blocks
 
 
@@ -133,7 +133,7 @@ class Scheduler:
         self._history = history
         self._prefill_tokens = prefill_tokens
         self._restart_at = restart_at
-        self.blocks = BlockManager(tables.num_blocks) if blocks is None else blocks
+        self.blocks = BlockManager(range(tables.num_blocks)) if blocks is None else blocks
         self._tables = tables
         self._ready: deque[Prompt] = deque()
         """Cached prompts whose samples wait for slots."""
@@ -144,6 +144,8 @@ class Scheduler:
         self.parked: list[ParkedRow] = []
         """Rows that keep their blocks after these steps."""
         self._last: Step | None = None
+        self._last_slots: list[int] = []
+        """The slots of the last step's rows."""
         self.num_restarts = 0
         """Rows that gave up their blocks and were computed again."""
 
@@ -157,24 +159,38 @@ class Scheduler:
         if not self._rows and not chunks:
             assert not (self._queue or self._ready or self._resumed), "samples wait, but nobody can begin"
             return None
-        self._last = Step(copies, [self._rows[slot] for slot in self._tables.running().tolist()], chunks)
+        self._last_slots = self._tables.running().tolist()
+        self._last = Step(copies, [self._rows[slot] for slot in self._last_slots], chunks)
         return self._last
 
-    def update(self, ended: Sequence[bool], *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
+    @property
+    def may_reclaim(self) -> bool:
+        """Whether the next plan may have to take blocks away from a row or a prompt."""
+        starts = len(self._resumed) + sum(len(prompt.waiting) for prompt in self._ready)
+        # A row that starts takes one block at most: for a copied tail, or for its next token.
+        wants = len(self._tables.full()) + min(starts, len(self._free_slots))
+        return self.blocks.num_free < wants
+
+    def update(self, ended: Sequence[bool] | Flags, *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
         """Record which of the last step's `samples` have got their last token for now; those in `parks` keep
         their blocks.
 
-        Returns blocks to copy at once, as (from, to).
+        If it is not known yet which tokens end their samples, these are the samples that have ended for other
+        reasons; `end` follows. Returns blocks to copy at once, as (from, to).
         """
         assert self._last is not None
-        slots = self._tables.running()
         copies: list[tuple[int, int]] = []
-        for slot in slots[np.array(ended[: len(slots)], dtype=bool)].tolist():
-            if self._rows[slot] in parks:
+        num_rows = len(self._last_slots)
+        for index in np.flatnonzero(np.asarray(ended[:num_rows], dtype=bool)).tolist():
+            slot = self._last_slots[index]
+            sample = self._last.rows[index]
+            if self._rows.get(slot) != sample:  # It ended one step earlier, as `end` has told.
+                continue
+            if sample in parks:
                 self._park(slot)
             else:
                 self._stop(slot)
-        rest = iter(ended[len(slots) :])
+        rest = iter(ended[num_rows:])
         for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
             waits = [not end or sample in parks for sample, end in zip(prompt.samples, rest, strict=False)]
             prompt.waiting = [sample for sample, wait in zip(prompt.samples, waits, strict=True) if wait]
@@ -188,9 +204,48 @@ class Scheduler:
                 self.blocks.release(prompt.blocks)
         return copies
 
-    def _park(self, slot: int) -> None:
-        """Remove the row from the slot and keep its blocks."""
-        num_cached = int(self._tables.lens[slot])
+    def end(
+        self, samples: Collection[int], *, parks: Collection[int], is_next_planned: bool
+    ) -> list[tuple[int, int]]:
+        """End samples whose last token has turned out to be the one for which `update` has been called last;
+        those in `parks` keep their blocks.
+
+        If the step after it `is_next_planned`, the rows compute one token too many in it, which nobody reads.
+        Returns blocks to copy at once, as (from, to).
+        """
+        slot_of = {sample: slot for slot, sample in self._rows.items()} if samples else {}
+        copies: list[tuple[int, int]] = []
+        for sample in samples:
+            slot = slot_of.get(sample)
+            if slot is not None and sample in parks:
+                self._park(slot, num_unread=int(is_next_planned))
+            elif slot is not None:
+                self._stop(slot)
+            else:
+                copies += self._end_elsewhere(sample, parks)
+        return copies
+
+    def _end_elsewhere(self, sample: int, parks: Collection[int]) -> list[tuple[int, int]]:
+        """End a sample that waits for a slot, or has been parked; one without blocks has ended already."""
+        for prompt in [prompt for prompt in self._ready if sample in prompt.waiting]:
+            if sample in parks:
+                copies = self._park_waiting(prompt, {sample})
+            else:
+                copies = []
+                prompt.waiting.remove(sample)
+                if not prompt.waiting:
+                    self.blocks.release(prompt.blocks)
+            if not prompt.waiting:
+                self._ready.remove(prompt)
+            return copies
+        for row in [row for row in self.parked if row.sample == sample and sample not in parks]:
+            self.blocks.release(row.blocks)
+            self.parked.remove(row)
+        return []
+
+    def _park(self, slot: int, *, num_unread: int = 0) -> None:
+        """Remove the row from the slot and keep its blocks; its last `num_unread` tokens do not count."""
+        num_cached = int(self._tables.lens[slot]) - num_unread
         num_shared, ordinal = self._tables.sharing(slot)
         blocks = self._tables.stop(slot)
         self._free_slots.append(slot)

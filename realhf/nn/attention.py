@@ -17,23 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.model_config import ModelConfig
+from realhf.attention.interface import AttentionKind
 from realhf.nn.half_matmul import needs_float32, widened
-
-
-@dataclass(frozen=True)
-class AttentionKind:
-    """The options of a layer's causal attention."""
-
-    scale: float  # Factor of query times key.
-    window: int | None = None  # Number of tokens that a token sees, itself included.
-    softcap: float | None = None  # Scores x become c * tanh(x / c).
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> "AttentionKind":
-        """Return the options of this layer of a model."""
-        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        return cls(scale, config.window(layer), config.attention_softcap)
 
 
 @dataclass(frozen=True)

@@ -198,11 +198,20 @@ class Transformer(ShardedParameters):
 
     @property
     def recordable(self) -> bool:
-        """Whether a CUDA graph can record `advance`: it waits neither for other ranks nor for the host."""
-        groups = self.groups
-        alone = all(group.size == 1 for group in (groups.tp, groups.pp, groups.ep))
+        """Whether a CUDA graph can record `advance`: it waits neither for the host nor for ranks that may
+        compute something else."""
         by_length = self._rope is not None and self._rope.by_length
-        return alone and self.config.moe is None and not by_length
+        # Only the grouped product of bfloat16 reads the experts' numbers of rows on the device.
+        has_kernels = self.config.moe is None or self.flat.dtype == torch.bfloat16
+        return self.groups.ep.size == 1 and has_kernels and not by_length
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights are with which `advance` computes; recorded passes are valid while they are
+        there."""
+        flats = [self.flat] if self.adapters is None else [self.flat, self.adapters.flat]
+        merged = [adapter.merged_weight for adapter in self._adapted if adapter.merged_weight is not None]
+        return tuple(x.data_ptr() for x in (*flats, *merged))
 
     @property
     def rope_boundary(self) -> int | None:

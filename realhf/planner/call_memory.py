@@ -15,7 +15,7 @@ from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.planner.train_memory import TrainMoments
 
-_GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
+_PAGE_TOKENS = 256  # On CUDA: FlashAttention-2 wants pages of a multiple of so many tokens.
 
 
 def running_memory(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> CallMemory:
@@ -114,9 +114,6 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
         messages=0.0 if strategy.pp == 1 else pieces.hidden_bytes(pass_tokens) * 2,
     )
     activations = pieces.forward_temporaries(pass_tokens)
-    if pieces.fused:  # Rows read copies of a layer's keys and values, both in a graph and in a first pass.
-        copied_tokens = (1 + _GRAPHS) * rows * (math.ceil(longest) + work.max_new_tokens)
-        activations += copied_tokens * widths.cached * role.itemsize
     moments = {"block": base._replace(activations=activations)}
     if pieces.is_last:
         # Logits in a wide dtype; scaled logits, exponentials and sums in float64.
@@ -146,7 +143,8 @@ def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: 
                 math.ceil(work.longest_prompt) + had, work.samples_per_prompt if age == 0 else 1,
                 num_slots=slots, num_samples=samples,
                 max_new_tokens=work.max_new_tokens - had if work.keeps_cache
-                else min(work.max_new_tokens - had, work.round_tokens))
+                else min(work.max_new_tokens - had, work.round_tokens),
+                page_tokens=_PAGE_TOKENS if pieces.fused else None)
     token_bytes = pieces.widths.cached * pieces.role.itemsize * pieces.num_layers
     needed = float(num_cohorts * cached_tokens * token_bytes)
     return needed if work.kv_cache_gib is None else min(needed, work.kv_cache_gib * 2**30)

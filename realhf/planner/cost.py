@@ -277,7 +277,7 @@ class _Estimate:
         longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
         compute, communication = rates.decode_block(
             self.role, tp, self.groups.ep, rows=rows, context=context, longest=longest,
-            shared=_shared_prompts(self.work, slots / cohorts, rows), is_alone=self.strategy.pp == 1)
+            shared=_shared_prompts(self.work, slots / cohorts, rows))
         head = rates.decode_head(self.role, tp, rows=rows)
         step = ((compute + communication) * deepest + head) * running
         if self.strategy.pp > 1:

@@ -22,11 +22,8 @@ class EnginePath:
     decode_kernels: int
     decode_expert_kernels: int
     recorded: str = "never"
-    """Which decode steps replay recorded kernels, so that the host launches none: `never`, `alone` (models
-    without experts that one rank holds whole) or `always`."""
-    copies_cache: bool = False
-    """Whether decoding copies the blocks of all rows, up to the longest, and then reads the copy. Else it
-    reads the blocks of each row in place."""
+    """Which decode steps replay recorded kernels, so that the host launches none: `never`, `local` (where
+    experts are not spread over ranks) or `always`."""
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
     sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
     expert_passes: int = 9
@@ -42,24 +39,24 @@ class EnginePath:
         """Return the path of this engine on a cluster's devices."""
         return OUR_CPU if cluster.device_type == "cpu" else OUR_CUDA
 
-    def records(self, *, has_experts: bool, is_alone: bool) -> bool:
-        """Return whether decode steps are recorded; `is_alone`: one rank holds the model whole."""
-        return self.recorded == "always" or (self.recorded == "alone" and is_alone and not has_experts)
+    def records(self, *, is_local: bool) -> bool:
+        """Return whether decode steps are recorded; `is_local`: experts are not spread over ranks."""
+        return self.recorded == "always" or (self.recorded == "local" and is_local)
 
 
 OUR_CUDA = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, recorded="alone",
-    copies_cache=True)  # fmt: skip
+    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded="local"
+)
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
-Decoding: DecodeByTable and DecodeGraphs."""
+Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
 )
-"""Decoding reads blocks in place, those of a prompt once for all of its rows (KVCache.attention)."""
+"""Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
 
 
 def padded_sizes(counts: Any) -> Any:
     """Return the sizes to which recorded passes round up (kv_blocks.padded_size), for an array of counts."""
-    whole = np.ceil(counts)
-    step = np.maximum(1.0, np.exp2(np.ceil(np.log2(np.maximum(whole, 1.0))) - 3))
-    return np.ceil(whole / step) * step
+    whole = np.maximum(1.0, np.ceil(counts))
+    step = np.where(whole <= 256, 32.0, 64.0)
+    return np.where(whole <= 32, np.exp2(np.ceil(np.log2(whole))), np.ceil(whole / step) * step)

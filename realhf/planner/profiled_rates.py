@@ -152,9 +152,9 @@ class ProfiledRates(Rates):
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
-        shared: SharedPrompts | None = None, longest: np.ndarray | None = None, is_alone: bool | None = None,
+        shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        roof = partial(super().decode_block, longest=longest, is_alone=is_alone)
+        roof = partial(super().decode_block, longest=longest)
         own = self._table(role, tp, ep, "decode_block")
         if own is None:
             compute, communication = roof(role, tp, ep, rows=rows, context=context, shared=shared)
@@ -162,7 +162,7 @@ class ProfiledRates(Rates):
             if near is None:
                 return compute, communication
             computed, sent = self.decode_block(
-                role, *near, rows=rows, context=context, shared=shared, longest=longest, is_alone=is_alone)
+                role, *near, rows=rows, context=context, shared=shared, longest=longest)
             expected, expected_sent = roof(role, *near, rows=rows, context=context, shared=shared)
             return compute * (computed + sent) / (expected + expected_sent), communication
 

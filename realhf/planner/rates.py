@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.kv_blocks import SMALL
 from realhf.model_config import ModelConfig
 from realhf.model_flops import attention_flops, dense_params
 from realhf.param_spec import model_spec
@@ -270,19 +269,18 @@ class Rates(LinkRates):
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
-        shared: SharedPrompts | None = None, longest: np.ndarray | None = None, is_alone: bool | None = None,
+        shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Return the seconds of computation and of communication of one block in decode steps.
 
         A step reads the weights once, and the cached keys and values as the engine's path does. `longest` is
-        the context of the longest row, by default the mean; `is_alone` says whether a rank holds all layers.
+        the context of the longest row, by default the mean.
         """
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
         path = self.path
-        alone = n == 1 and ep.size == 1 and is_alone is not False
-        recorded = path.records(has_experts=c.moe is not None, is_alone=alone)
+        recorded = path.records(is_local=ep.size == 1)
         padded = padded_sizes(rows) if recorded else rows
         depth = shape.whole + shape.split / n
         compute = self.matmul(role, tokens=padded, params=shape.dense / n, depth=depth)
@@ -293,22 +291,17 @@ class Rates(LinkRates):
             compute = compute + experts + self.traffic(moved)
             communication = communication + exchanged
             kernels += shape.moe_share * path.decode_expert_kernels
-        read = self._cache_bytes(role, n, rows=padded if path.copies_cache else rows, context=context,
-                                 longest=longest, recorded=recorded, shared=shared)  # fmt: skip
+        read = self._cache_bytes(role, n, rows=rows, context=context, shared=shared)
         scores = rows * context * shape.decode_attention / n / (self.peak(role) * self.efficiencies.matmul)
         compute = compute + np.maximum(scores, read / self._memory)
         return self._launched(compute, kernels, recorded=recorded, waits=ep.size > 1), communication
 
     def _cache_bytes(
-        self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray, longest: np.ndarray | None,
-        recorded: bool, shared: SharedPrompts | None,
+        self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray,
+        shared: SharedPrompts | None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the bytes of keys and values that one layer reads and writes in decode steps."""
+        """Return the bytes of keys and values that one layer reads in decode steps."""
         token_bytes = widths(role.config, tp).cached * role.itemsize
-        if self.path.copies_cache:
-            blocks = np.ceil((context if longest is None else longest) / SMALL)
-            copied = rows * (padded_sizes(blocks) if recorded else blocks) * SMALL
-            return 3 * copied * token_bytes  # Read, written, and read again.
         cached = rows * context
         if shared is not None and self.path.shares_prompts:
             cached = cached - (rows - shared.prompts) * shared.tokens

@@ -8,9 +8,10 @@ import torch
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
+from realhf.inference.block_manager import BlockManager
 from realhf.inference.forward_batch import Prefill, next_tokens
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
-from realhf.inference.kv_cache import KVCache
+from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import even_split
@@ -46,13 +47,18 @@ class Rows:
         given = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
         groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in given]
         work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
-        limits = GenerationLimits([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
-        tables = CacheSizes(groups, limits).tables()
+        pool = page_pool(model, None) or PagePool(model, backend=None, record=None)
+        limits = GenerationLimits(
+            [group.size for group in groups], work, token_bytes=1, num_cohorts=1,
+            page_tokens=pool.page_tokens)
+        sizes = CacheSizes(groups, limits)
+        blocks = BlockManager(pool.lease(sizes.num_blocks, page_size=sizes.block_size))
+        self._cache = pool.cache
+        tables = sizes.tables(self._cache.num_blocks)
         scheduler = Scheduler(
-            given, tables=tables, history=lambda _: [], prefill_tokens=rows * prompt_tokens)
+            given, tables=tables, history=lambda _: [], prefill_tokens=rows * prompt_tokens, blocks=blocks)
         self._model = model
         device = model.flat.device
-        self._cache = KVCache.of(model, tables.num_blocks, tables.block_size)
         for layer in self._cache.layers:
             layer.fill_(1.0)  # Memory pages that were never written would all map to one page.
         first = scheduler.plan()
@@ -60,7 +66,7 @@ class Rows:
         self._cache_positions = [chunk.cache_positions(tables.block_size) for chunk in first.chunks]
         scheduler.update([False] * rows)
         scheduler.plan()
-        self.segment = next_tokens(tables, device)
+        self.segment = next_tokens(tables, pool.backends, device)
         """The decode step after the prompts."""
         self._ids_B = torch.arange(rows, device=device) * 7919 % model.config.vocab_size
 

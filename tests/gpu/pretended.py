@@ -1,11 +1,12 @@
 """A CUDA device that is not there: tensors in host memory that say they are on it, and refuse to be mixed
-with others as real ones would. It finds what was left on the host, and nothing about kernels.
+with others as real ones would. It finds what was left on the host, and nothing about kernels; host_traffic.py
+counts when the host waits for it.
 
-Tensors are told apart by their memory. Only this thread sees the device; backward passes do not ask for it.
+Tensors are told apart by their memory. Only this thread sees the device, its backward passes included.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -17,45 +18,61 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from realhf.inference import cohort
+from realhf.inference import page_pool
+from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 
+_run_backward = torch.autograd._engine_run_backward
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl")
 """Index tensors may lie on the host."""
 _BETWEEN_DEVICES = ("aten::copy", "aten::_foreach_copy")
+_OF_HOST_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+"""They copy numbers of Python to the device."""
 
 
 @contextmanager
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
-    kernels = patch.object(varlen, "varlen_attn", _varlen_attn)
-    graphs = patch.object(cohort, "recorder", lambda device: Tape if device == CUDA else None)
+    kernels = patch.object(varlen, "varlen_attn", RECORDER.kernel(_varlen_attn))
+    graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,
     )  # fmt: skip
-    with kernels, graphs, memory, _Dispatched(_MARKS), _Called(_MARKS):
+    stream = PretendedStream()
+    streams = patch.multiple(
+        torch.cuda, Event=PretendedEvent, Stream=PretendedStream, stream=lambda _: nullcontext(),
+        current_stream=lambda *_: stream, synchronize=lambda *_: stream.synchronize(),
+    )  # fmt: skip
+    called = _Called(_MARKS)
+    backward = patch.object(torch.autograd, "_engine_run_backward", called.seen_by(_run_backward))
+    with kernels, graphs, memory, streams, backward, _Dispatched(_MARKS), called:
         yield CUDA
 
 
 class _Marks:
-    """Which memory is the device's."""
+    """Which memory is the device's, and which of the host's is pinned."""
 
     def __init__(self) -> None:
         self._there: dict[int, StorageWeakRef] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
         self.strict = True
 
     def has(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._there
 
-    def set(self, tensors: Any, *, there: bool) -> None:
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def set(self, tensors: Any, *, there: bool, pinned: bool = False) -> None:
         for tensor in _tensors(tensors):
             storage = tensor.untyped_storage()
-            if there:  # The weak reference keeps its address from being used for another one.
-                self._there[storage._cdata] = StorageWeakRef(storage)
-            else:
-                self._there.pop(storage._cdata, None)
+            for marks, has in ((self._there, there), (self._pinned, pinned)):
+                if has:  # The weak reference keeps its address from being used for another one.
+                    marks[storage._cdata] = StorageWeakRef(storage)
+                else:
+                    marks.pop(storage._cdata, None)
 
 
 _MARKS = _Marks()
@@ -114,11 +131,13 @@ class Tape(TorchDispatchMode):
 
     def __call__(self) -> torch.Tensor:
         self.num_replays += 1
-        for func, args, kwargs, out in self.kernels:
-            made = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # no view
-                    old.copy_(new)
+        RECORDER.add(replays=1)
+        with RECORDER.paused():
+            for func, args, kwargs, out in self.kernels:
+                made = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # no view
+                        old.copy_(new)
         return self.out
 
 
@@ -139,6 +158,9 @@ class _Dispatched(TorchDispatchMode):
         if there and here and not between and self._marks.strict:
             shapes = [f"{tuple(x.shape)} {x.dtype}" for x in here]
             raise RuntimeError(f"{func} mixes tensors of {CUDA} with others: {', '.join(shapes)}")
+        if there:
+            RECORDER.operation(
+                func, args, kwargs or {}, there=self._marks.has, pinned=self._marks.is_pinned)
         kernel = _mm_to_dtype if func is torch.ops.aten.mm.dtype else func
         found = kernel(*args, **(kwargs or {}))
         if there and not between:
@@ -159,25 +181,58 @@ class _Called(TorchFunctionMode):
             return CUDA
         if func == torch.Tensor.is_cuda.__get__:
             return self._marks.has(args[0])
-        if func is torch.Tensor.numpy and self._marks.has(args[0]):
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and self._marks.has(args[0]):
             raise TypeError(f"a tensor of {CUDA} has no numpy array: copy it to the host first")
         if func in _MOVES:
             return self._move(func, args, kwargs)
+        if func in (torch.Tensor.pin_memory, torch.Tensor.is_pinned):
+            return self._pin(func, args[0])
+        if func is torch.Tensor.record_stream:
+            return None
+        if func in (torch.Tensor.tolist, torch.Tensor.__repr__) and self._marks.has(args[0]):
+            RECORDER.add(wait=func.__name__, downloads=1)
         if func is F.scaled_dot_product_attention:  # Inside it makes its masks where it is.
             self._marks.strict = False
             try:
                 return func(*args, **kwargs)
             finally:
                 self._marks.strict = True
+        return self._made(func, args, kwargs)
+
+    def seen_by(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that sees the device even if torch calls it from `__torch_function__`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return run
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function, which may make a tensor on a device by name."""
         device = kwargs.get("device")
         if func is torch.Tensor.new_tensor and device is None and self._marks.has(args[0]):
             device = CUDA
-        if device is None or torch.device(device).type == "meta":
+        pinned = kwargs.pop("pin_memory", False)
+        is_meta = device is not None and torch.device(device).type == "meta"
+        if is_meta or (device is None and not pinned):
             return func(*args, **kwargs)
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False
-        found = func(*args, **{**kwargs, "device": CPU})
-        self._marks.set(found, there=torch.device(device).type == "cuda")
+        there = device is not None and torch.device(device).type == "cuda"
+        if there and func in _OF_HOST_DATA:
+            RECORDER.copy(func.__name__, upload=True, pinned=False, non_blocking=False)
+        elif there and "empty" not in func.__name__:
+            RECORDER.add(launches=1)
+        with RECORDER.paused():
+            found = func(*args, **{**kwargs, "device": CPU})
+        self._marks.set(found, there=there, pinned=bool(pinned))
+        return found
+
+    def _pin(self, func: Any, x: torch.Tensor) -> Any:
+        """`pin_memory` and `is_pinned`."""
+        if func is torch.Tensor.is_pinned:
+            return self._marks.is_pinned(x)
+        found = x if self._marks.is_pinned(x) else x.clone()
+        self._marks.set(found, there=False, pinned=True)
         return found
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -191,14 +246,20 @@ class _Called(TorchFunctionMode):
                 goes = torch.device(word).type == "cuda"
             elif isinstance(word, torch.Tensor):
                 goes = self._marks.has(word)
+        flags = [kwargs.get("non_blocking"), *(word for word in words if isinstance(word, bool))]
+        non_blocking = any(flags[:2])
+        if goes != there:  # A copy to the host that does not block makes pinned memory.
+            pinned = self._marks.is_pinned(args[0]) if goes else non_blocking
+            RECORDER.copy(func.__name__, upload=goes, pinned=pinned, non_blocking=non_blocking)
         if func is not torch.Tensor.to:
             args, kwargs = args[:1], {"device": CPU}
         args = [CPU if isinstance(x, str | torch.device) else x for x in args]
         kwargs = {key: CPU if isinstance(x, str | torch.device) else x for key, x in kwargs.items()}
-        found = torch.Tensor.to(*args, **kwargs)
-        if goes == there:
-            return found
-        if found.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
-            found = found.clone()
-        self._marks.set(found, there=goes)
+        with nullcontext() if goes == there else RECORDER.paused():
+            found = torch.Tensor.to(*args, **kwargs)
+            if goes == there:
+                return found
+            if found.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
+                found = found.clone()
+        self._marks.set(found, there=goes, pinned=not goes and non_blocking)
         return found

@@ -16,6 +16,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.engine.reference import plain_model
 from tests.families import MOE_CASES
+from tests.inference.paged import PagedReference
 
 OUTPUTS = ("sequences", "mask", "logprobs", "finished", "versions")
 SEED = 3
@@ -37,6 +38,7 @@ class Case:
     changes: bool = False  # Whether round r has the weights of version r, instead of version 0.
     sampling: dict = field(default_factory=dict)  # Fields of SamplingConfig.
     limits: dict = field(default_factory=dict)  # Sample id -> its own limit; empty: there is no such input.
+    paged: bool = False  # Whether the engine generates by the paged path, one step ahead.
 
     @property
     def call(self):
@@ -84,7 +86,8 @@ def make_engine(case, world, layout):
     else:
         hf = MOE_CASES["qwen2-moe"].hf(architectures=["Qwen2MoeForCausalLM"], eos_token_id=[5, 11, 23])
         config = ModelConfig.from_hf(hf | {"num_hidden_layers": 2})
-    engine = NativeEngine(model_spec(config), layout, world, dtype="float64")
+    paged = PagedReference() if case.paged else None
+    engine = NativeEngine(model_spec(config), layout, world, dtype="float64", paged=paged)
     load_version(engine, case, 0)
     return engine
 

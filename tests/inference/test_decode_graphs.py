@@ -2,68 +2,42 @@
 
 import pytest
 import torch
-import transformers
 
-from realhf.dist.world import World
-from realhf.engine.native import NativeEngine
-from realhf.inference import cohort
 from realhf.kv_blocks import padded_size
-from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from tests.families import CASES, MOE_CASES
-from tests.gpu.pretended import Tape
+from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
 
 
-@pytest.fixture
-def tapes(monkeypatch):
-    """The tapes that have been recorded."""
-    found = []
-
-    def record(compute):
-        found.append(Tape(compute))
-        return found[-1]
-
-    monkeypatch.setattr(cohort, "recorder", lambda device: record)
-    return found
-
-
-def _engine(name, directory):
-    """Build an engine with a random model of this family, in float64."""
-    hf = {**CASES, **MOE_CASES}[name].hf(eos_token_id=11, initializer_range=0.4)
-    config = transformers.AutoConfig.for_model(**hf)
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.save_pretrained(directory)
-    spec = model_spec(ModelConfig.load(str(directory)))
-    engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float64")
-    engine.load(None, seed=0)
-    return engine
-
-
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2-window", "gemma-2", "gpt2"])
-def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path, tapes):
-    engine = _engine(name, tmp_path)
-    for options in ({}, {"max_rows": 5, "prefill_tokens": 30}):
+def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
+    """Passes that one call has recorded are replayed in the next."""
+    write_family(name, tmp_path)
+    engine = engine_of(tmp_path, paged=PagedReference())
+    tapes = recorded(engine, PagedReference())
+    for options in ({}, {"max_rows": 5, "prefill_tokens": 30}, {}):
         options = {"seed": 3, "max_new_tokens": 40, **options}
-        expected, whole = _generate(engine, long_prompts(), cuda_graphs=False, **options)
-        assert not tapes and {len(response) for response in expected} > {40}
+        num_replays = sum(tape.num_replays for tape in tapes)
+        expected, whole = _generate(engine_of(tmp_path), long_prompts(), **options)
         made, again = _generate(engine, long_prompts(), **options)
-        assert made == expected
+        assert made == expected and {len(response) for response in expected} > {40}
         logprobs = again["gen_logprobs"].values, whole["gen_logprobs"].values
         torch.testing.assert_close(*logprobs, rtol=1e-9, atol=1e-9)
-        assert sum(tape.num_replays for tape in tapes) > 2 * len(tapes) > 0
-        tapes.clear()
+        assert sum(tape.num_replays for tape in tapes) > num_replays + 30
+        unrecorded = _generate(engine, long_prompts(), cuda_graphs=False, **options)
+        assert unrecorded[0] == expected
+    assert len(tapes) <= 5  # Of 16, 8, 4, 2 and 1 rows, however many calls there are.
 
 
-@pytest.mark.parametrize("name", ["phi-3", "llama-dynamic", "mixtral"])
-def test_what_waits_for_the_host_is_not_recorded(name, tmp_path, tapes):
-    engine = _engine(name, tmp_path)
-    _generate(engine, long_prompts()[-1:], seed=3)
-    assert not tapes and not engine.model.recordable
+def test_lengths_that_decide_on_angles_are_not_recorded(tmp_path):
+    for name in ("phi-3", "llama-dynamic"):
+        write_family(name, tmp_path / name)
+        engine = engine_of(tmp_path / name, paged=PagedReference())
+        tapes = recorded(engine, PagedReference())
+        _generate(engine, long_prompts()[-1:], seed=3)
+        assert not tapes and not engine.model.recordable
 
 
 def test_sizes_recur():
-    sizes = [padded_size(count) for count in range(1, 513)]
-    assert all(count <= size <= max(count, 1.25 * count) for count, size in enumerate(sizes, start=1))
-    assert sizes[:8] == list(range(1, 9)) and len(set(sizes)) <= 8 + 4 * 6
+    sizes = [padded_size(count) for count in range(1, 1025)]
+    assert all(count <= size for count, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 1025, 64)]

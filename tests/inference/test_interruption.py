@@ -10,13 +10,12 @@ from realhf.data.batch import Packed
 from realhf.data.responses import in_response, response_lengths
 from realhf.dist.world import World
 from realhf.engine.transformers import TransformersEngine
-from realhf.inference import cohort
 from realhf.inference.scheduler import Scheduler
 from realhf.interruption import InsertedPhrase
 from realhf.layout import Layout
 from realhf.runtime.actions import spec_of
 from realhf.transformers_config import TransformersConfig
-from tests.gpu.pretended import Tape
+from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,
     Case,
@@ -24,6 +23,7 @@ from tests.inference.rounds import (
     check_rows,
     expected_rows,
     generate_in_rounds,
+    make_engine,
     prompts_of,
     write_versions,
 )
@@ -106,8 +106,10 @@ def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monk
     case = _case(versions, 16, phrase=phrase, max_new=70, **options)
     expected = expected_rows(case, versions[0], keep=False)
     assert _interrupted(expected)
-    check_rows(alone(case)[0], expected, case)
-    assert bool(restarted) == ("kv_cache_gib" in options)
+    for paged in (False, True):
+        check_rows(alone(replace(case, paged=paged))[0], expected, case)
+        assert bool(restarted) == ("kv_cache_gib" in options)
+        restarted.clear()
 
 
 @pytest.mark.parametrize("layout", ["d2p2@0-3", pytest.param("t2@0-1", marks=pytest.mark.slow)])
@@ -130,16 +132,11 @@ def test_kept_caches_change_nothing(pool, versions, phrases, layout):
     check_rows(rows, expected_rows(case, versions[0], keep=True), case)
 
 
-def test_recorded_steps_get_the_phrase(versions, phrases, monkeypatch):
-    tapes = []
-
-    def record(compute):
-        tapes.append(Tape(compute))
-        return tapes[-1]
-
-    monkeypatch.setattr(cohort, "recorder", lambda device: record)
+def test_recorded_steps_get_the_phrase(versions, phrases):
     case = _case(versions, phrase=phrases[0])
-    check_rows(alone(case)[0], expected_rows(case, versions[0], keep=False), case)
+    engine = make_engine(case, World(), Layout.parse("d1@0"))
+    tapes = recorded(engine, PagedReference())
+    check_rows(alone(case, engine=engine)[0], expected_rows(case, versions[0], keep=False), case)
     assert sum(tape.num_replays for tape in tapes) > len(tapes) > 1
 
 

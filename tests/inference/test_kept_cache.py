@@ -9,14 +9,13 @@ from realhf.data.batch import Batch
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
-from realhf.inference import cohort
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.families import CASES
-from tests.gpu.pretended import Tape
+from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,
     Case,
@@ -101,18 +100,24 @@ def test_tokens_are_those_of_a_cache_that_outlives_its_weights(versions, budget,
         check_rows(found, expected, case)
 
 
-def test_recorded_steps_use_the_cache_of_their_round(versions, monkeypatch):
-    """The cache grows, and with it the memory that recorded passes use."""
-    tapes = []
+def _kept_on_pages(case, options=None):
+    """Generate by the paged path with recorded passes; return rows by id, and the tapes."""
+    case = replace(case, options=case.options | (options or {}))
+    engine = make_engine(case, World(), Layout.parse("d1@0"))
+    tapes = recorded(engine, PagedReference())
+    return _kept(engine, case, World()), tapes
 
-    def record(compute):
-        tapes.append(Tape(compute))
-        return tapes[-1]
 
-    monkeypatch.setattr(cohort, "recorder", lambda device: record)
-    case = _case(versions, 10)
-    check_rows(_generate(World(), "d1@0", case), expected_rows(case, versions[0], keep=True), case)
-    assert sum(tape.num_replays for tape in tapes) > len(tapes) > 3
+@pytest.mark.parametrize("options", [{}, {"max_rows": 2}, {"max_rows": 3, "prefill_tokens": 9}])
+@pytest.mark.parametrize("budget", [1, 10])
+def test_recorded_steps_use_the_cache_of_their_round(versions, budget, options, monkeypatch):
+    """The pool grows, and with it the memory that recorded passes use."""
+    monkeypatch.setattr(Scheduler, "_restart", None)  # Nothing is computed twice.
+    case = _case(versions, budget)
+    found, tapes = _kept_on_pages(case, options)
+    check_rows(found, expected_rows(case, versions[0], keep=True), case)
+    if budget == 10:
+        assert sum(tape.num_replays for tape in tapes) > len(tapes) > 2
 
 
 def test_constant_weights_give_the_tokens_of_one_call(versions):

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.kv_cache import KVCache
 from realhf.kv_blocks import num_blocks
@@ -59,7 +60,8 @@ class _Rows:
         for row, slot in enumerate(decoding.slots.tolist()):
             self.tokens[slot] = torch.cat((self.tokens[slot], new[:, row : row + 1]), dim=1)
             expected.append(self._attend(q[row], *self.tokens[slot], kind))
-        return self.cache.attention(0, q, kind, decoding), torch.stack(expected)
+        attention = BlockAttention(kind, value_dim=self.value_dim)
+        return attention.decode(q, self.cache.layers[0], decoding), torch.stack(expected)
 
     def _attend(self, q, k, v, kind):
         v = v if self.value_dim is None else k[..., : self.value_dim]
@@ -121,7 +123,7 @@ def test_a_copied_block_goes_its_own_way():
         cache.write(layer, torch.arange(5), *tokens)
     cache.copy((0,), (2,))
     cache.write(0, torch.tensor([2]), *tokens[:, :1] * 0)
-    there = torch.arange(5) + 2 * BLOCK_SIZE
     for layer in range(2):
-        assert torch.equal(torch.stack(cache.read(layer, there)), tokens)
-    assert not cache.read(0, torch.tensor([2]))[0].any()
+        for pages, expected in zip(cache.pages(layer), tokens, strict=True):
+            assert torch.equal(pages[2, :5], expected)
+    assert not cache.pages(0)[0][0, 2].any()

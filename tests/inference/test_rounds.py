@@ -76,8 +76,8 @@ def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     case = Case(_batches(), [None], 70, model=versions[1])
     expected, _ = alone(case)
     assert not restarted
-    for budget in (16, 33):
-        found, _ = alone(replace(case, budgets=[budget], options=options))
+    for budget, paged in ((16, False), (33, False), (16, True)):
+        found, _ = alone(replace(case, budgets=[budget], options=options, paged=paged))
         assert_same(found, expected)
     assert bool(restarted) == ("kv_cache_gib" in options)
 

@@ -11,12 +11,11 @@ from realhf.data.loader import load_tokenizer
 from realhf.dist.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
-from realhf.inference import cohort
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
 from realhf.runtime.actions import spec_of
 from realhf.transformers_config import TransformersConfig
-from tests.gpu.pretended import Tape
+from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,
     EOS,
@@ -25,6 +24,7 @@ from tests.inference.rounds import (
     check_rows,
     expected_rows,
     generate_in_rounds,
+    make_engine,
     prompts_of,
     write_versions,
 )
@@ -91,8 +91,9 @@ def _expected(case, versions, *, keep=False):
 def _check(pool, layout, case, versions, *, keep=False):
     expected, reference = _expected(case, versions, keep=keep)
     rows = {}
-    if layout == "d1@0":
-        rows = alone(case)[0]
+    if layout in ("d1@0", "pages"):
+        case = replace(case, paged=layout == "pages")
+        rows = _generate(World(), "d1@0", case) if keep else alone(case)[0]
     else:
         for part in pool.run(_generate if keep else generate_in_rounds, layout, case):
             rows |= part if keep else part[0]
@@ -100,7 +101,7 @@ def _check(pool, layout, case, versions, *, keep=False):
     return expected, reference
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "p2@0-1", "d2@0-1"])
+@pytest.mark.parametrize("layout", ["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_tokens_are_those_of_transformers_in_every_layout(pool, versions, tokenizer, layout, name):
     """With few slots, replicas of d2 take prompts from each other."""
@@ -123,7 +124,7 @@ def _check_that_strings_stop(expected, reference, case):
     assert len(at_strings) < len(responses)
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "p2@0-1", "d2@0-1"])
+@pytest.mark.parametrize("layout", ["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"])
 def test_every_prompt_may_have_its_own_limit(pool, versions, tokenizer, layout):
     """In one round, and in rounds of four tokens."""
     for budget, settings in ((MAX_NEW, {}), (4, {"changes": True})):
@@ -135,7 +136,8 @@ def test_every_prompt_may_have_its_own_limit(pool, versions, tokenizer, layout):
         assert MAX_NEW in lengths
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "d2p2@0-3", pytest.param("t2@0-1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["d1@0", "pages", "d2p2@0-3", pytest.param("t2@0-1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["stops", "greedy"])
 def test_rounds_change_nothing(pool, versions, tokenizer, layout, name):
     """What earlier rounds have drawn counts: for penalties, words and strings that began there."""
@@ -146,7 +148,7 @@ def test_rounds_change_nothing(pool, versions, tokenizer, layout, name):
         assert {i: row[:2] for i, row in expected.items()} == {i: row[:2] for i, row in one_round.items()}
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "p2@0-1"])
+@pytest.mark.parametrize("layout", ["pages", "d2@0-1", "p2@0-1"])
 @pytest.mark.parametrize("name", ["stops", "min_p and penalties"])
 def test_kept_caches_change_nothing(pool, versions, tokenizer, layout, name):
     case = _case(versions, tokenizer, name, 3, limits=LIMITS, **KEEP)
@@ -161,22 +163,18 @@ def test_rows_that_give_up_their_memory_lose_no_history(pool, versions, tokenize
     for name in ("stops", "min_p and penalties"):
         case = _case(versions, tokenizer, name, kv_cache_gib=7 * BLOCK_GIB)
         case = replace(case, max_new=70, budgets=[70], sampling=case.sampling | {"ignore_eos": True})
-        _check(pool, "d1@0", case, versions)
-        assert restarted
-        restarted.clear()
+        for layout in ("d1@0", "pages"):
+            _check(pool, layout, case, versions)
+            assert restarted
+            restarted.clear()
 
 
-def test_recorded_steps_sample_alike(versions, tokenizer, monkeypatch):
-    tapes = []
-
-    def record(compute):
-        tapes.append(Tape(compute))
-        return tapes[-1]
-
-    monkeypatch.setattr(cohort, "recorder", lambda device: record)
+def test_recorded_steps_sample_alike(versions, tokenizer):
     case = _case(versions, tokenizer, "min_p and penalties")
     expected, reference = _expected(case, versions)
-    check_rows(alone(case)[0], expected, case, reference=reference)
+    engine = make_engine(case, World(), Layout.parse("d1@0"))
+    tapes = recorded(engine, PagedReference())
+    check_rows(alone(case, engine=engine)[0], expected, case, reference=reference)
     assert sum(tape.num_replays for tape in tapes) > len(tapes) > 1
 
 

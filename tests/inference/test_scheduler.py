@@ -63,7 +63,7 @@ class _Replay:
 
     def begin_round(self, prompts, parked, blocks, *, num_more, budget):
         """Give all samples `budget` tokens more, in a cache with `num_more` further blocks."""
-        blocks.grow(blocks.num_blocks + num_more)
+        blocks.grow(range(blocks.num_blocks, blocks.num_blocks + num_more))
         self.memory = np.pad(self.memory, (0, num_more * BLOCK_SIZE), constant_values=-1)
         self.limits = [len(made) + budget for made in self.made.values()]
         self.tables = BlockTables(
@@ -169,7 +169,7 @@ def test_parked_rows_go_on_in_their_blocks(seed):
     replay = _Replay(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
         restart_at=None, wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples])
-    parked, blocks, number = [], BlockManager(0), 0
+    parked, blocks, number = [], BlockManager([]), 0
     while number < 3 or parked:
         new = arriving[number] if number < 3 else []
         needed = sum(
@@ -198,7 +198,7 @@ def test_parked_rows_get_tokens_of_an_environment(seed):
     replay = _Replay(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
         restart_at=None, wanted=[10**6 for _ in samples])
-    blocks = BlockManager(0)
+    blocks = BlockManager([])
     longest = max(len(prompt.tokens) for prompt in prompts)
     plenty = (len(samples) + len(prompts)) * num_blocks(longest + 500, BLOCK_SIZE)
     replay.begin_round(prompts, [], blocks, num_more=plenty, budget=5)
@@ -278,7 +278,7 @@ def test_blocks_are_small_where_samples_can_share_them():
 
 
 def test_blocks_to_share_and_others_lie_apart():
-    blocks = BlockManager(10)
+    blocks = BlockManager(range(10))
     assert blocks.allocate(3, to_share=True) == [0, 1, 2] and blocks.allocate(2) == [9, 8]
     blocks.share([1])
     blocks.release([0, 1, 9])

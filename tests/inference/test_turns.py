@@ -75,18 +75,19 @@ def _taken(generation):
     return {i: (tokens.tolist(), int(mask.sum())) for i, tokens, mask in rows}
 
 
-def _in_turns(world, text, pattern, max_rows):
+def _in_turns(world, text, pattern, max_rows, paged):
     """Generate in rounds, with an environment that answers at the end of each turn; return the tokens of each
     sample."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
-    case = Case([_prompts()], [BUDGET], MAX_NEW, model=pattern)
+    case = Case([_prompts()], [BUDGET], MAX_NEW, model=pattern, paged=paged)
     engine = make_engine(case, world, layout)
     work = Generate(
         SamplingConfig(max_new_tokens=MAX_NEW), seed=SEED, max_rows=max_rows, cache_on_update="keep")
     generation = Generation(
-        engine.model, work, stream="gen", limit=CacheLimit(engine.groups), keeps=True, in_turns=True)
+        engine.model, work, stream="gen", limit=CacheLimit(engine.groups), pool=engine.pages, keeps=True,
+        in_turns=True)
     generation.submit([PromptGroup(prompt, [i]) for i, prompt in enumerate(_prompts())])
     tokens, drawn, turns = dict(enumerate(_prompts())), [0] * 6, [0] * 6
     answers, live, number = [], set(range(6)), 0
@@ -116,15 +117,16 @@ def _in_turns(world, text, pattern, max_rows):
     return [tokens[i] for i in range(6)]
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("max_rows", [512, 2])
-def test_turns_continue_what_is_cached(pool, versions, max_rows):
+def test_turns_continue_what_is_cached(pool, versions, max_rows, paged):
     models, pattern = versions
     expected = _expected(models)
     assert len({len(tokens) for tokens in expected}) > 3
     ends = [sum(token in EOS for token in tokens[len(prompt) :]) for tokens, prompt in zip(
         expected, _prompts(), strict=True)]
     assert max(ends) == NUM_TURNS and sum(ends) > 8
-    assert _in_turns(World(), "d1@0", pattern, max_rows) == expected
+    assert _in_turns(World(), "d1@0", pattern, max_rows, paged) == expected
     for layout in ("t2@0-1", "p2@0-1"):
-        for result in pool.run(_in_turns, layout, pattern, max_rows):
+        for result in pool.run(_in_turns, layout, pattern, max_rows, paged):
             assert result is None or result == expected

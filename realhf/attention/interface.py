@@ -1,0 +1,111 @@
+"""The interface of attention backends, behind which the kernels of different libraries stand.
+
+Shape suffixes: T query tokens of all rows end to end, N query heads, K key-value heads, D head dim; S
+sequences; B rows, M pages of a row; P pages of the cache, L tokens in a page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from realhf.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """The options of a layer's causal attention."""
+
+    scale: float  # Factor of query times key.
+    window: int | None = None  # Number of tokens that a token sees, itself included.
+    softcap: float | None = None  # Scores x become c * tanh(x / c).
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> "AttentionKind":
+        """Return the options of this layer of a model."""
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        return cls(scale, config.window(layer), config.attention_softcap)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed sequences, each of which attends to itself. All layers of a micro-batch share one."""
+
+    cu: Tensor  # int32 (S + 1,), on the device: where each sequence starts, and where the last one ends.
+    lens: tuple[int, ...]  # Tokens of each sequence; some may have none.
+
+    @classmethod
+    def of(cls, lens: Sequence[int], device: torch.device) -> "Sequences":
+        """Return the sequences of these lengths; the copy to a GPU does not wait for it."""
+        cu = torch.tensor((0, *accumulate(lens)), dtype=torch.int32)
+        if device.type == "cuda":
+            pinned = torch.empty(cu.shape, dtype=cu.dtype, device="cpu", pin_memory=True)
+            cu = pinned.copy_(cu)
+        return cls(cu.to(device, non_blocking=True), tuple(lens))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lens, default=0)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Rows whose keys and values lie in pages of a cache.
+
+    A row with n queries and a length of `lens_k` has its query i at position `lens_k - n + i`, so that its
+    queries are its last tokens. Entries of the table behind a row's last page are arbitrary page numbers.
+    Nothing here depends on the contents of `lens_k` and `table`, so that a CUDA graph can change them.
+    """
+
+    cu_q: Tensor  # int32 (B + 1,), on the device: where each row's queries start.
+    max_q: int  # Queries of the row that has most.
+    table: Tensor  # int32 (B, M): numbers of each row's pages, in order.
+    lens_k: Tensor  # int32 (B,): cached tokens of each row, those of its queries included.
+    max_k: int  # Upper bound of `lens_k`.
+
+
+class AttentionBackend(Protocol):
+    """Causal attention with grouped heads, by one library's kernels.
+
+    Queries, keys and values have one dtype. A head's values may have another dim than its keys.
+    """
+
+    name: str
+    """The name under which the choice is logged."""
+    page_tokens: int
+    """A page must have a multiple of so many tokens."""
+    in_graph: bool
+    """Whether a CUDA graph can record `paged`."""
+
+    def refuses(
+        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
+    ) -> str | None:
+        """Return why the backend cannot compute `paged`, or else `packed`, in words; None if it can."""
+
+    def packed(
+        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
+    ) -> Tensor:
+        """Return the attention within each sequence, out_TND; has gradients."""
+
+    def paged(
+        self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
+        *, num_splits: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return out_TND, and the natural log-sum-exp lse_TN of the scores in float32 or wider.
+
+        The cache already holds the keys and values of the queries' own tokens. `v_PLKD` may be a view of the
+        first dims of `k_PLKD`. A row's keys are attended to in `num_splits` parts; with 1, the result of a
+        row does not depend on the other rows; None leaves the number to the kernel. There are no gradients.
+        """
+
+
+def nothing_attended(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    """Return the attention of no tokens, which depends on its inputs.
+
+    Ranks of an ep group run the same backward pass, even if one of them has no tokens.
+    """
+    return q_TND[..., :1] * v_TKD.new_zeros(v_TKD.shape[-1]) + k_TKD.sum() + v_TKD.sum()

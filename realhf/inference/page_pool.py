@@ -1,0 +1,122 @@
+"""PagePool: the pages of keys and values that one rank's layers have, and the recorded passes over them."""
+
+from collections.abc import Iterable
+
+from realhf.attention.interface import AttentionBackend
+from realhf.attention.reference import ReferenceAttention
+from realhf.inference.decode_graphs import DecodeGraphs, Record, recorder
+from realhf.inference.kv_cache import KVCache
+from realhf.inference.paged_backends import PagedBackends
+from realhf.nn.transformer import Transformer
+
+_WIDTH_STEP = 8  # Pages; the width of tables is a multiple of it, so that it seldom changes.
+
+
+class PagePool:
+    """Pages of one size that cohorts of samples lease.
+
+    With `backends`, kernels attend to pages (the paged path), and the pool outlives the generations of its
+    engine, with the recorded passes that hold its addresses. Without, a CPU attends block by block, and every
+    cohort has a pool of its own.
+    """
+
+    def __init__(
+        self, model: Transformer, *, backend: AttentionBackend | None, record: Record | None
+    ) -> None:
+        """`record` records decoding passes; None: nothing is recorded."""
+        self._model = model
+        self._record = record
+        self.backends = None if backend is None else PagedBackends(model, backend)
+        self._cache: KVCache | None = None
+        self._free: list[int] = []
+        self._num_leased = 0
+        self._graphs: DecodeGraphs | None = None
+        self._row_pages = 0
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "pages are leased first"
+        return self._cache
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return 0 if self._cache is None else sum(layer.nbytes for layer in self._cache.layers)
+
+    @property
+    def page_tokens(self) -> int | None:
+        """A page must have a multiple of so many tokens; None: a CPU has blocks of any size."""
+        return None if self.backends is None else self.backends.page_tokens
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The recorded passes over the pages; None if nothing can be recorded."""
+        if self._record is None or self.backends is None or not self.backends.in_graph:
+            return None
+        if not self._model.recordable:
+            return None
+        if self._graphs is None or not self._graphs.are_valid:
+            self._graphs = DecodeGraphs(self._model, self.cache, self.backends, self._record)
+        return self._graphs
+
+    def lease(self, count: int, *, page_size: int) -> list[int]:
+        """Return `count` pages of `page_size` tokens, for which the pool grows if it must.
+
+        Pages that others have keep their contents.
+        """
+        lacking = count - len(self._free)
+        if self._cache is None or (page_size != self._cache.block_size and not self._num_leased):
+            self.release()
+            num_spare = int(self.backends is not None)
+            self._cache = KVCache.of(self._model, num_spare + count, page_size)
+            self._free = list(range(num_spare, num_spare + count))
+        elif lacking > 0:
+            self._grow(lacking)
+        assert self.cache.block_size == page_size, "leased pages have another size"
+        leased = self._free[:count]
+        del self._free[:count]
+        self._num_leased += count
+        return leased
+
+    def _grow(self, count: int) -> None:
+        """Add pages; only leased ones have contents that matter."""
+        cache = self.cache
+        old = cache.num_blocks
+        self._graphs = None
+        if self._num_leased:
+            cache.grow(old + count)
+        else:
+            self._cache = None  # This frees the memory before there is more of it.
+            size = cache.block_size
+            del cache
+            self._cache = KVCache.of(self._model, old + count, size)
+        self._free += range(old, old + count)
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Take back pages that were leased."""
+        num_free = len(self._free)
+        self._free = sorted([*self._free, *pages])
+        self._num_leased -= len(self._free) - num_free
+
+    def widen(self, row_pages: int) -> int:
+        """Return the width of the tables of rows, which have up to `row_pages` pages; it never shrinks, as
+        recorded passes have one width."""
+        if row_pages > self._row_pages:
+            self._graphs = None
+            self._row_pages = -(-row_pages // _WIDTH_STEP) * _WIDTH_STEP
+        return self._row_pages
+
+    def release(self) -> None:
+        """Free all memory, and the recorded passes with it. Nobody may have pages."""
+        assert not self._num_leased, f"{self._num_leased} pages are in use"
+        self._graphs = None
+        self._cache = None
+        self._free = []
+
+
+def page_pool(model: Transformer, backend: AttentionBackend | None) -> PagePool | None:
+    """Return an empty pool for the paged path; None if the model decodes block by block on a CPU."""
+    device = model.flat.device
+    if backend is None and device.type == "cpu":
+        return None
+    return PagePool(model, backend=backend or ReferenceAttention(), record=recorder(device))

@@ -1,0 +1,85 @@
+"""Copies between the host and the device for which neither of them waits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Arrays = Mapping[str, NDArray[Any]]
+_NUM_BUFFERS = 3  # A step's buffer is written again when the step before the last one has ended.
+_ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
+
+
+def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the numbers on the device; from a CPU's own memory, they are not copied."""
+    found = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return found
+    pinned = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(found).to(device, non_blocking=True)
+
+
+class StepUpload:
+    """Sends all numbers of a step to the device in one copy.
+
+    The copies start from a ring of pinned buffers. Whoever sends has read a result of the step that has sent
+    two steps earlier, so that the buffer of the step before that one is free.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring = [torch.empty(0, dtype=torch.uint8)] * (0 if device.type == "cpu" else _NUM_BUFFERS)
+        self._next = 0
+
+    def __call__(self, arrays: Arrays) -> dict[str, Tensor]:
+        """Return the arrays as tensors on the device; a CPU shares the arrays' memory."""
+        if not self._ring:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        stops = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]).tolist()
+        num_bytes = max(_ALIGNMENT, stops[-1] if stops else 0)
+        buffer = self._buffer(num_bytes)
+        spans = {name: slice(stop - -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT, stop)
+                 for (name, array), stop in zip(arrays.items(), stops, strict=True)}  # fmt: skip
+        host = buffer.numpy()
+        for name, array in arrays.items():
+            start = spans[name].start
+            host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        there = buffer[:num_bytes].to(self._device, non_blocking=True)
+        found = {}
+        for name, array in arrays.items():
+            start = spans[name].start
+            dtype = torch.from_numpy(array).dtype
+            found[name] = there[start : start + array.nbytes].view(dtype).view(array.shape)
+        return found
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        """Return the next buffer of the ring, of at least so many bytes."""
+        at = self._next
+        self._next = (at + 1) % len(self._ring)
+        if len(self._ring[at]) < num_bytes:
+            size = 1 << (num_bytes - 1).bit_length()
+            self._ring[at] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._ring[at]
+
+
+class Download:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type != "cpu":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> NDArray[Any]:
+        """Return the numbers, after waiting for the work that made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: NDArray[Any] = self._host.numpy()
+        return found
