@@ -106,5 +106,5 @@ MANIFEST: dict[str, Any] = {
     "files": {"metrics.jsonl": {"num_bytes": 3, "sha256": hashlib.sha256(METRICS).hexdigest()}},
     "sets": {"actor": {"kinds": ["master", "exp_avg"], "pieces": {"model.norm.weight": [_PIECE]},
                        "num_steps": 3, "model": {"hidden_size": 2}}},
-    "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": 2,
+    "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": 3,
 }  # fmt: skip

@@ -18,9 +18,10 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
 from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, resume_command, way_on
 from realhf.dist.activity import Activity
+from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
-from realhf.dist.heartbeat import Heartbeat
+from realhf.dist.heartbeat import SILENCE_SECONDS, Heartbeat
 from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
@@ -203,6 +204,7 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
+    set_nccl_environment()
     board = heartbeat = store = activity = None
     try:
         if place.size > 1:
@@ -232,6 +234,8 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
             os._exit(1)
         raise
     except Exception as error:
+        if activity is not None and (fault := activity.communicators.fault):  # The error is a consequence.
+            os._exit(_follow(PeerError(fault), place, board))
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
         if activity is not None:
             activity.leave_record(place.rank, sentence, traceback.format_exc())
@@ -263,6 +267,7 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
     heartbeat = Heartbeat(
         store, place.connect(timeout_seconds), activity,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
+        silence_seconds=SILENCE_SECONDS if torch.cuda.is_available() else None,
     )  # fmt: skip
     heartbeat.start()
     return heartbeat

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from realhf.dist.communicators import Communicators
 from realhf.dist.operation_watch import OperationLog
 
 Report = Callable[[str], None]
@@ -40,6 +41,8 @@ class Activity:
         self._has_record = False
         self.operations = OperationLog()
         """The operations of the step program that the other ranks have not been told of."""
+        self.communicators = Communicators()
+        """The communicators of this process over NCCL."""
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
@@ -103,14 +103,17 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity
-    ) -> None:
+        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
+        chained: bool = True,
+    ) -> None:  # fmt: skip
+        """Take the communicator. With `chained`, posts on NCCL wait for all earlier ones of other groups."""
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
         self._activity = activity
         self._backend = backend
         self._native = native and backend is not None
+        self._chained = chained
 
     def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
         """Send and receive at the same time; messages between two ranks match in the order of the lists."""
@@ -127,22 +130,30 @@ class Group:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
         if self._native:
-            self._backend._start_coalescing()
+            work = self._launch(lambda: self._coalesced(sends, recvs, tag))
+            return Pending([(work, self.ranks)], [*sends, *recvs], self._activity)
         works: list[tuple[Any, tuple[int, ...]]] = []
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
             for peer, tensor in messages:
                 ranks = (self.ranks[peer],)
                 with peer_errors(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
-        if self._native:
-            with peer_errors(self.ranks):
-                works = [(self._backend._end_coalescing(), self.ranks)]
         return Pending(works, [*sends, *recvs], self._activity)
+
+    def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
+        """Start an `exchange`; return what to wait for until messages are sent, and until they have arrived.
+
+        On NCCL both are the same, as messages that are posted together complete together.
+        """
+        if self._native:
+            both = self.post(sends, recvs)
+            return both, both
+        return self.post(sends, []), self.post([], recvs)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` (contiguous) over the group in place and return it."""
         if self._native:
-            self._backend.allreduce([tensor]).wait()
+            self._run("allreduce", [tensor]).wait()
         elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
             tensor.copy_(reduce(torch.Tensor.add_, self.all_gather(tensor).unbind()))
         else:
@@ -157,7 +168,7 @@ class Group:
             return tensor[None]
         out = tensor.new_empty((self.size, *tensor.shape))
         if self._native:
-            self._backend._allgather_base(out, tensor.contiguous()).wait()
+            self._run("_allgather_base", out, tensor.contiguous()).wait()
         else:
             out[self.index] = tensor
             self._all_gather_chunks(list(out.unbind()))
@@ -176,8 +187,7 @@ class Group:
         if not body:
             return lambda: None
         own = flat[body * self.index :][:body]
-        work = self._backend._reduce_scatter_base(own, flat[: body * self.size])
-        return Pending([(work, self.ranks)], activity=self._activity).wait
+        return self._run("_reduce_scatter_base", own, flat[: body * self.size]).wait
 
     def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
@@ -195,14 +205,43 @@ class Group:
             self._all_gather_chunks(self._chunks(flat))
         elif body := chunk_body(len(flat), self.size):
             own = flat[body * self.index :][:body]
-            self._backend._allgather_base(flat[: body * self.size], own).wait()
+            self._run("_allgather_base", flat[: body * self.size], own).wait()
 
     def spread_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Fill what `all_gather_flat` has left out of these tensors, in one collective."""
         if self._native and (rests := self._rests(flats)):
             joined = torch.cat(rests)
-            self._backend.broadcast(joined, self.size - 1).wait()
+            self._run("broadcast", joined, self.size - 1).wait()
             _copy_parts(joined, rests)
+
+    def _run(self, operation: str, *arguments: Any) -> Pending:
+        """Post a collective on NCCL."""
+        work = self._launch(lambda: getattr(self._backend, operation)(*arguments))
+        return Pending([(work, self.ranks)], activity=self._activity)
+
+    def _launch(self, post: Callable[[], Any]) -> Any:
+        """Post a work on NCCL, in order with those of other groups; return it.
+
+        Raises PeerError if the communicators have been aborted.
+        """
+        communicators = self._activity.communicators
+        if communicators.fault:
+            raise PeerError(communicators.fault)
+        order = communicators.in_order() if self._chained else nullcontext(False)
+        with peer_errors(self.ranks), order as is_chained:
+            work = post()
+            if is_chained:
+                work.wait()
+        communicators.watch(self._backend, work)
+        return work
+
+    def _coalesced(self, sends: Messages, recvs: Messages, tag: int) -> Any:
+        """Post messages over NCCL that complete together; return their work."""
+        self._backend._start_coalescing()
+        for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
+            for peer, tensor in messages:
+                post([tensor], peer, tag)
+        return self._backend._end_coalescing()
 
     def _chunks(self, flat: torch.Tensor) -> list[torch.Tensor]:
         edges = chunk_edges(len(flat), self.size)

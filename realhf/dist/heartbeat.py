@@ -21,6 +21,10 @@ _OPERATIONS_SECONDS = 1.0
 """Time between comparisons of the ranks' operations."""
 _GRACE_SECONDS = 4.0
 """Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
+_ABORT_GRACE_SECONDS = 10.0
+"""The same time for a main thread that must first be freed from operations of NCCL."""
+SILENCE_SECONDS = 30.0
+"""Time without a sign of life after which a rank is dead, where only signs of life tell (over NCCL)."""
 _MAX_NAMED = 8
 """Most ranks that the sentence about a standstill lists."""
 _USER_ERROR = 2
@@ -45,9 +49,12 @@ class Watch:
     Times are in seconds of a monotonic clock.
     """
 
-    def __init__(self, rank: int, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, rank: int, *, timeout_seconds: float, silence_seconds: float | None = None
+    ) -> None:
         self._rank = rank
         self._timeout = timeout_seconds
+        self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)
         self._last: dict[int, Beat] = {}
         self._alive_at: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
@@ -61,9 +68,12 @@ class Watch:
         for rank, beat in beats.items():
             self._note(rank, beat, now)
         for rank, beat in self._last.items():
-            if rank != self._rank and now - self._alive_at[rank] > self._timeout:
-                silent = f"has given no sign of life for {now - self._alive_at[rank]:.0f} s (--timeout)"
-                return f"rank {rank} {silent}; the last was of {beat.doing}"
+            silence = now - self._alive_at[rank]
+            if rank != self._rank and silence > self._silence:
+                heard = time.strftime("%H:%M:%S", time.localtime(time.time() - silence))
+                limit = " (--timeout)" if self._silence == self._timeout else ""
+                silent = f"has given no sign of life for {silence:.0f} s{limit}"
+                return f"rank {rank} {silent}; the last was of {beat.doing}, at {heard}"
         if self._rank == 0 and all(now - self._moved_at[rank] > self._timeout for rank in self._last):
             return self._describe_standstill()
         return ""
@@ -94,21 +104,29 @@ class Heartbeat:
 
     Rank 0 watches all ranks, and the others watch rank 0. A rank that gives no sign for `timeout_seconds` is
     dead; a rank that computes or waits for a reward still gives signs. A run is stuck if every rank has
-    waited for others for that long. Either fault is posted on the failure board, which all ranks read.
+    waited for others for that long. Either fault is posted on the failure board, which all ranks read. Where
+    the run uses NCCL, each rank then aborts its communicators, so that its main thread can say why it ends.
     """
 
     def __init__(
         self, store: dist.Store, board: FailureBoard, activity: Activity,
-        *, rank: int, size: int, timeout_seconds: float,
+        *, rank: int, size: int, timeout_seconds: float, silence_seconds: float | None = None,
+        grace_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """Take `store` and `board` with connections of their own, as the main thread may block on its own."""
+        """Take `store` and `board` with connections of their own, as the main thread may block on its own.
+
+        A rank is dead after `silence_seconds`, by default after the timeout. The main thread has
+        `grace_seconds` to end this process itself.
+        """
         self._store = dist.PrefixStore("realhf/heartbeat", store)
         self._board = board
         self._activity = activity
         self._rank = rank
         self._timeout = timeout_seconds
         self._watched = range(size) if rank == 0 else range(1)
-        self._watch = Watch(rank, timeout_seconds=timeout_seconds)
+        self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)
+        self._grace = grace_seconds
+        self._watch = Watch(rank, timeout_seconds=timeout_seconds, silence_seconds=silence_seconds)
         self._operations = OperationWatch(store, activity.operations, rank=rank, size=size)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -127,32 +145,35 @@ class Heartbeat:
             self._store.set(str(self._rank), json.dumps(None))
 
     def _run(self) -> None:
-        interval = min(_MAX_INTERVAL_SECONDS, self._timeout / 8)
+        interval = min(_MAX_INTERVAL_SECONDS, self._silence / 8)
         next_sign = time.monotonic() + interval
         try:
             while not self._ended.wait(min(interval, _OPERATIONS_SECONDS)):
                 if difference := self._operations.exchange():
                     self._activity.leave_record(self._rank, difference)
                     self._board.report(difference, code=_USER_ERROR, names_rank=True)
-                    self._leave()
+                    self._leave(difference)
                 if time.monotonic() < next_sign:
                     continue
                 next_sign = time.monotonic() + interval
                 self._give_sign()
-                fault = self._watch.find_fault(self._newest_beats(), now=time.monotonic())
+                fault = self._failed_work() or self._watch.find_fault(
+                    self._newest_beats(), now=time.monotonic())
                 failures = self._board.failures()
                 if failures:
                     self._activity.leave_record(self._rank, failures[0].sentence)
-                    self._leave()
+                    self._leave(failures[0].sentence)
                 elif fault:
                     self._activity.leave_record(self._rank, fault)
                     self._board.report(fault, code=_FAILED, names_rank=True)
-                    self._leave()
+                    self._leave(fault)
         except RuntimeError as error:  # From the store.
+            lost = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
+            if self._activity.communicators:
+                self._activity.communicators.abort(lost)
             if not self._ended.wait(_GRACE_SECONDS):
                 reason = str(error).partition("\n")[0]
-                sentence = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
-                print(f"realhf: {sentence} ({reason})", file=sys.stderr, flush=True)
+                print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
                 os._exit(_FAILED)
 
     def _give_sign(self) -> None:
@@ -169,8 +190,20 @@ class Heartbeat:
                 beats[rank] = None if beat is None else Beat(**beat)
         return beats
 
-    def _leave(self) -> None:
-        """End this process because of a failure, unless the main thread ends it first."""
-        if not self._ended.wait(_GRACE_SECONDS):
+    def _failed_work(self) -> str:
+        """Return a sentence about an operation of this rank that has failed, or an empty string."""
+        reason = self._activity.communicators.failure()
+        return f"rank {self._rank} lost its peers in {self._activity.place}: {reason}" if reason else ""
+
+    def _leave(self, fault: str) -> None:
+        """End this process because of a fault, unless the main thread ends it first.
+
+        Operations of NCCL are aborted, in which the main thread may wait for a rank that has stopped.
+        """
+        grace = _GRACE_SECONDS
+        if communicators := self._activity.communicators:
+            communicators.abort(fault)
+            grace = _ABORT_GRACE_SECONDS
+        if not self._ended.wait(grace if self._grace is None else self._grace):
             code = self._board.repeat()
             os._exit(_FAILED if code is None else code)

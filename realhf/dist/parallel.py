@@ -14,8 +14,8 @@ class ParallelGroups:
 
     `all` has every rank of the layout. `ends` joins the first and the last pipeline stage; it is None on the
     stages between them and without pipelining. `ep` has the consecutive dp ranks that share one set of
-    experts. `pp_back` has the ranks of `pp`, for gradients. `dp_control`, `ep_control` and `replicas_control`
-    (dp and cp) communicate over gloo.
+    experts. `pp_back` has the ranks of `pp`, for sampled tokens. `dp_control`, `ep_control` and
+    `replicas_control` (dp and cp) communicate over gloo.
     """
 
     layout: Layout

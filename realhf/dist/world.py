@@ -17,6 +17,10 @@ from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 _ANY_TIME = timedelta(days=365)
+OVER_GLOO = ("control", "export", "ready")
+"""Purposes of groups that communicate between hosts' processors on any device."""
+_REALLOC_CTAS = 8
+"""Most thread blocks, each on a multiprocessor, that a reallocation takes from the computation beside it."""
 
 
 @contextmanager
@@ -118,14 +122,15 @@ class World:
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """Return the group of these ranks, which include this one; the first request waits for all members.
 
-        Groups with different purposes never mix their messages. Those for `control` and `export` use gloo.
+        Groups with different purposes never mix their messages. Those in OVER_GLOO use gloo on any device.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
-            native = self.device.type == "cuda" and purpose not in ("control", "export")
+            native = self.device.type == "cuda" and purpose not in OVER_GLOO
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
-            self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)
+            self._groups[key] = Group(
+                key[0], index, backend, native=native, activity=self.activity, chained=purpose != "backward")
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:
@@ -149,8 +154,12 @@ class World:
             with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
                 return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        # A living peer may take any time; the watcher of the heartbeat finds dead ones.
+        options._timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+        if key[1] == "realloc":
+            options.config.max_ctas = _REALLOC_CTAS
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
+        self.activity.communicators.add(backend)
         # This makes one communicator for the whole group, also for coalesced messages among some members.
         backend.eager_connect_single_device(self.device)
         return backend

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from realhf.dist.group import Pending
+from realhf.dist.group import Messages, Pending
 from realhf.dist.parallel import ParallelGroups
 
 
@@ -37,8 +37,11 @@ def run_pipeline(
     results.
 
     `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
-    and returns hidden states; the last stage returns a loss to differentiate, or any result. Each direction
-    has its own group and a stage waits for old sends only, so that no order of stages can deadlock.
+    and returns hidden states; the last stage returns a loss to differentiate, or any result.
+
+    In the steady state, where two neighbours send to each other at the same time, each posts its result with
+    the request for its next input, as Megatron-LM does. So no stage blocks even if every post waits for its
+    peers, and the posts of a stage for one another.
     """
     stage = groups.at.pp
     train = torch.is_grad_enabled()
@@ -47,34 +50,50 @@ def run_pipeline(
         passes = [step for step in passes if step.direction == "forward"]
     inputs: dict[int, torch.Tensor | None] = {}
     outputs: dict[int, torch.Tensor] = {}
-    pending: list[Pending] = []
-    for direction, i in passes:
+    sent: list[Pending] = []
+
+    def exchange(sends: Messages, following: Pass | None, *, at_once: bool) -> torch.Tensor | None:
+        """Post a result, and wait for the input of the pass that follows, if another stage makes it."""
+        received = None
+        peer = stage
+        if following is not None:
+            peer += -1 if following.direction == "forward" else 1
+            if 0 <= peer < groups.layout.pp:
+                shape = hidden_shapes[following.micro_batch]
+                received = torch.empty(shape, dtype=dtype, device=groups.world.device)
+        recvs: Messages = [] if received is None else [(peer, received)]
+        if at_once:
+            outgoing, incoming = groups.pp.post_both(sends, recvs)
+        else:
+            outgoing = groups.pp.post(sends, [])
+            incoming = groups.pp.post([], recvs)
+        sent.append(outgoing)
+        while len(sent) > 2:  # Older messages have arrived; waiting for them frees their tensors.
+            sent.pop(0).wait()
+        incoming.wait()
+        return received
+
+    received = exchange([], passes[0] if passes else None, at_once=False)
+    for (direction, i), following in zip(passes, [*passes[1:], None], strict=False):
+        sends: Messages = []
         if direction == "forward":
-            hidden = None
-            if not groups.is_first_stage:
-                hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=groups.world.device)
-                groups.pp.exchange([], [(stage - 1, hidden)])
-                hidden.requires_grad_(train)
+            hidden = None if received is None else received.requires_grad_(train)
             output = forward(i, hidden)
             if train:
                 inputs[i] = hidden
             if train or groups.is_last_stage:
                 outputs[i] = output
             if not groups.is_last_stage:
-                pending.append(groups.pp.post([(stage + 1, output.detach().contiguous())], []))
+                sends = [(stage + 1, output.detach().contiguous())]
         else:
             hidden = inputs.pop(i)
-            output = outputs.pop(i)
-            grad = None if groups.is_last_stage else torch.empty_like(output)
-            if grad is not None:
-                groups.pp_back.exchange([], [(stage + 1, grad)])
-            torch.autograd.backward(output, grad)
+            torch.autograd.backward(outputs.pop(i), received)
             if hidden is not None:
                 assert hidden.grad is not None
-                pending.append(groups.pp_back.post([(stage - 1, hidden.grad.contiguous())], []))
-        while len(pending) > 2:  # Older messages have arrived; waiting for them frees their tensors.
-            pending.pop(0).wait()
-    for message in pending:
+                sends = [(stage - 1, hidden.grad.contiguous())]
+        at_once = following is not None and following.direction != direction and (
+            direction == "backward" or i - following.micro_batch == groups.layout.pp - stage - 1)
+        received = exchange(sends, following, at_once=at_once)
+    for message in sent:
         message.wait()
     return list(outputs.values()) if groups.is_last_stage else []
-

@@ -74,14 +74,14 @@ class Reallocator:
     Parameters travel in `dtype`, the dtype of the target's tensors. `staging_bytes` caps the memory for
     messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
     the links that the schedule is made for; by default they are assumed. A `schedule` made from the same
-    arguments is taken as it is.
+    arguments is taken as it is. With `posts`, ranks may call `wait_until_ready`.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
         staging: Staging | None = None, role: str = "a model", links: Links | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, posts: bool = False,
     ) -> None:  # fmt: skip
         self.schedule = schedule or schedule_of(
             spec, source=source, target=target, dtype=dtype, sharded=sharded, eta=eta,
@@ -93,6 +93,7 @@ class Reallocator:
         self.messages = self.schedule.messages(self._rank)
         ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.bundles else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
+        self._ready = world.group(self._group.ranks, purpose="ready") if posts else None
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
         arrives_apart = eta != 1 and self.schedule.num_waves > self.schedule.num_slices
@@ -111,10 +112,28 @@ class Reallocator:
         senders = {m.peer for messages in self.messages for m in messages if not m.sending}
         self._stats = ReallocStats(sent, received, self.schedule.over_bound, tuple(sorted(senders)))
 
-    @torch.no_grad()
     def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:
+        """Move the parameters and return this rank's traffic; see `post`. The host waits for the device."""
+        stats = self.post(source, target)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return stats
+
+    def wait_until_ready(self) -> None:
+        """Wait, on the host, until all ranks of the reallocation have called this.
+
+        On CUDA this comes before `post`, because a device that waits for a busy peer could do nothing else.
+        """
+        if self._ready is not None and self._ready.size > 1:
+            with self._explained("start"):
+                self._ready.barrier()
+
+    @torch.no_grad()
+    def post(self, source: Shards | None, target: Shards | None) -> ReallocStats:
         """Move the parameters and return this rank's traffic.
 
+        On CUDA, all copies and messages are enqueued on the current stream, and the host does not wait.
+        Messages alternate between two halves of the staging memory, in the order of the stream.
         Each rank passes its shards; passing the same mappings again saves time. A target may be a view of its
         source's memory where both are the same elements, which then stay as they are. Raises PeerError when
         another rank fails.
@@ -126,8 +145,6 @@ class Reallocator:
                 pair for name, pieces in self._apart.items() for box, _ in pieces
                 for pair in pairs(written[name], pieces, box)
             ])  # fmt: skip
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
         return self._stats
 
     def _move(self, source: Shards | None, target: Shards | None) -> None:

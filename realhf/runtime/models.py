@@ -14,7 +14,8 @@ from realhf.runtime.copy_versions import CopyVersions
 from realhf.runtime.engine_store import EngineStore
 from realhf.runtime.home_state import HomeState
 from realhf.runtime.parameter_catalog import ParameterCatalog
-from realhf.runtime.reallocations import Reallocations, TransferThread
+from realhf.runtime.reallocations import Reallocations
+from realhf.runtime.transfers import make_transfers
 from realhf.runtime.weight_export import WeightExporter
 
 
@@ -37,9 +38,10 @@ class ModelStore:
         self.engines = EngineStore(world, catalog)
         self.engines.create_homes(seed=seed)
         self.engines.create_copies(actions)
-        self._thread = TransferThread(world.device)
+        self._transfers = make_transfers(world.device)
         self.reallocations = Reallocations(
-            world, catalog, self.engines, self._thread, _reallocations_of(actions, catalog), links=self.links)
+            world, catalog, self.engines, self._transfers, _reallocations_of(actions, catalog),
+            links=self.links)
         self._exporter = WeightExporter(world, catalog, self.engines)
 
     def updated(self, role: str) -> None:
@@ -87,7 +89,7 @@ class ModelStore:
             self.start(self._catalog.gathering(trained))
         if self._rank == 0 or self._rank in self._catalog.home(role):
             # An export moves parameters too, so it takes its turn among the reallocations.
-            self._thread.submit(lambda: self._exporter.write(
+            self._transfers.submit(lambda: self._exporter.write(
                 role, directory, beside=beside or {}, fields=fields or {})).result()  # fmt: skip
 
 

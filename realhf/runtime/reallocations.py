@@ -1,12 +1,10 @@
-"""Reallocations: starts and finishes this rank's reallocations, which run in a thread of their own."""
+"""Reallocations: starts and finishes this rank's reallocations, which run beside its calls."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-import torch
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from realhf.dist.world import World
 from realhf.engine.protocol import DTYPES
@@ -19,32 +17,7 @@ from realhf.runtime.agreement import require_equal_schedules
 from realhf.runtime.copy_versions import Copy
 from realhf.runtime.engine_store import EngineStore
 from realhf.runtime.parameter_catalog import ParameterCatalog
-
-_T = TypeVar("_T")
-
-
-class TransferThread:
-    """A thread with a CUDA stream of its own, which runs tasks one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = ThreadPoolExecutor(1, "realloc", initializer=self._choose_stream)
-
-    def _choose_stream(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(torch.cuda.Stream())  # A separate stream, for which calls need not wait.
-
-    def submit(self, task: Callable[[], _T]) -> Future[_T]:
-        """Run a task after the earlier tasks and after the work so far on the caller's CUDA stream."""
-        on_cuda = self._device.type == "cuda"
-        ready = torch.cuda.current_stream().record_event() if on_cuda else None
-        return self._pool.submit(self._run, task, ready)
-
-    def _run(self, task: Callable[[], _T], ready: torch.cuda.Event | None) -> _T:
-        if ready is not None:
-            torch.cuda.current_stream().wait_event(ready)
-        return task()
+from realhf.runtime.transfers import Posted, Running, Transfers
 
 
 @dataclass(frozen=True)
@@ -57,19 +30,38 @@ class Moved:
     end: float
 
 
+@dataclass
+class _Posted:
+    """A reallocation that has been posted, with the weights that stay on the device until it has ended."""
+
+    action: Reallocate
+    start: float
+    work: Posted[ReallocStats]
+    weights: ExitStack
+    moved: Moved | None = field(default=None)
+
+    def result(self) -> Moved:
+        if self.moved is None:
+            stats = self.work.result()
+            end = self.work.posted_at + self.work.seconds()
+            self.moved = Moved(self.action, stats, self.start, end)
+            self.weights.close()
+        return self.moved
+
+
 class Reallocations:
     """The reallocations in which this rank takes part. All ranks start theirs in the same order."""
 
     def __init__(
-        self, world: World, catalog: ParameterCatalog, engines: EngineStore, thread: TransferThread,
+        self, world: World, catalog: ParameterCatalog, engines: EngineStore, transfers: Transfers,
         actions: Iterable[Reallocate], *, links: Links,
     ) -> None:  # fmt: skip
         """Make the schedules of all `actions` that `start` may be given."""
         self._rank = world.rank
         self._catalog = catalog
         self._engines = engines
-        self._thread = thread
-        self._running: dict[Copy, Future[Moved]] = {}
+        self._transfers = transfers
+        self._running: dict[Copy, Running[Moved]] = {}
         self._failure: Exception | None = None
         self._reallocators: dict[Reallocate, Reallocator] = {}
         staging = Staging(world.device)
@@ -80,7 +72,8 @@ class Reallocations:
         require_equal_schedules(world, {_named(action): made.digest for action, made in schedules.items()})
         for action, given in arguments.items():
             self._reallocators[action] = Reallocator(
-                **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action])
+                **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action],
+                posts=transfers.posts)
 
     def _role(self, action: Reallocate) -> str:
         return self._catalog.sets[action.target_set].role
@@ -101,7 +94,10 @@ class Reallocations:
         if self._takes_part(action):
             target = (action.target_set, action.target)
             assert target not in self._running, "a copy is updated twice at once"
-            self._running[target] = self._thread.submit(lambda: self._carry_out(action))
+            if self._transfers.posts:
+                self._running[target] = self._post(action)
+            else:
+                self._running[target] = self._transfers.submit(lambda: self._carry_out(action))
 
     def _carry_out(self, action: Reallocate) -> Moved:
         if self._failure is not None:  # The ranks are out of step, so later messages would be mixed up.
@@ -118,6 +114,24 @@ class Reallocations:
             self._failure = error
             raise
         return Moved(action, stats, began, time.time())
+
+    def _post(self, action: Reallocate) -> _Posted:
+        """Post a reallocation from this thread, once all its ranks have come to it.
+
+        Nothing waits on the device for a rank that is still busy. Weights that are not always on the device
+        are allocated and freed on the stream of the calls.
+        """
+        source = (action.source_set, action.source)
+        target = (action.target_set, action.target)
+        began = time.time()
+        reallocator = self._reallocators[_without_ahead(action)]
+        with ExitStack() as stack:
+            stack.enter_context(self._engines.in_use(source, target, written=target))
+            shards = (self._engines.shards(*source, sharded=action.sharded), self._engines.shards(*target))
+            reallocator.wait_until_ready()
+            work = self._transfers.submit(lambda: reallocator.post(*shards))
+            assert isinstance(work, Posted)
+            return _Posted(action, began, work, stack.pop_all())
 
     @property
     def in_flight(self) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """Tests that Watch distinguishes dead ranks from busy ones and detects a standstill."""
 
+import re
+
 from realhf.dist.activity import Activity
 from realhf.dist.heartbeat import Beat, Watch
 
@@ -15,7 +17,7 @@ def test_a_silent_rank_is_dead_and_named_with_what_it_did():
         fault = watch.find_fault(beats, now=float(now))
         assert bool(fault) == (now > 18), now  # The last new beat was seen at 8.
     assert fault.startswith("rank 1 has given no sign of life for 30 s")
-    assert fault.endswith("the last was of reward_forward of step 3")
+    assert re.search(r"the last was of reward_forward of step 3, at \d\d:\d\d:\d\d$", fault)
 
 
 def test_a_busy_rank_is_not_dead_and_its_peers_may_wait_for_it():

@@ -1,5 +1,6 @@
 """Training against transformers and torch.optim.AdamW, learning rates against their schedulers."""
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,6 +24,8 @@ from realhf.model_config import ModelConfig
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import model_spec
 from realhf.region import region_slices
+from tests.dist.emulated_nccl import NcclWorld
+from tests.dist.recording import fault_of
 from tests.engine.reference import plain_model, ragged_rows
 from tests.families import CASES, MOE_CASES
 
@@ -304,3 +307,28 @@ def test_learning_rates_with_a_floor_are_those_of_torch():
     assert _rates(OptimizerConfig(schedule="linear", **floor), 25) == pytest.approx(linear, abs=1e-12)
     warmup = _scheduled(lambda o: schedulers.LinearLR(o, 1 / 8, 1.0, total_iters=7), 12)
     assert _rates(OptimizerConfig(lr=0.3, warmup_steps=8), 12) == pytest.approx(warmup, abs=1e-12)
+
+
+@functools.cache
+def _nccl_world(world):
+    store = torch.distributed.PrefixStore("optimizer on emulated nccl", world._store)
+    return NcclWorld(rank=world.rank, size=world.size, store=store, shared_memory=False)
+
+
+def _update_by_code_for_nccl(world, *arguments):
+    nccl = _nccl_world(world)
+    nccl.log.posts.clear()
+    return _update_by_made_up_gradients(nccl, *arguments), list(nccl.log.posts)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", "d2t2@0-3"), ("qwen2", "d2c2@0-3"), ("qwen3-moe", "d4e2@0-3")])
+def test_updates_by_the_code_for_nccl_are_those_of_one_process(pool, family, layout):
+    norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")
+    answers = pool.run(_update_by_code_for_nccl, family, layout, torch.float64, 3000)
+    for (their_norms, shards), _ in answers:
+        assert their_norms == pytest.approx(norms, rel=1e-12)
+        for name, (region, values) in shards.items():
+            expected = whole[name][1][region_slices(region)]
+            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12, msg=name)
+    assert fault_of({rank: posts for rank, (_, posts) in enumerate(answers)}) == ""

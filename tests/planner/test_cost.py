@@ -187,6 +187,21 @@ def test_offload_brings_the_weights_back_once():
     assert offloaded.seconds - plain.seconds == pytest.approx(ROLE.spec.numel * 2 / 2 / 1e9, rel=1e-3)
 
 
+def test_the_states_of_an_offloaded_optimizer_go_both_ways_at_once():
+    """12 bytes per parameter, shared by 8 replicas, cross PCIe in each of 4 optimizer steps, while others are
+    updated."""
+    work = replace(WORK, minibatches=4)
+    role = replace(ROLE, offloads_optimizer=True)
+    plain = _cost(_rates(pcie=1e9), "train_step", "d8", work=work)
+    offloaded = _cost(_rates(pcie=1e9), "train_step", "d8", role=role, work=work)
+    assert offloaded.parts["optimizer"] == pytest.approx(4 * 12 * ROLE.spec.numel / 8 / 1e9, rel=1e-3)
+    assert offloaded.seconds - plain.seconds == pytest.approx(offloaded.parts["optimizer"], rel=1e-3)
+    slow = _rates(pcie=1e15, memory=1e9)  # Here the update takes longer: 30 bytes of memory per parameter.
+    costs = [_cost(slow, "train_step", "d8", role=some, work=work) for some in (ROLE, role)]
+    updates = [cost.parts["optimizer"] for cost in costs]
+    assert updates[0] == updates[1] == pytest.approx(4 * 30 * ROLE.spec.numel / 8 / 1e9, rel=1e-3)
+
+
 def test_parts_add_up():
     rates = Rates(Cluster.load("h100-8x8"))
     for kind in ("generate", "forward", "train_step"):

@@ -8,6 +8,7 @@ The arithmetic is written out here, for models whose config.json is shipped:
   152064.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,11 +19,14 @@ from realhf.kv_blocks import cache_limit
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory_check import check_memory
+from realhf.planner import memory_report
+from realhf.planner.memory_check import check_memory, require_fit
+from realhf.planner.memory_report import host_sentences
 from realhf.planner.problem import ModelRole, Problem, Workload
 
 GB = 1e9
 ROWS, GROUP = 512, 8
+H100 = Cluster.load("h100-1x8")
 
 
 class Case(NamedTuple):
@@ -54,7 +58,7 @@ QWEN = Case("qwen2.5-7b", 1024, 4096, 7_615_616_512, 28, 2 * 4 * 128, 3584, 1894
 CASES = [LLAMA, QWEN]
 
 
-def _check(case, layout, *, trains, max_rows=None, **changes):
+def _check(case, layout, *, trains, cluster=H100, **changes):
     calls = [FunctionCall("actor_generate", "generate", ("prompts",), ("tokens",), role="actor")]
     if trains:
         calls.append(FunctionCall("actor_train", "train_step", ("tokens",), (), role="actor"))
@@ -67,12 +71,14 @@ def _check(case, layout, *, trains, max_rows=None, **changes):
         "actor_generate": Workload(ROWS * ranks, *lengths, samples_per_prompt=GROUP),
         "actor_train": Workload(ROWS * ranks, *lengths),
     }
-    plan = {"actor_generate": CallPlan(Layout.parse(layout), max_rows=max_rows)}
+    plan = {"actor_generate": CallPlan(Layout.parse(layout))}
     if trains:
         plan["actor_train"] = CallPlan(Layout.parse(layout), micro_batch_tokens=8192, recompute=True)
-    cluster = Cluster.load("h100-1x8")
     assert cluster.device_memory_bytes == 80 * GB
-    return check_memory(Problem(graph, {"actor": role}, work, cluster), ExecutionPlan(plan))
+    problem = Problem(graph, {"actor": role}, work, cluster)
+    if cluster is not H100:
+        return require_fit(problem, ExecutionPlan(plan))
+    return check_memory(problem, ExecutionPlan(plan))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -141,3 +147,14 @@ def test_an_offloaded_optimizer_leaves_its_memory_to_the_device():
     assert offloaded.host_bytes == 12 * LLAMA.parameters
     generate = offloaded.by_call["actor_generate"]
     assert generate.parts["kv_cache"] > 20 * GB
+
+
+def test_offloaded_optimizers_need_room_in_the_host_and_are_shown():
+    """A host with 100 GB has 80 GB for them, and the state takes a little more."""
+    check = _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True)
+    assert host_sentences(check) == ["actor's optimizer is in host memory between steps: 80.9 GB for a rank"]
+    assert memory_report.document(check)["on_host"] == {"actor": 12 * LLAMA.parameters}
+    small = replace(H100, host_memory_bytes=100 * GB)
+    message = r"actor\.optimizer\.offload: the state takes 80\.9 GB of a host, and 80 GB are available there"
+    with pytest.raises(ValueError, match=message):
+        _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True, cluster=small)

@@ -160,7 +160,7 @@ def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
                 assert b < a
                 nearer = point.factor ** (1 - 0.05 / abs(np.log(point.factor)))
                 a, b = (sensitivity.seconds(plan, point.key, nearer) for plan in (chosen, other))
-                assert a <= b
+                assert a <= b * (1 + 1e-3)  # (Steps change in small jumps, as lengths are whole tokens.)
     assert seen >= 3
 
 

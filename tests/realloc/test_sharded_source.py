@@ -8,6 +8,7 @@ import torch
 
 from realhf.layout import Layout
 from realhf.param_spec import model_spec
+from realhf.realloc.bundles import disjoint
 from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import pieces_of
 from realhf.region import overlap, region_size, region_slices
@@ -152,3 +153,25 @@ def _within(inner, outer) -> bool:
 def test_every_rank_gets_its_regions(pool, source, target, settings, dtype, shared):
     moved = pool.run(_move, source, target, settings, dtype, shared)
     assert all(received == lacking for received, lacking in moved)
+
+
+@pytest.mark.parametrize("layout", ["d2p2@0-3", "d3c2t2p2@0-23", "d4t4@0-15"])
+@in_sections
+def test_overlapping_boxes_are_cut_into_disjoint_ones_with_all_their_holders(layout, section_numel):
+    """Stages that share a tied embedding, and ranks that share key-value heads, cut them differently."""
+    spec, layout = _any_spec({"tied": True}, section_numel), Layout.parse(layout)
+    num_cut = 0
+    for param, placement in zip(spec.params, spec.placements(layout, sharded=True), strict=True):
+        held = torch.zeros((24, *param.shape), dtype=torch.bool)
+        for box, ranks in placement:
+            for rank in ranks:
+                held[(rank, *region_slices(box))] = True
+        seen = torch.zeros(param.shape)
+        for box, ranks in disjoint(placement):
+            at = region_slices(box)
+            seen[at] += 1
+            assert all(bool(held[(rank, *at)].all()) == (rank in ranks) for rank in range(24))
+            assert all(bool(held[(rank, *at)].any()) == (rank in ranks) for rank in range(24))
+        assert (seen == 1).all()
+        num_cut += sum(1 for _ in disjoint(placement)) != len(placement)
+    assert num_cut or len(layout.ranks) < 24

@@ -7,12 +7,14 @@ from safetensors.torch import load_file
 from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
+from realhf.runtime import models
 from realhf.runtime.actions import Reallocate, Run
 from realhf.runtime.executor import Executor
 from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.transfers import PostingStream
 from tests.runtime.tiny import make_experiment, write_task
 
 TRAIN = "d2t2@0-3"
@@ -95,3 +97,27 @@ def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train)
     exported = [load_file(out / "hf" / f"step_{step}" / "model.safetensors") for step in (1, 2, 3)]
     for name, weight in exported[0].items():
         assert not torch.equal(weight, exported[1][name]) and not torch.equal(weight, exported[2][name]), name
+
+
+def _train_with_one_posting_thread(world, *arguments):
+    make = models.make_transfers
+    models.make_transfers = PostingStream
+    try:
+        return _train(world, *arguments)
+    finally:
+        models.make_transfers = make
+
+
+@pytest.mark.parametrize("generate", ["t2@0-1", "d2@2-3"])
+def test_reallocations_that_the_main_thread_posts_change_nothing(pool, tmp_path, generate):
+    """As on CUDA: at their place among the calls, in the thread of the calls, once all ranks are ready."""
+    layouts = {"actor_generate": generate, "ref_forward": "d2@0-1", "actor_train": "d2t2@0-3"}
+    task = write_task(tmp_path)
+    metrics = []
+    for name, train in (("thread", _train), ("posted", _train_with_one_posting_thread)):
+        (out := tmp_path / name).mkdir()
+        metrics.append(pool.run(train, task, out, layouts)[0])
+    for thread, posted in zip(*metrics, strict=True):
+        same = [name for name in thread if not name.startswith(("timing_s/", "perf/", "bubble/", "compute/"))]
+        assert {name: thread[name] for name in same} == {name: posted[name] for name in same}
+        assert "timing_s/realloc/actor" in posted

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from realhf import LoraConfig
-from realhf.checkpoint.run_state import Manifest
+from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
@@ -60,7 +60,8 @@ def tensors(checkpoint: Path) -> dict:
         for param, pieces in saved.pieces.items():
             shape = [max(region[dim][1] for _, region in pieces) for dim in range(len(pieces[0][1]))]
             for kind in saved.kinds:
-                parts = [(files[file][f"{name}/{kind}/{param}"], region) for file, region in pieces]
+                names = [(file, tensor_name(name, kind, param, region)) for file, region in pieces]
+                parts = [(files[file][key], box) for (file, key), (_, box) in zip(names, pieces, strict=True)]
                 whole = parts[0][0].new_full(shape, float("nan"))
                 for part, region in parts:
                     whole[tuple(slice(*bounds) for bounds in region)] = part

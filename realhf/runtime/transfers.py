@@ -1,0 +1,97 @@
+"""Transfers: run beside computation, in a thread between CPUs and on a stream between GPUs.
+
+NCCL wants one thread that posts, in an order that is equal on all ranks. So on CUDA the main thread posts
+transfers too, at their place among the calls, and only the device works on them meanwhile.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+_R = TypeVar("_R", covariant=True)
+
+
+class Running(Protocol[_R]):
+    """A transfer under way; `result` waits until it has ended, and raises what it has raised."""
+
+    def result(self) -> _R: ...
+
+
+class Transfers(Protocol):
+    """A runner of tasks, one after the other."""
+
+    posts: bool
+    """Whether tasks run in the caller's thread and return before the device has done what they post."""
+
+    def submit(self, task: Callable[[], _T]) -> Running[_T]: ...
+
+
+class TransferThread:
+    """A thread that runs tasks one after the other."""
+
+    posts = False
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "realloc")
+
+    def submit(self, task: Callable[[], _T]) -> Running[_T]:
+        """Run a task after the earlier tasks."""
+        return self._pool.submit(task)
+
+
+@dataclass
+class Posted(Generic[_T]):
+    """A task whose work on the device has been posted."""
+
+    value: _T
+    posted_at: float
+    """Unix time in seconds."""
+    begin: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+
+    def result(self) -> _T:
+        """Wait until the device has done the work; later work on the current stream sees its results."""
+        if self.end is not None:
+            self.end.synchronize()
+        return self.value
+
+    def seconds(self) -> float:
+        """Return the time that the device took, or on a CPU the time since posting; call `result` first."""
+        if self.begin is None or self.end is None:
+            return time.time() - self.posted_at
+        return self.begin.elapsed_time(self.end) / 1000
+
+
+class PostingStream:
+    """A CUDA stream beside that of the calls, on which the caller's thread posts tasks.
+
+    On a CPU, where the tests use it, a task has ended when `submit` returns.
+    """
+
+    posts = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, task: Callable[[], _T]) -> Posted[_T]:
+        """Post a task, whose work begins after the work so far on the current stream and on this one."""
+        now = time.time()
+        if self._stream is None:
+            return Posted(task(), now)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            value = task()
+            end.record()
+        return Posted(value, now, begin, end)
+
+
+def make_transfers(device: torch.device) -> Transfers:
+    """Return the runner of transfers of a rank with this device."""
+    return PostingStream(device) if device.type == "cuda" else TransferThread()
