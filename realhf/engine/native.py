@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -84,9 +85,11 @@ class NativeEngine(Engine):
     ) -> tuple[Batch, Batch]:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
+        limit = self.cache_limits.of(call.name)
+        if limit.num_bytes is None:
+            self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
-            self.model, work, stream=call.name, limit=self.cache_limits.of(call.name), pool=self.pages,
-            keeps=keeps)
+            self.model, work, stream=call.name, limit=limit, pool=self.pages, keeps=keeps)
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
@@ -114,8 +117,14 @@ class NativeEngine(Engine):
             generation, _ = self._kept.pop(call)
             generation.release()
 
-    def _cache_bytes(self) -> int:
+    def release(self, *what: Literal["gradients", "cache"]) -> None:
+        super().release(*what)
         pool = vars(self).get("pages")  # An engine that never generated needs no kernels for pages.
+        if "cache" in what and pool is not None and not self._kept:
+            pool.release()
+
+    def _cache_bytes(self) -> int:
+        pool = vars(self).get("pages")
         if pool is not None:
             return pool.num_bytes
         return sum(generation.kept_bytes for generation, _ in self._kept.values())

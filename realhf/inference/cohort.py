@@ -184,7 +184,7 @@ class Cohort:
             ended |= self._finished(last, numbers)
         stopped = np.array(numbers, np.int64)[ended]
         if last.unread:  # The scheduler knows that these have ended.
-            ended = np.array([number in last.unread for number in last.step.samples])
+            ended = np.array([number in last.unread for number in last.step.samples], bool)
             ended |= np.isin(last.step.samples, stopped)
         assert self._scheduler is not None
         self._copy(self._scheduler.update(ended, parks=self._parks(stopped.tolist())))

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.calls import OptimizerConfig
+from realhf.attention.reference import ReferenceAttention
+from realhf.calls import Generate, OptimizerConfig, SamplingConfig
+from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.host_optimizer import HostStates
 from realhf.engine.native import NativeEngine
+from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
@@ -184,3 +187,28 @@ def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, e
     made = subprocess.run(
         [sys.executable, "-c", _SETTINGS], env=others | own, capture_output=True, text=True, check=True)
     assert made.stdout.strip() == expected
+
+
+def test_released_pages_come_back():
+    """The paged path on a CPU: the pool stays after a call, unless it is released."""
+    config = hf_config(tied=True) | {"eos_token_id": [3]}
+    engine = NativeEngine(
+        model_spec(ModelConfig.from_hf(config)), Layout.parse("d1@0"), World(), dtype="float64",
+        paged=ReferenceAttention())
+    engine.load(None, seed=0)
+    work = Generate(SamplingConfig(max_new_tokens=6))
+    call = FunctionCall("gen", "generate", ("prompts",), ("s", "m", "l", "f"), role="actor", work=work)
+    prompts = Batch([0, 1], {"prompts": Packed.of([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])})
+
+    def tokens():
+        made = engine.run(call, [prompts], micro_batch_tokens=100).batch
+        return [row.tolist() for row in made["s"].split()]
+
+    assert "cache" not in engine.memory()
+    first = tokens()
+    held = engine.memory()["cache"]
+    assert held > 0
+    assert tokens() == first and engine.memory()["cache"] == held
+    engine.release("cache")
+    assert "cache" not in engine.memory()
+    assert tokens() == first and engine.memory()["cache"] == held
