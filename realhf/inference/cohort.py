@@ -184,8 +184,7 @@ class Cohort:
             ended |= self._finished(last, numbers)
         stopped = np.array(numbers, np.int64)[ended]
         if last.unread:  # The scheduler knows that these have ended.
-            ended = np.array([number in last.unread for number in last.step.samples], bool)
-            ended |= np.isin(last.step.samples, stopped)
+            ended = np.isin(last.step.samples, [*last.unread, *stopped.tolist()])
         assert self._scheduler is not None
         self._copy(self._scheduler.update(ended, parks=self._parks(stopped.tolist())))
         return not self._is_ahead
@@ -207,7 +206,7 @@ class Cohort:
         assert last.download is not None
         tokens_S = last.download.wait()
         if last.unread:
-            tokens_S = tokens_S[[number not in last.unread for number in last.step.samples]]
+            tokens_S = tokens_S[~np.isin(last.step.samples, list(last.unread))]
         return self.samples.finish(numbers, tokens_S)
 
     def _parks(self, stopped: Collection[int]) -> set[int]:
