@@ -39,7 +39,8 @@ class FlashAttention:
             return nothing_attended(q_TND, k_TKD, v_TKD)
         out_TND = import_module("flash_attn").flash_attn_varlen_func(
             *padded(q_TND, k_TKD, v_TKD), cu_seqlens_q=at.cu, cu_seqlens_k=at.cu, max_seqlen_q=at.longest,
-            max_seqlen_k=at.longest, causal=True, **_options(kind, window_size(kind)))
+            max_seqlen_k=at.longest, causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_options(kind, window_size(kind)))
         return cut(out_TND, v_TKD.shape[-1])
 
     @torch.no_grad()

@@ -55,7 +55,10 @@ class PagedTokens(Segment):
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        out_TND, _ = self._backends.of(kind).paged(q_TND, *cache.pages(layer), self._at, kind)
+        # How many parts a kernel chooses depends on the other rows of the batch.
+        num_splits = 1 if torch.are_deterministic_algorithms_enabled() else None
+        out_TND, _ = self._backends.of(kind).paged(
+            q_TND, *cache.pages(layer), self._at, kind, num_splits=num_splits)
         return out_TND
 
 

@@ -152,6 +152,10 @@ def _check_model(name: str, role: Role) -> None:
             check_installed()
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from error
+        if role.optimizer is not None and role.optimizer.offload:
+            raise ValueError(
+                f"{name}.optimizer.offload is true: the megatron engine keeps its optimizer's state on the "
+                "device; set it to false")
     if role.random_init:
         return
     directory = role.model_path()

@@ -149,3 +149,29 @@ def test_a_backend_that_cannot_is_refused_before_the_run(versions):
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     with pytest.raises(UserError, match="a kernel cannot compute the attention of the cache: it is too wide"):
         page_pool(engine.model, _Refusing())
+
+
+class _Splitting(PagedReference):
+    """A backend that notes into how many parts it was told to split the keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = set()
+
+    def paged(self, *args, num_splits=None):
+        self.told.add(num_splits)
+        return super().paged(*args, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("deterministic, told", [(False, {None}), (True, {1})])
+def test_deterministic_runs_fix_the_number_of_splits(versions, deterministic, told):
+    case = Case(BATCHES, [None], 4, {}, versions)
+    engine = make_engine(case, World(), Layout.parse("d1@0"))
+    backend = _Splitting()
+    engine.pages = page_pool(engine.model, backend)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        alone(case, engine=engine)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert backend.told == told

@@ -88,6 +88,15 @@ def test_head_in_float32_is_refused(tmp_path):
         Role(str(tmp_path), engine="megatron", float32_head=True)
 
 
+def test_an_optimizer_on_the_host_is_refused(tmp_path):
+    directory = write_task(tmp_path)
+    plain = role(directory)
+    optimizer = replace(plain.optimizer, offload=True)
+    actor = replace(plain, engine="megatron", dtype="float32", optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"actor\.optimizer\.offload is true"):
+        compile_program(make_experiment("grpo", directory, actor=actor), None, world_size=1)
+
+
 def test_offloading_is_refused(tmp_path):
     directory = write_task(tmp_path)
     actor = replace(role(directory), engine="megatron", dtype="float32")
