@@ -8,7 +8,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
@@ -103,17 +103,14 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
-        chained: bool = True,
-    ) -> None:  # fmt: skip
-        """Take the communicator. With `chained`, posts on NCCL wait for all earlier ones of other groups."""
+        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity
+    ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
         self._activity = activity
         self._backend = backend
         self._native = native and backend is not None
-        self._chained = chained
 
     @property
     def backend(self) -> Any:
@@ -241,8 +238,7 @@ class Group:
         communicators = self._activity.communicators
         if communicators.fault:
             raise PeerError(communicators.fault)
-        order = communicators.in_order() if self._chained else nullcontext(False)
-        with peer_errors(self.ranks), order as is_chained:
+        with peer_errors(self.ranks), communicators.in_order() as is_chained:
             work = post()
             if is_chained:
                 work.wait()

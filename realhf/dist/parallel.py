@@ -14,8 +14,8 @@ class ParallelGroups:
 
     `all` has every rank of the layout. `ends` joins the first and the last pipeline stage; it is None on the
     stages between them and without pipelining. `ep` has the consecutive dp ranks that share one set of
-    experts. `pp_back` has the ranks of `pp`, for sampled tokens. `dp_control`, `ep_control` and
-    `replicas_control` (dp and cp) communicate over gloo.
+    experts. `pp_back` has the ranks of `pp`, for sampled tokens. It communicates over gloo, as `dp_control`,
+    `ep_control` and `replicas_control` (dp and cp) do.
     """
 
     layout: Layout
@@ -49,7 +49,7 @@ class ParallelGroups:
         return cls(
             layout=layout, rank=rank, at=at, world=world, ends=ends,
             **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
-            pp_back=world.group(line["pp"], purpose="backward"),
+            pp_back=world.group(line["pp"], purpose="tokens"),
             dp_control=world.group(line["dp"], purpose="control"),
             replicas_control=world.group(layout.replicas(rank), purpose="control"),
             ep_control=world.group(line["ep"], purpose="control"),

@@ -17,7 +17,7 @@ from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 _ANY_TIME = timedelta(days=365)
-OVER_GLOO = ("control", "export", "ready")
+OVER_GLOO = ("control", "export", "ready", "tokens")
 """Purposes of groups that communicate between hosts' processors on any device."""
 _REALLOC_CTAS = 8
 """Most thread blocks, each on a multiprocessor, that a reallocation takes from the computation beside it."""
@@ -129,8 +129,7 @@ class World:
             native = self.device.type == "cuda" and purpose not in OVER_GLOO
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
-            self._groups[key] = Group(
-                key[0], index, backend, native=native, activity=self.activity, chained=purpose != "backward")
+            self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:

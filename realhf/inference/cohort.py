@@ -1,10 +1,12 @@
 """Cohort: samples that share pages and slots, and the steps in which a replica's ranks continue them.
 
 All ranks of a replica execute the scheduler's steps in lockstep (continuous batching). Hidden states flow to
-later pipeline stages, tokens back to earlier ones.
+later pipeline stages. Tokens flow back to earlier ones, from host to host: on NCCL they would have to wait
+for hidden states of other cohorts, whose senders may wait for them (docs/collectives.md).
 
-On the paged path a step starts before the host has read the tokens of the step before. A row that has ended
-with that token then computes one token too many, which nobody reads, and frees its slot one step later.
+On the paged path, without a pipeline, a step starts before the host has read the tokens of the step before. A
+row that has ended with that token then computes one token too many, which nobody reads, and frees its slot
+one step later.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,7 +36,7 @@ from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import ParkedRow, Prompt, Step
-from realhf.inference.transfers import Download, StepUpload
+from realhf.inference.transfers import Download, StepUpload, upload
 from realhf.kv_blocks import padded_size
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
@@ -47,9 +49,9 @@ class _Started:
     step: Step
     at: tuple[torch.Tensor, torch.Tensor]  # Where the buffer keeps the tokens and log-probs.
     drawn_S: torch.Tensor  # On the last stage: the token of each of the step's samples.
+    download: Download  # The same tokens on the host.
     unread: set[int] = field(default_factory=set)
     """Samples that had ended before the step, as has been found out since."""
-    download: Download | None = None
 
     def numbers(self) -> list[int]:
         """Return the samples that get a token."""
@@ -86,8 +88,10 @@ class Cohort:
         self.samples = RolloutBuffer(
             capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
-        # Rows of a longrope model restart by their lengths, which must then be known.
-        self._is_ahead = pool.backends is not None and model.rope_boundary is None
+        # Rows of a longrope model restart by their lengths, which must then be known. In a pipeline, other
+        # cohorts keep the device busy.
+        self._is_ahead = (
+            pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
         self._last: _Started | None = None
         self._in_lockstep = self._parallel.ep.size > 1
@@ -138,9 +142,7 @@ class Cohort:
 
         The messages of a step are in flight until the next call.
         """
-        for sent in self._sent:
-            sent.wait()
-        self._sent = []
+        self._wait_for_sent()
         last = self._last
         is_read = last is None or self._receive(last)
         if not is_read and self._scheduler is not None and self._scheduler.may_reclaim:
@@ -162,8 +164,14 @@ class Cohort:
             self._finish()
         return is_running
 
+    def _wait_for_sent(self) -> None:
+        for sent in self._sent:
+            sent.wait()
+        self._sent = []
+
     def _finish(self) -> None:
         """Keep the unfinished rows of the round, or give the pages back."""
+        self._wait_for_sent()
         if self._scheduler is not None and self._kept is not None:
             self._kept.keep(self._scheduler.parked, self.samples)
         self._pool.give_back(self._leased)
@@ -174,10 +182,13 @@ class Cohort:
         """Take over the tokens of the last step, and tell the scheduler which samples have ended, as far as
         the host knows; return whether it knows all."""
         if not self._parallel.is_last_stage:
-            last.drawn_S = torch.empty(len(last.step.samples), dtype=torch.long, device=self._device)
-            self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, last.drawn_S)])
+            tokens_S = torch.empty(len(last.step.samples), dtype=torch.long)
+            self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, tokens_S)])
+            last.drawn_S = upload(tokens_S.numpy(), self._device)
+            last.download = Download(tokens_S)
+        elif not last.download.is_here:
+            self._send_back(last)
         self.samples.tokens[last.at] = last.drawn_S
-        last.download = Download(last.drawn_S)
         numbers = last.numbers()
         ended = self.samples.count(numbers)
         if not self._is_ahead:
@@ -203,7 +214,6 @@ class Cohort:
     def _finished(self, last: _Started, numbers: Sequence[int]) -> NDArray[np.bool_]:
         """Wait for the tokens of a step, and return which of `numbers`, the samples that get one, end with
         theirs, whatever their limits are."""
-        assert last.download is not None
         tokens_S = last.download.wait()
         if last.unread:
             tokens_S = tokens_S[~np.isin(last.step.samples, list(last.unread))]
@@ -224,7 +234,8 @@ class Cohort:
         self._copy(step.copies)
         hidden = self._pass(step, numbers)
         at = (numbers["sample_S"], numbers["column_S"])
-        started = _Started(step, at, torch.zeros(0, dtype=torch.long, device=self._device))
+        nothing = torch.zeros(0, dtype=torch.long)
+        started = _Started(step, at, nothing.to(self._device), Download(nothing))
         if not self._parallel.is_last_stage or not step.samples:
             return started
         tokens_S, logprobs_S = sample(
@@ -232,9 +243,17 @@ class Cohort:
             vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing,
             widest_shard=-(-self._model.config.vocab_size // self._parallel.layout.tp))
         started.drawn_S = self.samples.record(at, tokens_S, logprobs_S, insertions)
-        messages = [(stage, started.drawn_S) for stage in range(self._parallel.at.pp)]
-        self._sent.append(self._parallel.pp_back.post(messages, []))
+        started.download = Download(started.drawn_S)
+        if started.download.is_here:
+            self._send_back(started)
         return started
+
+    def _send_back(self, started: _Started) -> None:
+        """Send sampled tokens to all earlier stages: from a CPU at once, from a GPU when it is the cohort's
+        turn again, so that the host starts steps of other cohorts instead of waiting."""
+        if stages := range(self._parallel.at.pp):
+            tokens_S = torch.from_numpy(started.download.wait())
+            self._sent.append(self._parallel.pp_back.post([(stage, tokens_S) for stage in stages], []))
 
     def _arrays(self, step: Step) -> dict[str, NDArray[Any]]:
         """Return all numbers that the device needs for a step: of rows B, prompt tokens T and samples S."""

@@ -36,7 +36,7 @@ _CHANNEL_BYTES_PER_SECOND = 10e9
 _MOST_CHANNELS = 32
 _MOST_COLLECTIVE_CHANNELS = 24
 
-_PURPOSES = ("data", "backward", "realloc")
+_PURPOSES = ("data", "realloc")
 _RANDOM = np.random.default_rng(0)
 _FACTORS = _RANDOM.integers(1 << 62, size=MAX_RANKS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _SALTS = _RANDOM.integers(1 << 62, size=(len(_PURPOSES), 2), dtype=np.uint64)
@@ -204,7 +204,6 @@ def _groups_of(layout: Layout, use: Use) -> Iterator[_Group]:
     yield np.moveaxis(grid, 2, -1).reshape(-1, cp), _Traffic(most_peers=cp), "data"
     stages = np.moveaxis(grid, 0, -1).reshape(-1, pp)
     yield stages, _Traffic(most_peers=2), "data"
-    yield stages, _Traffic(most_peers=pp), "backward"
     yield np.moveaxis(grid, 1, -1).reshape(-1, ep), _Traffic(most_peers=ep), "data"
     yield grid.reshape(1, -1), _Traffic(collective=use.trains), "data"
     if pp > 1:

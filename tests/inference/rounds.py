@@ -38,7 +38,7 @@ class Case:
     changes: bool = False  # Whether round r has the weights of version r, instead of version 0.
     sampling: dict = field(default_factory=dict)  # Fields of SamplingConfig.
     limits: dict = field(default_factory=dict)  # Sample id -> its own limit; empty: there is no such input.
-    paged: bool = False  # Whether the engine generates by the paged path, one step ahead.
+    paged: bool = False  # Whether the engine generates by the paged path.
 
     @property
     def call(self):
