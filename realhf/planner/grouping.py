@@ -35,6 +35,16 @@ class _Shape(NamedTuple):
     per_host: int  # See `ranks_per_host`.
 
 
+_ByShape = dict[_Shape, list[_Choice]]
+
+
+class _MeshChoices(NamedTuple):
+    """The meshes that a call group may use, and its choices on those of each shape."""
+
+    meshes: list[range]
+    by_shape: _ByShape
+
+
 def _shape(cluster: Cluster, mesh: range) -> _Shape:
     kind = cluster.kind_index(mesh)
     assert kind is not None, "meshes and pins are on hosts of one kind"
@@ -55,21 +65,27 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         training = [i for i in of_role if calls[i].kind == "train_step"]
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
-    groups = []
     communicators: dict[tuple[int, int, int], Communicators] = {}
-    for group in sorted(map(sorted, nx.connected_components(ties))):
-        members = {i: calls[i] for i in group}
-        homes = [role for role, owner in owners.items() if owner in group]
-        candidates = _candidates(problem, rates, list(members.values()), homes, communicators)
-        groups.append(CallGroup(members, candidates, homes=homes))
+    members = [{i: calls[i] for i in sorted(group)} for group in nx.connected_components(ties)]
+    members.sort(key=list)
+    found = [_mesh_choices(problem, rates, list(some.values()), communicators) for some in members]
+    kept = _without_useless_cp([some.by_shape for some in found])
+    groups = []
+    for some, (meshes, _), by_shape in zip(members, found, kept, strict=True):
+        candidates = [
+            Candidate(ContiguousLayout(strategy, mesh.start), variants)
+            for mesh in meshes for strategy, variants in by_shape[_shape(problem.cluster, mesh)]
+        ]  # fmt: skip
+        homes = [role for role, owner in owners.items() if owner in some]
+        groups.append(CallGroup(some, candidates, homes=homes))
     return groups
 
 
-def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str],
+def _mesh_choices(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     known: dict[tuple[int, int, int], Communicators],
-) -> list[Candidate]:  # fmt: skip
-    """Return the candidates of a group on all meshes of the cluster, or on the pinned one.
+) -> _MeshChoices:  # fmt: skip
+    """Return the meshes of a group, all of the cluster or the pinned one, and its choices there.
 
     `known` are the communicators of meshes by kind of host, size and first rank; what they count serves all
     groups.
@@ -79,9 +95,6 @@ def _candidates(
     else:
         meshes = find_meshes(problem.cluster)
     only = None if layout is None else layout.strategy
-    # Two copies of a role share their memory only if they have the same layout.
-    roles = {call.role for call in calls if call.role is not None}
-    is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
     cluster = problem.cluster
     placements: dict[_Shape, list[Communicators]] = {}
     shapes = [_shape(cluster, mesh) for mesh in meshes]
@@ -97,42 +110,46 @@ def _candidates(
     for shape, communicators in placements.items():
         there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
         mesh = meshes[shapes.index(shape)]
-        choices[shape] = _choices(
-            there, rates.at(mesh), calls, communicators, shape.per_host, only=only, is_matched=is_matched)
-    candidates = []
-    for mesh, shape in zip(meshes, shapes, strict=True):
-        for strategy, variants in choices[shape]:
-            candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
-    return candidates
+        choices[shape] = _choices(there, rates.at(mesh), calls, communicators, shape.per_host, only=only)
+    return _MeshChoices(meshes, choices)
 
 
 def _choices(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Sequence[Communicators],
-    per_host: int, *, only: ParallelStrategy | None, is_matched: bool,
+    per_host: int, *, only: ParallelStrategy | None,
 ) -> list[_Choice]:  # fmt: skip
     """Return the choices of a group on a mesh with these communicators (one for each placement on
-    hosts), `per_host` of its ranks on each host.
-
-    With `is_matched` it matters whether another group has exactly the same layout.
-    """
+    hosts), `per_host` of its ranks on each host."""
     of_calls = [
         find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls
     ]
-    choices = [
+    return [
         _Choice(strategy, variants)
         for strategy in of_calls[0]
         for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))
     ]
-    return choices if is_matched else _without_useless_cp(choices)
 
 
-def _without_useless_cp(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the choices except those with cp > 1 that are nowhere better than one with cp = 1.
+def _without_useless_cp(groups: Sequence[_ByShape]) -> list[_ByShape]:
+    """Return the choices of all groups except those with cp > 1 that are better in no group than cp = 1.
 
     Both have the same pp and tp and no ep, hence the same shard on every rank, and the one with cp = 1 has
     no group of ranks that the other one lacks. So no reallocation, memory or call beside them tells them
-    apart.
+    apart, with one exception: groups with equal layouts share communicators, and copies of weights. So a
+    strategy that serves one group stays in all, and if it serves none, all groups change to cp = 1 at once.
     """
+    useful: dict[_Shape, set[ParallelStrategy]] = {}
+    for by_shape in groups:
+        for shape, choices in by_shape.items():
+            useful.setdefault(shape, set()).update(_useful_strategies(choices))
+    return [
+        {shape: [c for c in choices if c.strategy in useful[shape]] for shape, choices in by_shape.items()}
+        for by_shape in groups
+    ]
+
+
+def _useful_strategies(choices: Sequence[_Choice]) -> set[ParallelStrategy]:
+    """Return the strategies with a choice that is no worse than all those with cp = 1 instead."""
     without_cp: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for strategy, variants in choices:
         if strategy.cp == strategy.ep == 1:
@@ -145,7 +162,7 @@ def _without_useless_cp(choices: Sequence[_Choice]) -> list[_Choice]:
         costs = _costs(choice.variants)
         return any(is_no_worse(other, costs) for other in without_cp.get((s.pp, s.tp), ()))
 
-    return [choice for choice in choices if not is_useless(choice)]
+    return {choice.strategy for choice in choices if not is_useless(choice)}
 
 
 def _costs(variants: Sequence[Variant]) -> tuple[float, ...]:

@@ -8,9 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from realhf.cluster import Cluster, Link
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.plan import ExecutionPlan
 from realhf.planner.enumeration import COMPLETE, find_meshes, find_strategies, pins_outside
 from realhf.planner.make import make_plan
+from realhf.planner.memory_check import check_memory
+from realhf.planner.model_states import FRAGMENTATION
+from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
@@ -159,3 +166,36 @@ def test_pinning_the_plan_that_was_found_changes_nothing():
         assert again.found.step_seconds == pytest.approx(planned.found.step_seconds, rel=1e-8), seed
         compared += 1
     assert compared >= 12
+
+
+def scoring_and_training(memory, pins):
+    """Return a problem on two devices; a mini-batch has one sample, which dp cannot split."""
+    link = Link(1e-6, 3e9)
+    calls = (FunctionCall("score", "forward", ("prompts",), ("scores",), "actor"),
+             FunctionCall("train", "train_step", ("scores",), (), "actor"))  # fmt: skip
+    work = Workload(2, 2000, 2000, 2000)
+    role = ModelRole(ModelConfig("llama", 1000, 256, 768, 3, 4, 2, 64), "float32", trainable=True)
+    return Problem(
+        DataflowGraph(calls, ("prompts",)), {"actor": role},
+        {"score": work, "train": replace(work, minibatches=2)},
+        Cluster(1, 2, memory, 1e12, 1e11, {"float32": 1e12}, link, link), pins)
+
+
+def test_a_layout_that_serves_one_call_stays_for_those_that_may_share_it():
+    """Training is fastest with cp here. Scoring is faster with dp, which takes communicators of its own, and
+    memory is just enough for one layout."""
+    pins = dict.fromkeys(("score", "train"), Layout.parse("c2@0-1"))
+
+    def solved(memory, pins):
+        problem = scoring_and_training(memory, pins)
+        space = SearchSpace(problem, Rates(problem.cluster))
+        found = search(space, time_limit=60.0)
+        return found, check_memory(problem, ExecutionPlan(space.call_plans(found.chosen)))
+
+    plenty, _ = solved(9e9, {})
+    pinned, shared = solved(9e9, pins)
+    memory = 9e9 - (shared.available - shared.fullest.num_bytes - 64) / (1 - FRAGMENTATION)
+    tight, check = solved(memory, {})
+    assert check.fullest.num_bytes <= check.available < check.fullest.num_bytes + 2**20
+    assert plenty.step_seconds < pinned.step_seconds
+    assert tight.step_seconds == pytest.approx(pinned.step_seconds, rel=1e-9)

@@ -158,9 +158,12 @@ def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
                 assert point.value == current_values(space.problem)[point.key] * point.factor
                 a, b = (sensitivity.seconds(plan, point.key, point.factor) for plan in (chosen, other))
                 assert b < a
-                nearer = point.factor ** (1 - 0.05 / abs(np.log(point.factor)))
+                # The last bisection found the plan no worse at the other end of its interval. Nearer to 1 it
+                # may be worse again, as steps jump where lengths are rounded to whole tokens or blocks.
+                width = np.log(WIDEST) / 2 / 2**5
+                nearer = point.factor * np.exp(-np.sign(np.log(point.factor)) * width)
                 a, b = (sensitivity.seconds(plan, point.key, nearer) for plan in (chosen, other))
-                assert a <= b * (1 + 1e-3)  # (Steps change in small jumps, as lengths are whole tokens.)
+                assert a <= b
     assert seen >= 3
 
 
