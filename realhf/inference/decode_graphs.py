@@ -1,4 +1,4 @@
-"""DecodeGraphs: decoding passes that are recorded once for each number of rows and then replayed.
+"""DecodeGraphs: decoding passes that are recorded once for each shape of their tables and then replayed.
 
 A GPU computes a small batch faster than the host launches its kernels one by one; a CUDA graph launches them
 all at once. A recorded pass reads its inputs from the same memory every time, and may not wait for the host.
@@ -58,7 +58,7 @@ class DecodeGraphs:
     """The decoding passes of one cache, whose page 0 is spare: padding rows write to it.
 
     They hold the addresses of the cache and of the model's weights. All ranks of a tp group have the same
-    rows, so that they record a size in the same step.
+    rows, so that they record a shape in the same step.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class DecodeGraphs:
         self._backends = backends
         self._record = record
         self._addresses = model.addresses
-        self._inputs: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-        """Number of rows -> the memory from which passes of that size read: ids_B, or hidden_BH of the stage
-        before, and the arrays of BlockTables.advance_pages, whose tables have one width."""
-        self._replays: dict[int, Compute] = {}
+        self._inputs: dict[torch.Size, tuple[Tensor, dict[str, Tensor]]] = {}
+        """Shape of the tables -> the memory from which passes of that shape read: ids_B, or hidden_BH of the
+        stage before, and the arrays of BlockTables.advance_pages."""
+        self._replays: dict[torch.Size, Compute] = {}
 
     @property
     def are_valid(self) -> bool:
@@ -86,20 +86,22 @@ class DecodeGraphs:
 
         `x` are the rows' last tokens, or the hidden states of the stage before, without padding.
         """
-        size = len(numbers["position_B"])
-        is_new = size not in self._inputs
+        shape = numbers["table_BM"].shape
+        is_new = shape not in self._inputs
         if is_new:
             fixed = {name: torch.empty_like(numbers[name]) for name in PAGED_ROWS}
-            self._inputs[size] = x.new_zeros(size, *x.shape[1:]), fixed
-        padded_x, fixed = self._inputs[size]
+            self._inputs[shape] = x.new_zeros(shape[0], *x.shape[1:]), fixed
+        padded_x, fixed = self._inputs[shape]
         padded_x[: len(x)] = x
         torch._foreach_copy_(list(fixed.values()), [numbers[name] for name in fixed])
         compute = partial(self._compute, padded_x, fixed)
-        if is_new:  # Libraries initialise themselves in a first pass, and some sizes occur only once.
+        if is_new:  # Libraries initialise themselves in a first pass, and some shapes occur only once.
             return compute()[: len(x)]
-        if size not in self._replays:
-            self._replays[size] = self._record(compute)
-        return self._replays[size]()[: len(x)]
+        if shape not in self._replays:
+            self._replays[shape] = self._record(compute)
+        if self._model.groups.tp.size > 1:  # Its collectives may not run beside earlier posts.
+            self._model.groups.world.activity.communicators.join()
+        return self._replays[shape]()[: len(x)]
 
     def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
         rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)

@@ -8,7 +8,7 @@ from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
 from realhf.nn.transformer import Transformer
 
-_WIDTH_STEP = 8  # Pages; the width of tables is a multiple of it, so that it seldom changes.
+_LEAST_WIDTH = 8  # Pages; the width of tables is this or a power of two above it, so that few widths occur.
 
 
 class PagePool:
@@ -30,7 +30,6 @@ class PagePool:
         self._free: list[int] = []
         self._num_leased = 0
         self._graphs: DecodeGraphs | None = None
-        self._row_pages = 0
 
     @property
     def cache(self) -> KVCache:
@@ -98,12 +97,12 @@ class PagePool:
         self._num_leased -= len(self._free) - num_free
 
     def widen(self, row_pages: int) -> int:
-        """Return the width of the tables of rows, which have up to `row_pages` pages; it never shrinks, as
-        recorded passes have one width."""
-        if row_pages > self._row_pages:
-            self._graphs = None
-            self._row_pages = -(-row_pages // _WIDTH_STEP) * _WIDTH_STEP
-        return self._row_pages
+        """Return the width of the tables of rows, which have up to `row_pages` pages.
+
+        It depends on nothing else: kernels choose by it into how many parts to split keys, and a run that
+        continues from a checkpoint must choose as before.
+        """
+        return max(_LEAST_WIDTH, 1 << (row_pages - 1).bit_length())
 
     def release(self) -> None:
         """Free all memory, and the recorded passes with it, unless somebody has pages."""

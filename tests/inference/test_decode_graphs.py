@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from realhf.dist.communicators import Communicators
+from realhf.inference.block_tables import BlockTables
+from realhf.inference.forward_batch import paged_rows
+from realhf.inference.page_pool import PagePool
+from realhf.inference.paged_backends import PagedBackends
 from realhf.kv_blocks import padded_size
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
@@ -26,6 +31,60 @@ def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
         unrecorded = _generate(engine, long_prompts(), cuda_graphs=False, **options)
         assert unrecorded[0] == expected
     assert len(tapes) <= 5  # Of 16, 8, 4, 2 and 1 rows, however many calls there are.
+
+
+@torch.inference_mode()
+def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
+    write_family("llama-3.1", tmp_path)
+    engine = engine_of(tmp_path, paged=PagedReference())
+    tapes = recorded(engine, PagedReference())
+    pool = engine.pages
+    tables = BlockTables(num_slots=1, num_blocks=3, block_size=16, blocks_per_row=2)
+    tables.start(0, pool.lease(2, page_size=16), length=3)
+    for step, row_pages in enumerate([2, 9, 2, 9, 2, 9]):
+        arrays = tables.advance_pages(1, pool.widen(row_pages))
+        numbers = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        token = torch.tensor([step])
+        rows = paged_rows(pool.backends, numbers, page_size=16)
+        expected = engine.model.advance(token, pool.cache, [rows]).clone()
+        torch.testing.assert_close(pool.graphs(token, numbers), expected, rtol=1e-12, atol=1e-12)
+    assert [tape.num_replays for tape in tapes] == [2, 2]
+
+
+class _Joins(Communicators):
+    """Communicators that count how often a stream has waited for the posts so far."""
+
+    num = 0
+
+    def join(self):
+        self.num += 1
+        super().join()
+
+
+def _generate_recorded(world, layout, directory):
+    """Return tokens, and how many passes were replayed and how many streams waited for posts before."""
+    world.activity.communicators = _Joins()
+    engine = engine_of(directory, paged=PagedReference(), world=world, layout=layout)
+    replays = []
+
+    def record(compute):
+        return lambda: replays.append(None) or compute()
+
+    engine.pages = PagePool(
+        engine.model, backends=PagedBackends(engine.model, PagedReference()), record=record)
+    made, _ = _generate(engine, long_prompts(), seed=3, max_new_tokens=20)
+    joins = world.activity.communicators.num
+    world.activity.communicators = Communicators()
+    return made, len(replays), joins
+
+
+def test_passes_with_collectives_wait_for_earlier_posts(pool, tmp_path):
+    """Posts in a recorded pass are no part of the chain of posts (dist/communicators.py)."""
+    write_family("llama-3.1", tmp_path)
+    expected, _ = _generate(engine_of(tmp_path), long_prompts(), seed=3, max_new_tokens=20)
+    found = pool.run(_generate_recorded, "t2@0-1", tmp_path, num_ranks=2)
+    assert found[0][0] == expected
+    assert all(num_joins == num_replays > 10 for _, num_replays, num_joins in found)
 
 
 def test_lengths_that_decide_on_angles_are_not_recorded(tmp_path):
