@@ -208,7 +208,9 @@ def result(out: Path) -> dict[str, Any]:
     names = [[json.loads(event).get(key) for key in ("step", "rank", "kind", "name")] for event in events]
     last = max((out / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     manifest = json.loads((last / "manifest.json").read_text())
-    found = {key: manifest[key] for key in ("step", "sets", "versions", "run", "ranks")}
+    found = {key: manifest[key] for key in ("step", "sets", "versions", "run")}
+    # The limits of caches are measured anew by a run that was killed before its first checkpoint.
+    found["ranks"] = [{**rank, "cache_limits": None} for rank in manifest["ranks"]]
     found |= {"metrics": untimed(out / "metrics.jsonl"), "eval": read_jsonl(out / "eval.jsonl")}
     found["events"] = sorted(map(str, names))
     for path in [*last.glob("rank_*"), *last.glob("samples_*"), *out.glob("hf/step_*/**/*.safetensors")]:

@@ -24,7 +24,7 @@ _OLDEST_DEVICE = (8, 0)  # Compute capability (Ampere) from which FlashAttention
 
 @dataclass(frozen=True)
 class Installed:
-    """What a machine offers for attention on CUDA."""
+    """The software and hardware of a machine that decide on its attention kernels on CUDA."""
 
     flash_attn: tuple[int, int] | None  # Version of flash-attn.
     varlen_pages: bool  # torch's varlen_attn takes a block table, as from 2.13 on.

@@ -1,4 +1,4 @@
-"""What FlashAttention-2 demands of its arguments, in flash-attn as in torch's copy of it."""
+"""The demands of FlashAttention-2 on its arguments, in flash-attn as in torch's copy of it."""
 
 import torch
 import torch.nn.functional as F

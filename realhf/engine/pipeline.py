@@ -29,6 +29,49 @@ def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: 
     return passes + [Pass("backward", i) for i in range(first, num_micro_batches)]
 
 
+class _Exchange:
+    """The messages of one stage during a batch."""
+
+    def __init__(
+        self, groups: ParallelGroups, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self._groups = groups
+        self._hidden_shapes = hidden_shapes
+        self._dtype = dtype
+        self._sent: list[Pending] = []
+
+    def __call__(self, sends: Messages, following: Pass | None, *, at_once: bool) -> torch.Tensor | None:
+        """Post a result, and return the input of the pass that follows, if another stage makes it.
+
+        With `at_once` both are one post, as the neighbour sends at the same time.
+        """
+        groups = self._groups
+        received = None
+        recvs: Messages = []
+        if following is not None:
+            peer = groups.at.pp + (-1 if following.direction == "forward" else 1)
+            if 0 <= peer < groups.layout.pp:
+                shape = self._hidden_shapes[following.micro_batch]
+                received = torch.empty(shape, dtype=self._dtype, device=groups.world.device)
+                recvs = [(peer, received)]
+        if at_once:
+            outgoing, incoming = groups.pp.post_both(sends, recvs)
+        else:
+            outgoing = groups.pp.post(sends, [])
+            incoming = groups.pp.post([], recvs)
+        if sends:
+            self._sent.append(outgoing)
+        while len(self._sent) > 2:  # Older messages have arrived; waiting for them frees their tensors.
+            self._sent.pop(0).wait()
+        incoming.wait()
+        return received
+
+    def finish(self) -> None:
+        """Wait until all results have been received."""
+        for message in self._sent:
+            message.wait()
+
+
 def run_pipeline(
     forward: Callable[[int, torch.Tensor | None], torch.Tensor], groups: ParallelGroups,
     *, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
@@ -50,30 +93,7 @@ def run_pipeline(
         passes = [step for step in passes if step.direction == "forward"]
     inputs: dict[int, torch.Tensor | None] = {}
     outputs: dict[int, torch.Tensor] = {}
-    sent: list[Pending] = []
-
-    def exchange(sends: Messages, following: Pass | None, *, at_once: bool) -> torch.Tensor | None:
-        """Post a result, and wait for the input of the pass that follows, if another stage makes it."""
-        received = None
-        peer = stage
-        if following is not None:
-            peer += -1 if following.direction == "forward" else 1
-            if 0 <= peer < groups.layout.pp:
-                shape = hidden_shapes[following.micro_batch]
-                received = torch.empty(shape, dtype=dtype, device=groups.world.device)
-        recvs: Messages = [] if received is None else [(peer, received)]
-        if at_once:
-            outgoing, incoming = groups.pp.post_both(sends, recvs)
-        else:
-            outgoing = groups.pp.post(sends, [])
-            incoming = groups.pp.post([], recvs)
-        if sends:
-            sent.append(outgoing)
-        while len(sent) > 2:  # Older messages have arrived; waiting for them frees their tensors.
-            sent.pop(0).wait()
-        incoming.wait()
-        return received
-
+    exchange = _Exchange(groups, hidden_shapes, dtype)
     received = exchange([], passes[0] if passes else None, at_once=False)
     for (direction, i), following in zip(passes, [*passes[1:], None], strict=False):
         sends: Messages = []
@@ -95,6 +115,5 @@ def run_pipeline(
         at_once = following is not None and following.direction != direction and (
             direction == "backward" or i - following.micro_batch == groups.layout.pp - stage - 1)
         received = exchange(sends, following, at_once=at_once)
-    for message in sent:
-        message.wait()
+    exchange.finish()
     return list(outputs.values()) if groups.is_last_stage else []

@@ -1,4 +1,4 @@
-"""How the layers of a model call attention: over the tokens of a pass, or over a cache.
+"""The calls of attention by a model's layers: over the tokens of a pass, or over a cache.
 
 Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
 """

@@ -207,8 +207,8 @@ class Transformer(ShardedParameters):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the weights are with which `advance` computes; recorded passes are valid while they are
-        there."""
+        """The addresses of the weights with which `advance` computes; recorded passes are valid while they
+        stay the same."""
         flats = [self.flat] if self.adapters is None else [self.flat, self.adapters.flat]
         merged = [adapter.merged_weight for adapter in self._adapted if adapter.merged_weight is not None]
         return tuple(x.data_ptr() for x in (*flats, *merged))

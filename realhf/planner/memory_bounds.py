@@ -136,7 +136,8 @@ class MemoryBounds:
 
     @cached_property
     def _heads(self) -> list[int]:
-        """How many key-value heads the roles of each group have; where they differ, a number of its own."""
+        """The number of key-value heads of each group's roles; where they differ, a negative number of its
+        own."""
         roles = self.account.problem.roles
         of_groups = [
             {use_of(roles[role], trains=False).num_kv_heads for role in (*group.homes, *group.copies)}

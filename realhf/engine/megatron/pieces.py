@@ -1,4 +1,4 @@
-"""Where the parameters of our table lie in a MegatronModel's tensors.
+"""The places of our table's parameters in a MegatronModel's tensors.
 
 Megatron-Core fuses what the table keeps apart: `linear_qkv` has for each group of heads its queries, its key
 and its value, and `linear_fc1` has gate above up-projection. The regions of a rank are the same as in the
