@@ -235,7 +235,7 @@ class Cohort:
         hidden = self._pass(step, numbers)
         at = (numbers["sample_S"], numbers["column_S"])
         nothing = torch.zeros(0, dtype=torch.long)
-        started = _Started(step, at, nothing.to(self._device), Download(nothing))
+        started = _Started(step, at, numbers["sample_S"][:0], Download(nothing))
         if not self._parallel.is_last_stage or not step.samples:
             return started
         tokens_S, logprobs_S = sample(
