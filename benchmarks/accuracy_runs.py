@@ -82,7 +82,7 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        return statistics.median(self.steps)
+        return statistics.fmean(self.steps)
 
     def call_seconds(self, name: str) -> float:
-        return statistics.median(self.calls[name])
+        return statistics.fmean(self.calls[name])

@@ -1,7 +1,8 @@
 """The experiments of plan_accuracy.py: eight with dense models and four with experts, on random text.
 
-The dataset of an experiment has the same lengths in every step, in another order. Responses end at a limit
-that each prompt has for itself, since random models end nowhere in particular.
+Long-tailed lengths are drawn anew for every step, as the planner expects. The draws of the measured steps are
+chosen among many so that their means are near the expectations, which saves steps. Responses end at a limit that
+each prompt has for itself, since random models end nowhere in particular.
 """
 
 import json
@@ -10,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, Literal
 
 from realhf import Expected
@@ -18,6 +19,8 @@ from realhf.runtime.rollout_file import ROLLOUTS
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _SPREAD = 1.0  # Standard deviation of the logarithms of long-tailed lengths.
+_CUT = 1.5  # Lengths that are so many standard deviations above the median, or more, are cut.
+_TRIES = 2000  # Among so many draws of lengths, the one that is nearest to the expectations is taken.
 LIMIT = "most_tokens"
 """The column of the dataset with the limit of each prompt's responses."""
 
@@ -60,11 +63,9 @@ class Case:
         return self.algorithm in ("ppo", "grpo", "rloo")
 
     @property
-    def response_tokens(self) -> list[int]:
-        """The lengths of the responses to the prompts of one step, from the shortest to the longest."""
-        if self.lengths == "equal":
-            return [self.new_tokens] * self.prompts
-        return _long_tailed(self.prompts, longest=self.new_tokens)
+    def response_lengths(self) -> list[int]:
+        """Equally likely numbers of tokens of a response, from the shortest to the longest."""
+        return [self.new_tokens] if self.lengths == "equal" else _long_tailed(self.new_tokens)
 
 
 CASES: dict[str, Case] = {
@@ -92,7 +93,7 @@ def expected_of(case: Case, directory: Path) -> Expected:
     if not case.generates:
         return Expected()
     with (directory / ROLLOUTS).open("w") as file:
-        for number, length in enumerate(case.response_tokens):
+        for number, length in enumerate(case.response_lengths):
             line = json.dumps({"step": 1, "prompt_number": number, "length": length})
             file.write((line + "\n") * case.group)
     return Expected(lengths_from=str(directory))
@@ -108,10 +109,10 @@ def profiled_case(shape: str) -> Case:
     return Case("ppo", shape, 2, samples // group, group, prompt_tokens, new_tokens, "equal")
 
 
-def write_experiment(directory: Path, case: Case, *, steps: int) -> Path:
+def write_experiment(directory: Path, case: Case, *, warm_up: int = 0, steps: int) -> Path:
     """Write model config, tokenizer, rows and the experiment, and return the experiment's path.
 
-    The learning rate is zero, so that all steps do the same work.
+    The experiment has `warm_up` steps, and then `steps` whose lengths are near the expectations. The learning rate is zero, so that all steps do the same work.
     """
     from transformers import Qwen2Tokenizer
 
@@ -124,24 +125,24 @@ def write_experiment(directory: Path, case: Case, *, steps: int) -> Path:
     (directory / "config.json").write_text(json.dumps(_config(case)))
     rng = random.Random(0)
     with (directory / "rows.jsonl").open("w") as file:
-        for _ in range(steps):
-            for row in _rows(case, rng):
+        for responses in [*_draws(case, warm_up, rng), *_balanced_draws(case, steps, rng)]:
+            for row in _rows(case, responses, rng):
                 file.write(json.dumps(row) + "\n")
     path = directory / "experiment.py"
     text = _COMMON + (_SAMPLED if case.generates else "") + _EXPERIMENT[case.algorithm]
-    path.write_text(text.format(task=str(directory), steps=steps, case=case, limit=LIMIT))
+    path.write_text(text.format(task=str(directory), steps=warm_up + steps, case=case, limit=LIMIT))
     return path
 
 
-def _rows(case: Case, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the rows of one step, in random order."""
+def _rows(case: Case, responses: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
+    """Return the rows of one step, whose responses have these numbers of tokens."""
     def text(length: int) -> str:
         return "".join(rng.choices(_LETTERS, k=length))
 
     low, high = case.prompt_tokens
     prompts = [round(low + (high - low) * (i + 0.5) / case.prompts) for i in range(case.prompts)]
     rows: list[dict[str, Any]] = []
-    for prompt, response in zip(_shuffled(prompts, rng), _shuffled(case.response_tokens, rng), strict=True):
+    for prompt, response in zip(_shuffled(prompts, rng), responses, strict=True):
         row = {"prompt": text(prompt)}
         if case.generates:
             rows.append(row | {"answer": "a", LIMIT: response})
@@ -152,11 +153,41 @@ def _rows(case: Case, rng: random.Random) -> list[dict[str, Any]]:
     return rows
 
 
-def _long_tailed(count: int, *, longest: int) -> list[int]:
-    """Return the quantiles of a log-normal distribution, the last of which is `longest`."""
+def _long_tailed(longest: int) -> list[int]:
+    """Return 64 quantiles of a log-normal distribution that is cut at `longest`."""
     normal = NormalDist()
-    scores = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
-    return [max(2, round(longest * math.exp(_SPREAD * (score - scores[-1])))) for score in scores]
+    scores = [normal.inv_cdf((i + 0.5) / 64) for i in range(64)]
+    return [max(2, round(longest * math.exp(_SPREAD * min(0.0, score - _CUT)))) for score in scores]
+
+
+def _draws(case: Case, steps: int, rng: random.Random) -> list[list[int]]:
+    """Return the numbers of tokens of the responses to the prompts of each step."""
+    return [rng.choices(case.response_lengths, k=case.prompts) for _ in range(steps)]
+
+
+def _balanced_draws(case: Case, steps: int, rng: random.Random) -> list[list[int]]:
+    """Return the draws, among many, whose means per step are nearest to the means of all of them.
+
+    The means are of the number of tokens, and of the longest response in a step, its halves and its quarters.
+    """
+    tries = [_draws(case, steps, rng) for _ in range(_TRIES)]
+    means = [[fmean(values) for values in zip(*map(_statistics, drawn), strict=True)] for drawn in tries]
+    expected = [fmean(values) for values in zip(*means, strict=True)]
+
+    def distance(number: int) -> float:
+        return sum(abs(mean / usual - 1) for mean, usual in zip(means[number], expected, strict=True))
+
+    return tries[min(range(_TRIES), key=distance)]
+
+
+def _statistics(responses: Sequence[int]) -> list[float]:
+    """Return the number of tokens of a step, and the mean of the longest responses of its parts."""
+    count = len(responses)
+    longest = [
+        fmean(max(responses[i * count // parts : (i + 1) * count // parts]) for i in range(parts))
+        for parts in (1, 2, 4)
+    ]
+    return [sum(responses), *longest]
 
 
 def _shuffled(values: Sequence[int], rng: random.Random) -> list[int]:

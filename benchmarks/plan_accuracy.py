@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py [--json] [--only ppo "sft, long tail"] [--keep DIR]
 
 There are twelve experiments (accuracy_task.py). Each model shape is profiled once per number of processes.
-Every experiment then runs on one process, and on four under a handful of plans and the planner's own. Medians
+Every experiment then runs on one process, and on four under a handful of plans and the planner's own. Means
 of the measured steps and calls are compared with the predictions. It takes about 25 minutes on two cores;
 with --keep, a later call goes on where an earlier one was ended.
 """
@@ -132,7 +132,7 @@ def compare(directory: Path, name: str, processes: int, options: Options) -> Ite
     case = CASES[name]
     rates = ProfiledRates(profile_of(directory, case.shape, processes))
     place = directory / f"{processes} processes, {name}"
-    path = write_experiment(place, case, steps=options.steps + WARM_UP)
+    path = write_experiment(place, case, warm_up=WARM_UP, steps=options.steps)
     experiment = load_experiment(str(path))
     experiment.expected = expected_of(case, place)
     plans = {
