@@ -1,8 +1,8 @@
 """The experiments of plan_accuracy.py: eight with dense models and four with experts, on random text.
 
 Long-tailed lengths are drawn anew for every step, as the planner expects. The draws of the measured steps are
-chosen among many so that their means are near the expectations, which saves steps. Responses end at a limit that
-each prompt has for itself, since random models end nowhere in particular.
+chosen among many so that their means are near the expectations, which saves steps. Responses end at a limit
+that each prompt has for itself, since random models end nowhere in particular.
 """
 
 import json
@@ -112,7 +112,8 @@ def profiled_case(shape: str) -> Case:
 def write_experiment(directory: Path, case: Case, *, warm_up: int = 0, steps: int) -> Path:
     """Write model config, tokenizer, rows and the experiment, and return the experiment's path.
 
-    The experiment has `warm_up` steps, and then `steps` whose lengths are near the expectations. The learning rate is zero, so that all steps do the same work.
+    The experiment has `warm_up` steps, and then `steps` whose lengths are near the expectations. The learning
+    rate is zero, so that all steps do the same work.
     """
     from transformers import Qwen2Tokenizer
 

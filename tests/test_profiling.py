@@ -17,12 +17,14 @@ from realhf.layout import ParallelStrategy
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import COLLECTIVES
+from realhf.planner.rates import Rates
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench
 from realhf.profiling.sizes import Model, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
+from realhf.profiling.whole_calls import whole_calls
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS
 
@@ -172,6 +174,28 @@ def _bench_of_two(world, moe, strategy):
     config = ModelConfig("qwen3_moe" if moe else "qwen2", 32, 16, 32, 2, 2, 2, 8, moe=moe)
     bench = Bench(Clock(_two(world)), Model(config, "float32", CALLS), strategy, Sizes(4, 12, 8, 1))
     return bench.tables(), bench.noise, bench.calls()
+
+
+class _Priced(Rates):
+    """Rates under which every call takes a tenth of a second besides its passes."""
+
+    def call_seconds(self, kind, *, samples):
+        return 0.1
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(dp=2, ep=2)])
+def test_whole_calls_are_compared_with_their_price(pool, strategy):
+    """Tiny calls take some milliseconds, so much less than their price."""
+    found, other = pool.run(_whole_calls, strategy, num_ranks=2)
+    assert found == other and found.keys() == {"forward", "train_step", "generate"}
+    assert all(1e-3 < share < 30 for share in found.values())
+
+
+def _whole_calls(world, strategy):
+    config = ModelConfig("qwen3_moe", 32, 16, 32, 2, 2, 2, 8, moe=MOE)
+    sizes = Sizes(4, 12, 8, 1)
+    model = Model(config, "float32", CALLS)
+    return whole_calls(Clock(_two(world)), model, strategy, sizes, _Priced(this_machine(2)))
 
 
 def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):

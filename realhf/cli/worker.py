@@ -199,6 +199,8 @@ def _measure(job: ProfileJob, world: World) -> int:
     if world.rank == 0:
         measured.save(job.out)
         print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
+        if disturbed := measured.disturbed():
+            print(f"realhf: {disturbed}", file=sys.stderr)
     return 0
 
 

@@ -58,6 +58,7 @@ OF_MODEL = {
 
 
 _CONTINUED = 4.0
+_FAR = 1.5  # Whole calls that take so many times longer, or shorter, than their parts were disturbed.
 NOISY = 0.1  # Median noise above which a profile is hardly of use.
 
 
@@ -136,7 +137,8 @@ class LinkTables:
 class ModelTables:
     """Tables of one model shape in one dtype, split by tensor and expert parallelism inside a host.
 
-    `noise` has the relative interquartile range of repeated timings, by the kind of work.
+    `noise` has the relative interquartile range of repeated timings, by the kind of work. `whole_calls` has,
+    by their kind, the measured seconds of calls relative to what the tables add up to.
     """
 
     shape: Mapping[str, Any]
@@ -145,6 +147,7 @@ class ModelTables:
     tables: Mapping[str, Table]
     ep: int = 1
     noise: Mapping[str, float] = field(default_factory=dict)
+    whole_calls: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -153,7 +156,7 @@ class ModelTables:
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("ep", "noise"), where=where)
+        given = check_fields(document, legal, optional=("ep", "noise", "whole_calls"), where=where)
         shape = check_fields(given["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
@@ -164,7 +167,11 @@ class ModelTables:
         tp, ep = (_count(given.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
         tables = _tables(given["tables"], OF_MODEL, f"{where}.tables")
         noise = _shares(given.get("noise", {}), f"{where}.noise")
-        return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise)
+        kinds = tuple(CALLS)
+        whole = check_fields(
+            given.get("whole_calls", {}), kinds, optional=kinds, where=f"{where}.whole_calls")
+        _numbers(list(whole.values()), f"{where}.whole_calls")
+        return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise, whole)
 
 
 @dataclass(frozen=True)
@@ -240,6 +247,18 @@ class Profile:
             busy = f"load {self.machine['load_before']}" if "load_before" in self.machine else "other work"
             text += f"; the machine was not quiet ({busy}): measure again when it is"
         return median, text
+
+    def disturbed(self) -> str | None:
+        """Return a sentence if whole calls took much longer or shorter than what their parts add up to."""
+        found = [(max(share, 1 / max(share, 1e-9)), share, kind, entry)
+                 for entry in self.models for kind, share in entry.whole_calls.items()]
+        if not found:
+            return None
+        far, share, kind, entry = max(found, key=lambda each: each[0])
+        where = f"{kind} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}"
+        took = f"a whole call took {share:.2f} times as long as its parts ({where})"
+        cause = "other work on the machine disturbed the measurements: measure again when it is quiet"
+        return f"{took}; {cause}" if far > _FAR else None
 
     def require_serves(self, cluster: Cluster) -> None:
         """Raise ValueError if this profile says nothing about the devices of a cluster."""

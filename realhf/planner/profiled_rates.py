@@ -52,6 +52,9 @@ class ProfiledRates(Rates):
         self._models: dict[tuple[Any, ...], dict[Split, Mapping[str, Table]]] = {}
         for entry in profile.models:
             self._models.setdefault(entry.key, {})[Split(entry.tp, entry.ep)] = entry.tables
+        self._whole: dict[tuple[Any, ...], dict[Split, Mapping[str, float]]] = {}
+        for entry in profile.models:
+            self._whole.setdefault(entry.key, {})[Split(entry.tp, entry.ep)] = entry.whole_calls
         self.notes: dict[str, None] = {}
 
     def on(self, cluster: Cluster) -> "ProfiledRates":
@@ -70,6 +73,16 @@ class ProfiledRates(Rates):
         is_calm = cores is not None and num_busy <= cores
         work = "decode" if kind == "generate" else "passes"
         return self.profile.calm.get(work, 1.0) if is_calm else super().crowding(kind, num_busy)
+
+    def whole_call(self, kind: str, role: ModelRole, tp: Span, ep: Span) -> float:
+        """Return the measured seconds of a whole call relative to what the tables add up to, under the
+        nearest split."""
+        found = self._whole.get((*shape_of(role.config), role.dtype), {})
+        shares = {split: whole[kind] for split, whole in found.items() if kind in whole}
+        if not shares:
+            return 1.0
+        wanted = np.log2([tp.size, ep.size])
+        return shares[min(shares, key=lambda split: np.abs(np.log2(split) - wanted).sum())]
 
     # Links
 
@@ -290,7 +303,11 @@ def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[st
     fresh = ProfiledRates(rates.profile, rates.cluster)
     predict(problem, fresh, plan)
     noise, sentence = rates.profile.noise()
-    return [*fresh.notes, *([f"noise: {sentence}"] if noise > NOISY else [])]
+    disturbed = rates.profile.disturbed()
+    return [
+        *fresh.notes, *([f"noise: {sentence}"] if noise > NOISY else []),
+        *([f"noise: {disturbed}"] if disturbed else []),
+    ]
 
 
 def _name(role: ModelRole) -> str:

@@ -131,6 +131,10 @@ class Rates(LinkRates):
         are busy. It is 1 unless they share cores."""
         return self.cluster.crowding(num_busy)
 
+    def whole_call(self, kind: str, role: ModelRole, tp: Span, ep: Span) -> float:
+        """Return how many times longer a whole call takes than its parts add up to, where it was measured."""
+        return 1.0
+
     def peak(self, role: ModelRole) -> float:
         """Return the FLOP/s of matrix products. Raises ValueError when the cluster file lacks the role's
         dtype."""

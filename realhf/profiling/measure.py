@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from realhf.dist.world import World
@@ -10,11 +11,13 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import Problem
 from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.profiling.clock import Clock
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench
 from realhf.profiling.sizes import Model, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
+from realhf.profiling.whole_calls import whole_calls
 
 
 def measure(world: World, problem: Problem) -> Profile:
@@ -27,19 +30,26 @@ def measure(world: World, problem: Problem) -> Profile:
     links = measure_links(clock, sizes)
     calls = dict[str, Table]()
     calm = dict[str, float]()
+    splits = [(model, strategy) for model in shapes for strategy in _strategies(model.config, world)]
     models: list[ModelTables] = []
-    for number, model in enumerate(shapes, start=1):
-        for strategy in _strategies(model.config, world):
-            _say(world, f"model shape {number} of {len(shapes)} in {model.dtype}, split as {strategy}")
-            bench = Bench(clock, model, strategy, sizes)
-            shape = dict(zip(SHAPE, shape_of(model.config), strict=True))
-            models.append(ModelTables(
-                shape, model.dtype, strategy.tp, bench.tables(), strategy.ep, bench.noise))
-            calls = {**bench.calls(), **calls}
-            calm = calm or bench.calm()
+    for model, strategy in splits:
+        number = shapes.index(model) + 1
+        _say(world, f"model shape {number} of {len(shapes)} in {model.dtype}, split as {strategy}")
+        bench = Bench(clock, model, strategy, sizes)
+        shape = dict(zip(SHAPE, shape_of(model.config), strict=True))
+        models.append(ModelTables(shape, model.dtype, strategy.tp, bench.tables(), strategy.ep, bench.noise))
+        calls = {**bench.calls(), **calls}
+        calm = calm or bench.calm()
     _say(world, "the machine")
     cluster = measure_cluster(clock, sorted({model.dtype for model in shapes}))
-    return Profile(time.strftime("%Y-%m-%d %H:%M"), machine, cluster, links, calls, models, memory, calm)
+    date = time.strftime("%Y-%m-%d %H:%M")
+    profile = Profile(date, machine, cluster, links, calls, models, memory, calm)
+    rates = ProfiledRates(profile)
+    whole = []
+    for (model, strategy), entry in zip(splits, models, strict=True):
+        _say(world, f"whole calls in {model.dtype}, split as {strategy}")
+        whole.append(replace(entry, whole_calls=whole_calls(clock, model, strategy, sizes, rates)))
+    return replace(profile, models=whole)
 
 
 def _say(world: World, what: str) -> None:

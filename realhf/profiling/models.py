@@ -4,54 +4,31 @@ The seconds of a block are the difference between a model of three blocks and on
 of the latter's time belongs to the head or to the call.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
-from realhf.data.batch import Batch, Packed
+from realhf.calls import OptimizerConfig
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.param_spec import model_spec
 from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
-from realhf.profiling.decoding import Rows, cached_tokens, most_rows, prompts
+from realhf.profiling.decoding import Rows, cached_tokens, most_rows
+from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.sizes import Model, Sizes
 
-_FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
+_FEW, MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
 _BUDGET = 10.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
 _SHORT_PROMPT = 16  # The most tokens of prompts that are read.
 _DECODE_STEPS = 16  # Timed decode steps of a generation.
 _BLOCK_STEPS = 4  # Timed decode steps of a model's blocks alone.
-_ANY_SIZE = 1 << 30
 _TINY = 1e-7  # The least seconds; differences of noisy measurements can be less.
-
-
-@dataclass(frozen=True)
-class _MeanLoss:
-    """The mean of an output, as the cheapest loss."""
-
-    output: str
-    entropy: bool
-
-    def totals(self, batch: Batch) -> dict[str, float]:
-        return {}
-
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], batch: Batch, totals: Mapping[str, float]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = sum((output.mean() for output in outputs.values()), torch.zeros(()))
-        return loss, {}
 
 
 class Bench:
@@ -69,13 +46,11 @@ class Bench:
         self._layout = Layout(strategy, DeviceMesh(tuple(range(first, first + num_ranks))))
         self._only_blocks = strategy.ep > 1
         self._waits = num_ranks > 1
-        self._outputs = model.outputs
-        self._generates = [call.work for call in model.calls if call.kind == "generate"]
-        self._losses = [call.work.loss for call in model.calls if call.kind == "train_step"]
-        self._trains = any(self._outputs.values())
-        is_lm = "logprobs" in self._outputs or model.generates
-        self._main = "logprobs" if is_lm else next(iter(self._outputs))
-        self._engines = {n: self._engine(n, self._main, trains=self._trains) for n in (_FEW, _MANY)}
+        self._calls = calls = EngineCalls(model, clock.world)
+        self._main = calls.main
+        self._outputs = calls.outputs
+        self._trains = calls.trains
+        self._engines = {n: self._engine(n, calls.main, trains=self._trains) for n in (_FEW, MANY)}
         self._tokens = self._pass_tokens()
         self._rows = self._chosen_rows()
         self._work = work = {**self._passes(), **self._decoding(), **self._updates()}
@@ -88,25 +63,19 @@ class Bench:
         """The relative interquartile range of each kind of work: the median over its sizes."""
 
     def _engine(
-        self, count: int, output: str, *, trains: bool, layout: Layout | None = None
+        self, blocks: int, output: str, *, trains: bool, layout: Layout | None = None
     ) -> NativeEngine:
-        config = self._model.with_blocks(count, "lm" if output == "logprobs" else "score")
-        optimizer = OptimizerConfig(lr=0.0) if trains else None
-        engine = NativeEngine(
-            model_spec(config), layout or self._layout, self._clock.world, dtype=self._model.dtype,
-            optimizer=optimizer)
-        engine.load(None, seed=0)
-        return engine
+        return self._calls.engine(blocks, output, layout or self._layout, trains=trains)
 
     # The timed work, by keys
 
     def _pass_tokens(self) -> list[int]:
         """Return the sizes of passes to measure, up to one that takes too long."""
         chosen: list[int] = []
-        way = self._train if self._trains else self._forward
+        way = self._calls.train if self._trains else self._calls.forward
         for tokens in sorted(set(self._sizes.pass_tokens)):
-            batch = self._sequences(tokens, self._sizes.sequence_tokens[-1])
-            run = way(self._engines[_MANY], self._main, batch)
+            batch = self._calls.sequences(tokens, self._sizes.sequence_tokens[-1])
+            run = way(self._engines[MANY], self._main, batch)
             chosen.append(tokens)
             taken = [min(self._clock.once(run, waits=self._waits) for _ in range(2))]
             if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 2:
@@ -124,13 +93,15 @@ class Bench:
             engines = self._engines if is_main else {_FEW: self._engine(_FEW, output, trains=trains)}
             for length in lengths if is_main else [long]:
                 for tokens in self._tokens:
-                    batch = self._sequences(tokens, length)
+                    batch = self._calls.sequences(tokens, length)
                     for blocks, engine in engines.items():
-                        work["forward", output, blocks, tokens, length] = self._forward(engine, output, batch)
+                        key = (output, blocks, tokens, length)
+                        work["forward", *key] = self._calls.forward(engine, output, batch)
                         if trains:
-                            work["train", output, blocks, tokens, length] = self._train(engine, output, batch)
+                            work["train", *key] = self._calls.train(engine, output, batch)
         if not self._only_blocks:
-            work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
+            empty = self._calls.sequences(8, 4).select([])
+            work["empty"] = self._calls.forward(self._engines[_FEW], self._main, empty)
         return work
 
     def _decoding(self) -> dict[Any, Callable[[], object]]:
@@ -154,7 +125,7 @@ class Bench:
                     alike = Rows(engine.model, rows, prompt_tokens=long, num_prompts=1)
                     work["shared", blocks, rows] = partial(alike.decode, steps=_BLOCK_STEPS)
             for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
-                work["generate", rows, new] = self._generate(self._engines[_FEW], rows, short, new)
+                work["generate", rows, new] = self._calls.generate(self._engines[_FEW], rows, short, new)
         return work
 
     def _updates(self) -> dict[Any, Callable[[], object]]:
@@ -169,8 +140,8 @@ class Bench:
         return work
 
     def _chosen_rows(self) -> list[int]:
-        given = [work.max_rows for work in self._generates]
-        fit = most_rows(self._engines[_MANY].model, self._prompts[-1] + _DECODE_STEPS, self._clock.world)
+        given = [work.max_rows for work in self._calls.generates]
+        fit = most_rows(self._engines[MANY].model, self._prompts[-1] + _DECODE_STEPS, self._clock.world)
         return sorted({min(rows, fit, *given) for rows in self._sizes.rows})
 
     @property
@@ -233,7 +204,7 @@ class Bench:
         return forward, max(_TINY, both - forward)
 
     def _of_a_block(self, key: Callable[[int], Any]) -> float:
-        return (self._seconds[key(_MANY)] - self._seconds[key(_FEW)]) / (_MANY - _FEW)
+        return (self._seconds[key(MANY)] - self._seconds[key(_FEW)]) / (MANY - _FEW)
 
     def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
         """Return the seconds of a micro-batch without its blocks: forward, and the rest of forward and
@@ -273,7 +244,7 @@ class Bench:
         counts = sorted({2, self._rows[-1]})
         short = self._prompts[0]
         work: dict[Any, Callable[[], object]] = {
-            (rows, new): self._generate(engine, rows, short, new)
+            (rows, new): self._calls.generate(engine, rows, short, new)
             for rows in counts for new in (1, 1 + _DECODE_STEPS)
         }  # fmt: skip
         taken = self._clock.seconds(work)
@@ -330,51 +301,12 @@ class Bench:
             return {}
         tokens = self._tokens[len(self._tokens) // 2]
         chosen: dict[str, list[tuple[Any, ...]]] = {
-            "decode": [("decode", _MANY, self._rows[-1], prompt) for prompt in self._prompts]}
+            "decode": [("decode", MANY, self._rows[-1], prompt) for prompt in self._prompts]}
         length = self._sizes.sequence_tokens[-1]
-        chosen["passes"] = [(way, self._main, _MANY, tokens, length) for way in ("forward", "train")]
+        chosen["passes"] = [(way, self._main, MANY, tokens, length) for way in ("forward", "train")]
         found = {}
         for name, keys in chosen.items():
             work = {key: self._work[key] for key in keys if key in self._work}
             if work:
                 found[name] = self._clock.calm_share(work)
         return found
-
-    # Calls to the engine
-
-    def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
-        work = next(work for work in (LogProbs(), Values(), Scores()) if work.output == output)
-        return _call(engine, work, batch, outputs=("out",))
-
-    def _train(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
-        entropy = any(loss.entropy for loss in self._losses if loss.output == output)
-        return _call(engine, TrainStep(_MeanLoss(output, entropy)), batch)
-
-    def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
-        """Return a generation that decodes all rows at once, after one pass of their prompts."""
-        given = self._generates[0]
-        sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
-        most = max(given.prefill_tokens, rows * prompt)
-        work = dataclasses.replace(given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most)
-        outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
-        batch = prompts(rows, prompt, vocab_size=self._model.config.vocab_size)
-        return _call(engine, work, batch, outputs=outputs)
-
-    def _sequences(self, tokens: int, length: int) -> Batch:
-        """Return sequences of about one length that consist of responses; consecutive ones differ in
-        length. If there are fewer tokens than that, there is one sequence."""
-        length = min(tokens, length)
-        count = tokens // length
-        lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
-        ids = torch.arange(sum(lengths)) * 7919 % self._model.config.vocab_size
-        mask = torch.ones(len(ids))
-        fields = {"sequence_ids": Packed(ids, lengths), "response_mask": Packed(mask, lengths)}
-        return Batch(list(range(count)), fields)
-
-
-def _call(
-    engine: NativeEngine, work: Work, batch: Batch, *, outputs: tuple[str, ...] = ()
-) -> Callable[[], object]:
-    """Return a function that runs the work on the whole batch at once."""
-    call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
-    return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)

@@ -11,9 +11,13 @@ import yaml
 
 from realhf.cluster import Cluster
 from realhf.errors import UserError
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
 from realhf.model_config import ModelConfig, MoeConfig
+from realhf.plan import CallPlan
+from realhf.planner.cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
-from realhf.planner.problem import ModelRole
+from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.profile import COLLECTIVES, Profile, Table
 from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates, SharedPrompts, Span
@@ -253,6 +257,39 @@ def test_stages_that_decode_take_the_measured_time_of_their_messages():
     assert r.decode_hop(ROLE, rows=rows).tolist() == [1, 2] and not r.notes
 
 
+def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
+    """The multiple of the nearest split counts; calls of kinds that were not measured take what parts do."""
+    call = FunctionCall("train", "train_step", (), role="actor")
+    work = Workload(8, response_tokens=30)
+
+    def cost(document, layout):
+        r = ProfiledRates(Profile.from_dict(document))
+        role = dataclasses.replace(ROLE, trainable=True)
+        return call_cost(r, call, role, work, CallPlan(Layout.parse(layout)), per_host=2)
+
+    document = copy.deepcopy(DOCUMENT)
+    before = {layout: cost(document, layout) for layout in ("d1@0", "t2@0-1")}
+    document["models"][0]["whole_calls"] = {"train_step": 1.25, "generate": 3.0}
+    for layout, parts in before.items():
+        whole = cost(document, layout)
+        assert whole.seconds == pytest.approx(1.25 * parts.seconds)
+        assert sum(whole.parts.values()) == pytest.approx(1.25 * sum(parts.parts.values()))
+    document["models"][0]["whole_calls"] = {"forward": 1.25}
+    assert cost(document, "d1@0").seconds == before["d1@0"].seconds
+
+
+def test_a_disturbed_profile_says_so():
+    document = copy.deepcopy(DOCUMENT)
+    document["models"][0]["whole_calls"] = {"train_step": 1.25, "generate": 0.9}
+    assert Profile.from_dict(document).disturbed() is None
+    document["models"][0]["whole_calls"]["generate"] = 0.4
+    sentence = Profile.from_dict(document).disturbed()
+    assert sentence is not None and "took 0.40 times as long as its parts (generate in float32" in sentence
+    document["models"][0]["whole_calls"] = {"train": 1.0}
+    with pytest.raises(ValueError, match="whole_calls"):
+        Profile.from_dict(document)
+
+
 @pytest.mark.slow
 def test_two_processes_measure_the_machine(tmp_path: Path):
     experiment, out = write_experiment(tmp_path, "ppo"), tmp_path / "profile.yaml"
@@ -270,6 +307,8 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert measured.links[0].tables.keys() == {*COLLECTIVES, "send", "samples"}
     assert measured.links[0].noise.keys() == measured.links[0].tables.keys()
     assert measured.calls.keys() == {"generate", "forward", "train_step"}
+    for entry in measured.models:
+        assert entry.whole_calls.keys() == {"generate", "forward", "train_step"}
     role = measured.models[0]
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))
 

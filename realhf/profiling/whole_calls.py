@@ -1,0 +1,86 @@
+"""Time whole calls, and compare them with what the measured parts add up to.
+
+A call of a run has colder caches than parts that are repeated. It also allocates memory, and ends with its
+slowest rank.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from realhf.graph import FunctionCall
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.plan import CallPlan
+from realhf.planner.cost import call_cost
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates
+from realhf.profiling.clock import Clock
+from realhf.profiling.engine_calls import EngineCalls
+from realhf.profiling.models import MANY
+from realhf.profiling.sizes import Model, Sizes
+
+_LONGEST = 1.5  # Expected seconds of a timed call; if all samples take longer, there are fewer.
+_REPETITIONS = 4
+_MOST_NEW_TOKENS = 64
+
+Timed = tuple[str, float, Callable[[], object]]
+
+
+def whole_calls(
+    clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
+) -> dict[str, float]:
+    """Return the measured seconds of a call of each kind, relative to its price.
+
+    All ranks of a host run it, as replicas of this strategy. All sequences are as long as the mean of the
+    experiment. Every rank must call this.
+    """
+    return {
+        kind: round(statistics.median(clock.of_slowest(run, _REPETITIONS)) / price, 4)
+        for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)
+    }
+
+
+def _timed_calls(
+    clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
+) -> Iterator[Timed]:
+    """Yield the kind of each call, its price, and the function that runs it."""
+    world = clock.world
+    calls = EngineCalls(model, world)
+    replicas = world.ranks_per_host // strategy.num_ranks
+    first = world.rank - world.rank % world.ranks_per_host
+    mesh = DeviceMesh(tuple(range(first, first + world.ranks_per_host)))
+    layout = Layout(ParallelStrategy(dp=replicas * strategy.dp, tp=strategy.tp, ep=strategy.ep), mesh)
+    plan = CallPlan(layout)
+    engine = calls.engine(MANY, calls.main, layout, trains=calls.trains)
+    role = ModelRole(engine.model.config, model.dtype, trainable=calls.trains)
+
+    def price(kind: str, workload: Workload) -> float:
+        call = FunctionCall(kind, kind, (), role="role")
+        return call_cost(rates, call, role, workload, plan, per_host=world.ranks_per_host).seconds
+
+    def chosen(kind: str, work: Callable[[int], Workload]) -> tuple[int, float]:
+        """Return the samples of a replica and the price; if all take too long, there are fewer."""
+        samples = max(1, sizes.samples // layout.dp)
+        while (seconds := price(kind, work(samples * layout.dp))) > _LONGEST and samples > 1:
+            samples = max(1, samples // 2)
+        return samples, seconds
+
+    def sequences(samples: int) -> Workload:
+        return Workload(samples, response_tokens=sizes.tokens, output=calls.main,
+                        entropy=calls.finds_entropy(calls.main))  # fmt: skip
+
+    ways = {"forward": calls.forward} | ({"train_step": calls.train} if calls.trains else {})
+    for kind, way in ways.items():
+        samples, seconds = chosen(kind, sequences)
+        batch = calls.sequences(samples * sizes.tokens, sizes.tokens)
+        yield kind, seconds, way(engine, calls.main, batch, most_tokens=plan.micro_batch_tokens)
+    if calls.generates:
+        new = max(1, min(_MOST_NEW_TOKENS, sizes.tokens - sizes.prompt_tokens))
+        prompt = max(1, sizes.prompt_tokens)
+        given = calls.generates[0]
+
+        def rows(samples: int) -> Workload:
+            return Workload(samples, prompt, new, new, max_rows=given.max_rows,
+                            prefill_tokens=given.prefill_tokens)  # fmt: skip
+
+        samples, seconds = chosen("generate", rows)
+        yield "generate", seconds, calls.generate(engine, min(samples, given.max_rows), prompt, new)
