@@ -19,7 +19,7 @@ from realhf.lora import LoraConfig
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.rollout_log import RolloutLog
-from realhf.step_program import StepRunner
+from realhf.steps.step_runner import StepRunner
 from realhf.transformers_config import TransformersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

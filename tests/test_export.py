@@ -12,9 +12,9 @@ from realhf.dist.activity import Activity
 from realhf.experiment import Role
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.runtime.export import base_name, config_fields, files_beside
-from realhf.runtime.program import compile_program
-from realhf.runtime.progress import Progress
+from realhf.runtime.weights.export_files import base_name, config_fields, files_beside
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task

@@ -207,8 +207,8 @@ def test_every_field_with_a_directory_takes_a_name(tmp_path):
     code = """
 from pathlib import Path
 from realhf import SFT, LoraConfig, ModelConfig, OptimizerConfig, Role
-from realhf.runtime.export import base_name
-from realhf.runtime.warnings import other_bases
+from realhf.runtime.weights.export_files import base_name
+from realhf.runtime.compile.warnings import other_bases
 role = Role("org/base", optimizer=OptimizerConfig(), lora=LoraConfig(adapter="org/adapter"))
 print(ModelConfig.load("org/base").hidden_size, role.config().hidden_size)
 print(role.resolved_lora().rank, base_name(role), other_bases({"actor": role}))

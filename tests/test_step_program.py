@@ -12,10 +12,10 @@ from realhf.calls import HostFunction
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.part_executor import Samples
-from realhf.runtime import dry_trace
-from realhf.runtime.dry_trace import checked_parts, step_runner, try_step_program
-from realhf.step_program import StepRunner
+from realhf.steps.part_executor import Samples
+from realhf.runtime.compile import step_trial
+from realhf.runtime.compile.step_trial import checked_parts, step_runner, try_step_program
+from realhf.steps.step_runner import StepRunner
 
 GRAPH = DataflowGraph(
     (
@@ -617,7 +617,7 @@ def test_the_trial_finds_loops_in_which_nothing_runs(monkeypatch):
         while True:
             pass
 
-    monkeypatch.setattr(dry_trace, "_MAX_SECONDS", 0.2)
+    monkeypatch.setattr(step_trial, "_MAX_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"step\(\) has not ended after 0.2 s in a trial"):
         try_step_program(Toy(program=program), GRAPH)
 

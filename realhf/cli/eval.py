@@ -33,8 +33,8 @@ from realhf.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name
 from realhf.rewards.reward import Reward
-from realhf.runtime.program import Program, compile_evaluation
-from realhf.runtime.run_directory import check_run_directory, new_run_directory
+from realhf.runtime.compile.program import Program, compile_evaluation
+from realhf.runtime.records.run_directory import check_run_directory, new_run_directory
 
 HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (

@@ -19,7 +19,7 @@ from realhf.experiment import Experiment
 from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
-from realhf.runtime.program import Program, compile_program
+from realhf.runtime.compile.program import Program, compile_program
 from realhf.shipped import find_experiment
 
 

@@ -19,7 +19,7 @@ from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.scoring_time import ScoringTime
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.dry_trace import checked_parts
+from realhf.runtime.compile.step_trial import checked_parts
 from realhf.transformers_config import TransformersConfig
 
 _GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")

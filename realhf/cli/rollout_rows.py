@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import UserError
-from realhf.runtime.rollout_file import ROLLOUTS
+from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.suggest import did_you_mean
 
 Row = dict[str, Any]

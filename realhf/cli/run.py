@@ -15,13 +15,13 @@ from realhf.cli.memory_prediction import predict_memory
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
-from realhf.runtime.run_directory import (
+from realhf.runtime.records.run_directory import (
     check_run_directory,
     find_restarted,
     find_resumption,
     new_run_directory,
 )
-from realhf.runtime.trackers import tracker_names
+from realhf.runtime.records.trackers import tracker_names
 
 HELP = "train on local workers, or as one worker under torchrun"
 EXAMPLES = (

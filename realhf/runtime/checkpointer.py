@@ -26,13 +26,13 @@ from realhf.dist.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.realloc.pieces import Piece
 from realhf.region import Region
-from realhf.runtime.actions import role_of
-from realhf.runtime.home_state import HomeState
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import Program
-from realhf.runtime.sample_store import SampleStore
-from realhf.step_program import StepRunner
+from realhf.runtime.compile.actions import role_of
+from realhf.runtime.weights.home_state import HomeState
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.compile.program import Program
+from realhf.runtime.samples.sample_store import SampleStore
+from realhf.steps.step_runner import StepRunner
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"

@@ -23,7 +23,7 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.scoring_time import ScoringTime
 from realhf.planner.slowest_replica import Rollout, decode_steps
-from realhf.runtime.exchange import Routing, assign
+from realhf.runtime.samples.exchange import Routing, assign
 
 PROMPT = 100
 LENGTHS = {

@@ -10,7 +10,7 @@ from realhf.layout import ParallelStrategy
 from realhf.micro_batch import groups_of, micro_batches
 from realhf.planner.micro_batches import largest_micro_batch, mean_micro_batch
 from realhf.planner.problem import Workload
-from realhf.runtime.exchange import Routing, assign
+from realhf.runtime.samples.exchange import Routing, assign
 
 
 def _dealt(work, dp):

@@ -17,9 +17,9 @@ from realhf.calls import HostFunction
 from realhf.experiment import Experiment, lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.param_spec import is_sharded
-from realhf.part_executor import Samples
+from realhf.steps.part_executor import Samples
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
-from realhf.runtime.actions import (
+from realhf.runtime.compile.actions import (
     Reallocate,
     Receive,
     Redistribute,
@@ -27,8 +27,8 @@ from realhf.runtime.actions import (
     compile_parts,
     outside_producers,
 )
-from realhf.runtime.copy_versions import CopyVersions
-from realhf.runtime.dry_trace import checked_parts, step_runner
+from realhf.runtime.weights.copy_versions import CopyVersions
+from realhf.runtime.compile.step_trial import checked_parts, step_runner
 from tests.runtime.test_actions import ROLES, SPECS, WORLD_SIZE, _deposits, _random_case, _random_layout
 
 

@@ -9,10 +9,10 @@ from realhf.dist.world import World
 from realhf.engine.hf_factory import file_spec
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
-from realhf.runtime.actions import adapters_of
-from realhf.runtime.engine_store import EngineStore
-from realhf.runtime.export import base_name
-from realhf.runtime.parameter_catalog import ParameterCatalog
+from realhf.runtime.compile.actions import adapters_of
+from realhf.runtime.weights.engine_store import EngineStore
+from realhf.runtime.weights.export_files import base_name
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from realhf.engine.protocol import DTYPES
 from realhf.experiment import Role
-from realhf.half_units import needs_float32
+from realhf.half_precision import needs_float32
 
 
 def slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:

@@ -20,9 +20,9 @@ from realhf.data.responses import in_response, response_lengths
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.rollout_log import RolloutLog
-from realhf.runtime.actions import dataset_layout
-from realhf.runtime.program import Program
-from realhf.runtime.sample_store import SampleStore
+from realhf.runtime.compile.actions import dataset_layout
+from realhf.runtime.compile.program import Program
+from realhf.runtime.samples.sample_store import SampleStore
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""

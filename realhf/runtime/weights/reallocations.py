@@ -12,12 +12,12 @@ from realhf.layout import Layout
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats, schedule_of
 from realhf.realloc.links import Links
-from realhf.runtime.actions import Reallocate
-from realhf.runtime.agreement import require_equal_schedules
-from realhf.runtime.copy_versions import Copy
-from realhf.runtime.engine_store import EngineStore
-from realhf.runtime.parameter_catalog import ParameterCatalog
-from realhf.runtime.transfers import Posted, Running, Transfers
+from realhf.runtime.compile.actions import Reallocate
+from realhf.runtime.compile.equal_programs import require_equal_schedules
+from realhf.runtime.weights.copy_versions import Copy
+from realhf.runtime.weights.engine_store import EngineStore
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+from realhf.runtime.weights.transfers import Posted, Running, Transfers
 
 
 @dataclass(frozen=True)

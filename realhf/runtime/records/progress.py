@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from realhf.dist.activity import Activity
-from realhf.runtime.program import Program
+from realhf.runtime.compile.program import Program
 from realhf.units import format_bytes
 
 _COLUMNS = {

@@ -19,7 +19,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_flops import ModelFlops
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import (
+from realhf.runtime.compile.actions import (
     Action,
     Reallocate,
     Receive,
@@ -29,19 +29,19 @@ from realhf.runtime.actions import (
     outside_producers,
     role_of,
 )
-from realhf.runtime.agreements import Agreements
-from realhf.runtime.call_errors import explaining
-from realhf.runtime.compute import generate_flops, pass_flops
-from realhf.runtime.exchange import Exchange, Routing, Source
-from realhf.runtime.host_call import call_host_function
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.memory_meter import MemoryMeter
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import PredictedMemory
-from realhf.runtime.rollout_collector import RolloutCollector
-from realhf.runtime.sample_store import SampleStore
-from realhf.runtime.step_record import StepRecord
-from realhf.runtime.unfinished_rows import UnfinishedRows
+from realhf.runtime.execute.agreements import Agreements
+from realhf.runtime.execute.call_errors import explaining
+from realhf.runtime.execute.compute_meter import generate_flops, pass_flops
+from realhf.runtime.samples.exchange import Exchange, Routing, Source
+from realhf.runtime.execute.host_call import call_host_function
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.memory_meter import MemoryMeter
+from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.samples.rollout_collector import RolloutCollector
+from realhf.runtime.samples.sample_store import SampleStore
+from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.samples.unfinished_rows import UnfinishedRows
 
 _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""

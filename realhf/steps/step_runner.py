@@ -14,9 +14,9 @@ import networkx as nx
 from realhf.calls import longest_response
 from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
-from realhf.part_executor import Json, PartExecutor, Samples
-from realhf.sample_ledger import SampleLedger
-from realhf.sample_pool import Pool, named
+from realhf.steps.part_executor import Json, PartExecutor, Samples
+from realhf.steps.sample_ledger import SampleLedger
+from realhf.steps.sample_pool import Pool, named
 
 _MAX_SHOWN = 500
 """Most characters of `state` in the text of an operation."""
@@ -206,7 +206,7 @@ class StepRunner:
         except UserError:
             raise
         except Exception as error:
-            if not is_users_own(error, calls=("step_program.py", "sample_pool.py")):
+            if not is_users_own(error, calls=("step_runner.py", "sample_pool.py")):
                 raise
             raise UserError(f"step() raised {described(error)}") from error
         self._end_step()

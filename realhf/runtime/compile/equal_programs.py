@@ -11,10 +11,10 @@ from realhf.dist.group import name_ranks
 from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.runtime.actions import Action
-from realhf.runtime.described import to_json
-from realhf.runtime.program import Program
-from realhf.runtime.warnings import leaves
+from realhf.runtime.compile.actions import Action
+from realhf.runtime.compile.experiment_json import to_json
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.warnings import leaves
 
 _HINTS = {
     "plan": "write one with `realhf plan -o plan.yaml` and give it to all by --plan",

@@ -4,7 +4,7 @@ from typing import Any
 
 from realhf.data.batch import Batch
 from realhf.graph import FunctionCall
-from realhf.runtime.sample_store import SampleStore
+from realhf.runtime.samples.sample_store import SampleStore
 
 
 class UnfinishedRows:

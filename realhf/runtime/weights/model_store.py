@@ -11,14 +11,14 @@ from realhf.param_spec import Placement
 from realhf.realloc.execute import agreed_links
 from realhf.realloc.links import Links
 from realhf.region import Region
-from realhf.runtime.actions import Action, Reallocate
-from realhf.runtime.copy_versions import CopyVersions
-from realhf.runtime.engine_store import EngineStore
-from realhf.runtime.home_state import HomeState
-from realhf.runtime.parameter_catalog import ParameterCatalog
-from realhf.runtime.reallocations import Reallocations
-from realhf.runtime.transfers import make_transfers
-from realhf.runtime.weight_export import WeightExporter
+from realhf.runtime.compile.actions import Action, Reallocate
+from realhf.runtime.weights.copy_versions import CopyVersions
+from realhf.runtime.weights.engine_store import EngineStore
+from realhf.runtime.weights.home_state import HomeState
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+from realhf.runtime.weights.reallocations import Reallocations
+from realhf.runtime.weights.transfers import make_transfers
+from realhf.runtime.weights.weight_export import WeightExporter
 
 
 class ModelStore:

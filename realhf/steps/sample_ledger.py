@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from realhf.errors import UserError
-from realhf.part_executor import Json
+from realhf.steps.part_executor import Json
 
 
 class SampleLedger:

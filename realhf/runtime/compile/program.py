@@ -11,15 +11,15 @@ from realhf.layout import Layout
 from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
 from realhf.resolved_roles import resolved_roles
-from realhf.runtime import checks
-from realhf.runtime.actions import (
+from realhf.runtime.compile import checks
+from realhf.runtime.compile.actions import (
     Action,
     adapters_of,
     compile_parts,
     complete_plan,
     parameter_specs,
 )
-from realhf.runtime.eval_program import (
+from realhf.runtime.compile.eval_program import (
     EvaluationProgram,
     compile_evaluations,
     evaluation_graphs,

@@ -11,11 +11,11 @@ from typing import Any, TextIO
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
-from realhf.runtime.answer_files import AnswerFiles
-from realhf.runtime.pictures import draw_pictures
-from realhf.runtime.rollout_file import ROLLOUTS, RolloutFile, merged
-from realhf.runtime.step_record import StepRecord
-from realhf.runtime.trackers import Ending, Trackers
+from realhf.runtime.records.answer_files import AnswerFiles
+from realhf.runtime.records.pictures import draw_pictures
+from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged
+from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.trackers import Ending, Trackers
 
 _OF_ROLES = ("realloc", "offload")
 """Kinds of events that are named after a role; the others are named after a call."""

@@ -10,7 +10,7 @@ import torch
 
 from realhf.errors import UserError
 from realhf.kv_blocks import padded_size
-from realhf.runtime.program import Program
+from realhf.runtime.compile.program import Program
 
 RECORD = "determinism.json"
 """The file of a run directory that says on what its bits depend, beside experiment and plan."""

@@ -18,9 +18,9 @@ from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.realloc.pieces import Shards
 from realhf.region import region_size
-from realhf.runtime.actions import Action, Run, adapters_of
-from realhf.runtime.offload import OffloadedWeights
-from realhf.runtime.parameter_catalog import ParameterCatalog
+from realhf.runtime.compile.actions import Action, Run, adapters_of
+from realhf.runtime.weights.offload import OffloadedWeights
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
 
 EngineKey = tuple[str, Layout]
 """The role and the layout of an engine."""

@@ -7,7 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from realhf.runtime.answers import SHOWN
+from realhf.runtime.compile.kept_answers import SHOWN
 
 _LAST = "eval.jsonl"
 _ALL = "evals"

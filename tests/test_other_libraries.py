@@ -7,7 +7,7 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 from realhf import GRPO, PPO, Evaluation, LoraConfig, OptimizerConfig, Role
 from realhf.cli.main import _parser
 from realhf.cli.overrides import _options
-from realhf.other_names import OTHER_NAMES, keyword_hint, ours
+from realhf.other_libraries import OTHER_NAMES, keyword_hint, ours
 from realhf.suggest import near_options
 
 OPTIONS = list(

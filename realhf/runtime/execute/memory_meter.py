@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from realhf.dist.world import World
-from realhf.runtime.actions import Run
-from realhf.runtime.engine_store import EngineKey, EngineStore
-from realhf.runtime.program import PredictedMemory
+from realhf.runtime.compile.actions import Run
+from realhf.runtime.weights.engine_store import EngineKey, EngineStore
+from realhf.runtime.compile.program import PredictedMemory
 
 _COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
 """Last words of the parts of roles (as in "actor gradients") that are counted on a CPU."""

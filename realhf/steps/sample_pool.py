@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from realhf.errors import UserError
-from realhf.part_executor import Samples
-from realhf.sample_ledger import SampleLedger
+from realhf.steps.part_executor import Samples
+from realhf.steps.sample_ledger import SampleLedger
 
 
 def named(prompts: Sequence[int]) -> str:

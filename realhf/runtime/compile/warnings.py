@@ -14,10 +14,10 @@ from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.hub import find_model
 from realhf.model_config import ModelConfig
-from realhf.runtime.actions import spec_of
-from realhf.runtime.export import base_name, hub_name
-from realhf.runtime.program import Program
-from realhf.runtime.sampling_checks import off_policy
+from realhf.runtime.compile.actions import spec_of
+from realhf.runtime.weights.export_files import base_name, hub_name
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.sampling_checks import off_policy
 from realhf.transformers_config import TransformersConfig
 
 _SCHEDULE = (

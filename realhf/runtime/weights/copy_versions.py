@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from realhf.layout import Layout
-from realhf.runtime.actions import Action, Reallocate
+from realhf.runtime.compile.actions import Action, Reallocate
 
 Copy = tuple[str, Layout]
 """A parameter set and the layout in which it is held."""

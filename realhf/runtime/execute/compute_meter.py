@@ -12,7 +12,7 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.model_flops import ModelFlops, Span
 from realhf.param_spec import model_spec
-from realhf.runtime.step_record import StepRecord
+from realhf.runtime.records.step_record import StepRecord
 from realhf.transformers_config import TransformersConfig
 
 DEVICE_SECONDS = "compute/device_seconds"

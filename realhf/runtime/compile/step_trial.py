@@ -12,8 +12,8 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
-from realhf.part_executor import PartExecutor
-from realhf.step_program import StepRunner
+from realhf.steps.part_executor import PartExecutor
+from realhf.steps.step_runner import StepRunner
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""

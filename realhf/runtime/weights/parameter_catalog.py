@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.runtime.actions import Reallocate, adapters_of, parameter_sets, parameter_specs
+from realhf.runtime.compile.actions import Reallocate, adapters_of, parameter_sets, parameter_specs
 
 
 class ParameterCatalog:

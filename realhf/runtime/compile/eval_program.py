@@ -10,9 +10,9 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime import checks
-from realhf.runtime.actions import Action, compile_actions, complete_plan, parameter_specs
-from realhf.runtime.answers import REWARD_SCORES, with_record
+from realhf.runtime.compile import checks
+from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
+from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
 
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and
