@@ -14,7 +14,7 @@ from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.evaluation.sets import EvalSets, Evaluation, named_sets, sampling_seed
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
-from realhf.hub import commits_of, find_model
+from realhf.hub import cached_name, commits_of, find_model
 from realhf.lora import LoraConfig
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
@@ -93,6 +93,14 @@ class Role:
         Without `weights` only its small files are.
         """
         return find_model(self.model, weights=weights)
+
+    def base_name(self) -> str:
+        """Return the name of the model that the role starts from: its name on the hub, or else its path.
+
+        The `_name_or_path` of a config is not used, as it can name the model's own predecessor.
+        """
+        path = self.model_path().resolve()
+        return cached_name(path) or str(path)
 
     def resolved_lora(self, *, weights: bool = False) -> LoraConfig | None:
         """Return `lora`, with the settings and the path of the PEFT directory that its adapters start from.

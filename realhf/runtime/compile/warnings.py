@@ -12,10 +12,9 @@ from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
-from realhf.hub import find_model
+from realhf.hub import cached_name, find_model
 from realhf.model_config import ModelConfig
 from realhf.runtime.compile.actions import spec_of
-from realhf.runtime.weights.export_files import base_name, hub_name
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy
 from realhf.transformers_config import TransformersConfig
@@ -113,13 +112,13 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
         if role.random_init or role.lora is None or role.lora.adapter is None:
             continue
         adapter = role.lora.adapter
-        ours = base_name(role)
+        ours = role.base_name()
         settings = json.loads((find_model(adapter) / CONFIG_FILE).read_text())
         theirs = settings.get("base_model_name_or_path")
         if not isinstance(theirs, str) or not theirs:
             continue
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
-        if Path(hub_name(Path(theirs)) or theirs).name not in names:
+        if Path(cached_name(Path(theirs)) or theirs).name not in names:
             what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
             found.setdefault((adapter, ours), what)
     return list(found.values())

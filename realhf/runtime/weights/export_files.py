@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Experiment
 from realhf.hub import TERMS_FILES, TOKENIZER_FILES
 from realhf.model_config import ModelConfig
 
@@ -25,7 +25,7 @@ def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, B
     if source.is_dir():
         files |= _matching(source, TERMS_FILES + (_GENERATION,) * (role.head == "lm"))
     method = type(experiment).__name__
-    base = None if role.random_init else base_name(role)
+    base = None if role.random_init else role.base_name()
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
     card = _card(name, role.head, method=method, base=base, step=step, library=library)
     return files | {"README.md": card}
@@ -44,21 +44,6 @@ def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str,
     """
     known = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
     return {"pad_token_id": pad_token_id} if config.head == "score" and not known else {}
-
-
-def base_name(role: Role) -> str:
-    """Return the name of the model that a role starts from: its name on the hub, or else its path.
-
-    The `_name_or_path` of a config is not used, as it can name the model's own predecessor.
-    """
-    path = role.model_path().resolve()
-    return hub_name(path) or str(path)
-
-
-def hub_name(path: Path) -> str | None:
-    """Return the hub's name of the model at a path; None if the path is not in the hub's cache."""
-    cached = [part for part in path.parts if part.startswith("models--")]
-    return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else None
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

@@ -11,7 +11,6 @@ from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.runtime.compile.actions import adapters_of
 from realhf.runtime.weights.engine_store import EngineStore
-from realhf.runtime.weights.export_files import base_name
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog
 
 
@@ -50,4 +49,4 @@ class WeightExporter:
             return CheckpointWriter(spec, home, self.world, fields=fields, dtype=dtype, leader=0)
         spec = self.catalog.specs[adapters_of(role)]
         return CheckpointWriter(
-            spec, home, self.world, lora=lora, base=base_name(settings), dtype=dtype, leader=0)
+            spec, home, self.world, lora=lora, base=settings.base_name(), dtype=dtype, leader=0)
