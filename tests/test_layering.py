@@ -22,7 +22,7 @@ LAYERS = {
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data", "half_precision"), 2),
     "realloc": 2.5,
-    **dict.fromkeys(("interruption", "sampling_config"), 2.6),
+    **dict.fromkeys(("generation_settings", "interruption", "sampling_config"), 2.6),
     **dict.fromkeys(("calls", "rollout_log"), 2.7),
     "learning_rates": 2.8,
     "attention": 2.9,
