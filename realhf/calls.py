@@ -289,8 +289,8 @@ class Loss(Protocol):
     - `token_ids` of a loss of `logprobs`: the keys of columns of token ids with shape (tokens, k). Then
       `outputs["logprobs_at"]` has, with gradients, the log-probs of these tokens in the place of each token
       of the mask: the columns side by side, shape (tokens, sum of all k);
-    - `group_size`, if it compares samples: no part has only some of the samples with the same
-      `id // group_size` (unless a filter has dropped the others);
+    - `group_size`, if it compares samples: no part has only some samples of a group (see `sample_ids`),
+      unless a filter has dropped the others;
     - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None;
     - `learns`, the key of `learning_rates.LEARNING_RATES` for optimizers without `lr`.
     """

@@ -19,6 +19,7 @@ from realhf.lora import LoraConfig
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.rollout_log import RolloutLog
+from realhf.steps.part_executor import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.transformers_config import TransformersConfig
 
@@ -234,6 +235,14 @@ class Experiment:
         if not self.overlaps:
             run("score", due)
         run("train", due)
+
+    def step_runner(
+        self, graph: DataflowGraph, executor: PartExecutor, *, steps: int | None = None
+    ) -> StepRunner:
+        """Return a runner for `step`, in a run of `steps` steps (None: those of the experiment)."""
+        return StepRunner(
+            graph, self.parts(graph), executor, num_rounds=self.num_rounds, max_lag=self.max_lag,
+            steps=self.steps if steps is None else steps, seed=self.seed)
 
     @property
     def has_own_program(self) -> bool:

@@ -11,15 +11,15 @@ MaxRows = Annotated[
     int, Doc("Sequences that a rank decodes at once; the others wait for a free slot.")]
 KvCacheGib = Annotated[
     float | None, Doc(
-        "GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more "
-        "than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's.")]
+        "GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no "
+        "more than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's.")]
 PrefillTokens = Annotated[
     int, Doc("Prompt tokens per forward pass; a longer prompt is processed in chunks.")]
 WorkStealing = Annotated[
     bool, Doc(
-        "Whether replicas that finish early take waiting prompts from others. Which prompts they take depends "
-        "on timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it "
-        "off for runs that must repeat bit for bit.")]
+        "Whether replicas that finish early take waiting prompts from others. Which prompts they take "
+        "depends on timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. "
+        "Switch it off for runs that must repeat bit for bit.")]
 CudaGraphs = Annotated[
     bool, Doc(
         "Whether a GPU records and replays decoding steps, for models without experts held whole by one "

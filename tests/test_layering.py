@@ -13,8 +13,8 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = (
     "chunk_sizes", "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora",
-    "megatron_config", "micro_batch", "model_config", "model_flops", "param_spec", "region", "shipped",
-    "transformers_config",
+    "megatron_config", "micro_batch", "model_config", "model_flops", "param_spec", "region", "sample_ids",
+    "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "other_libraries", "prepare", "suggest", "units"), 0),

@@ -14,7 +14,7 @@ from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.steps.part_executor import Samples
 from realhf.runtime.compile import step_trial
-from realhf.runtime.compile.step_trial import checked_parts, step_runner, try_step_program
+from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 from realhf.steps.step_runner import StepRunner
 
 GRAPH = DataflowGraph(
@@ -88,7 +88,7 @@ class Recorder:
 def make(program=None, **changes: Any) -> tuple[Toy, Recorder, StepRunner]:
     experiment = Toy(program=program, **changes)
     recorder = Recorder()
-    return experiment, recorder, step_runner(experiment, experiment.graph(), recorder, steps=experiment.steps)
+    return experiment, recorder, experiment.step_runner(experiment.graph(), recorder)
 
 
 def run_all(program=None, **changes: Any) -> tuple[Recorder, StepRunner]:
@@ -329,7 +329,7 @@ def test_a_batch_is_kept_while_all_of_its_prompts_are():
     assert len(runner.pool("last")) == 3
 
 
-def test_unfinished_rows_cannot_be_begun_again():
+def test_unfinished_samples_cannot_be_begun_again():
     def again(run):
         run("rollout", run.prompts(1) if run.number == 0 else run.batch(0))
 

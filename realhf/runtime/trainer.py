@@ -21,7 +21,6 @@ from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, 
 from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.compile.experiment_json import described, to_json
-from realhf.runtime.compile.step_trial import step_runner
 from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.weights.export_files import config_fields, files_beside
@@ -89,7 +88,7 @@ class Trainer:
         self._activity = world.activity
         self._executor = self._make_executor(loader)
         self._evaluations.start(self._store)
-        self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
+        self._runner = experiment.step_runner(program.graph, self._executor)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
         self._recorder = self._make_recorder(checkpoint, track)

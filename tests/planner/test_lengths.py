@@ -13,7 +13,8 @@ from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Rewa
 from realhf.cli.planning_problem import problem_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.micro_batch import groups_of, micro_batches
+from realhf.micro_batch import micro_batches
+from realhf.sample_ids import groups_of
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost

@@ -28,7 +28,7 @@ from realhf.runtime.compile.actions import (
     outside_producers,
 )
 from realhf.runtime.weights.copy_versions import CopyVersions
-from realhf.runtime.compile.step_trial import checked_parts, step_runner
+from realhf.runtime.compile.step_trial import checked_parts
 from tests.runtime.test_actions import ROLES, SPECS, WORLD_SIZE, _deposits, _random_case, _random_layout
 
 
@@ -70,7 +70,7 @@ class Case:
 
     def _record(self):
         experiment = self.experiment
-        runner = step_runner(experiment, self.graph, _Recorder(self.operations), steps=experiment.steps)
+        runner = experiment.step_runner(self.graph, _Recorder(self.operations))
         for step in range(1, experiment.steps + 1):
             self.operations.append(("begin", step, step == experiment.steps))
             for _ in range(1 + (experiment.max_lag if step == 1 else 0)):

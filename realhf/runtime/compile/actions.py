@@ -71,7 +71,7 @@ class Receive:
 
 @dataclass(frozen=True)
 class Redistribute:
-    """Distributes the unfinished rows of a generating call anew among the ranks of its layout."""
+    """Distributes the unfinished samples of a generating call anew among the ranks of its layout."""
 
     call: FunctionCall
     layout: Layout
@@ -210,7 +210,7 @@ def compile_parts(
     Inputs that are made outside a part are sent at its beginning. A call's outputs for the same part are sent
     directly after it and received where they are used, so that no rank waits for one that is busy. What a
     train step has changed is reallocated directly after it: for later calls of the part, and ahead for the
-    next run of every part. With `in_rounds`, generating calls continue their unfinished rows.
+    next run of every part. With `in_rounds`, generating calls continue their unfinished samples.
 
     There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
     and every rank executes the parts in the same order.
@@ -222,8 +222,9 @@ def compile_parts(
     members = {part: [call for call in graph.order if call.name in names] for part, names in parts.items()}
     compiled = {}
     for part, calls in members.items():
-        rows = {call.name: next(tags) for call in calls if in_rounds and call.kind == "generate"}
-        compiled[part] = compiler.actions(calls, list(members.values()), rows)
+        redistribute_tags = {
+            call.name: next(tags) for call in calls if in_rounds and call.kind == "generate"}
+        compiled[part] = compiler.actions(calls, list(members.values()), redistribute_tags)
     return compiled
 
 
@@ -254,7 +255,7 @@ class _PartCompiler:
         self, calls: Sequence[FunctionCall], all_parts: Sequence[Sequence[FunctionCall]],
         redistribute_tags: Mapping[str, int],
     ) -> tuple[Action, ...]:  # fmt: skip
-        """Return the actions of a part; generating calls with a tag continue unfinished rows."""
+        """Return the actions of a part; generating calls with a tag continue unfinished samples."""
         names = {call.name for call in calls}
         sends = [send for call in calls for send in self.receives[call.name].sends]
         actions: list[Action] = [send for send in sends if send.producer not in names]

@@ -1,4 +1,4 @@
-"""Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
+"""Runs a step program once without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
 import signal
@@ -12,8 +12,6 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
-from realhf.steps.part_executor import PartExecutor
-from realhf.steps.step_runner import StepRunner
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""
@@ -55,15 +53,6 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
     return parts
 
 
-def step_runner(
-    experiment: Experiment, graph: DataflowGraph, executor: PartExecutor, *, steps: int
-) -> StepRunner:
-    """Return the runner of an experiment's step program, in a run of this many steps."""
-    return StepRunner(
-        graph, experiment.parts(graph), executor, num_rounds=experiment.num_rounds,
-        max_lag=experiment.max_lag, steps=steps, seed=experiment.seed)
-
-
 def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     """Run a few steps of the step program without data, up to the end of a short run; return its operations.
 
@@ -76,7 +65,7 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     steps = min(experiment.steps, experiment.max_lag + 3)
     for keeps in (True, False):
         executor = _DryExecutor(graph, keeps=keeps)
-        runner = step_runner(experiment, graph, executor, steps=steps)
+        runner = experiment.step_runner(graph, executor, steps=steps)
         for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
             with _time_limit():

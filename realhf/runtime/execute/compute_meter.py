@@ -13,6 +13,7 @@ from realhf.graph import FunctionCall
 from realhf.model_flops import ModelFlops, Span
 from realhf.param_spec import model_spec
 from realhf.runtime.records.step_record import StepRecord
+from realhf.sample_ids import prompt_of
 from realhf.transformers_config import TransformersConfig
 
 DEVICE_SECONDS = "compute/device_seconds"
@@ -49,8 +50,9 @@ def generate_flops(
     """
     if flops.generates_merged:
         flops = replace(flops, adapters=0)
-    groups = {i // group_size: length for i, length in zip(*_lengths(prompts, call.inputs[0]), strict=True)}
-    total = flops.forward(((0, length) for length in groups.values()), 0)
+    pairs = zip(*_lengths(prompts, call.inputs[0]), strict=True)
+    by_prompt = {prompt_of(sample, group_size): length for sample, length in pairs}
+    total = flops.forward(((0, length) for length in by_prompt.values()), 0)
     for sign, samples in ((-1, before), *((1, batch) for batch in after)):
         if samples.ids:
             outputs = GenerateOutputs.of(call)

@@ -41,7 +41,8 @@ from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.records.step_record import StepRecord
-from realhf.runtime.samples.unfinished_rows import UnfinishedRows
+from realhf.runtime.samples.unfinished_samples import UnfinishedSamples
+from realhf.sample_ids import prompt_of, samples_of
 
 _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""
@@ -74,7 +75,7 @@ class Executor:
         self._context = context
         self._read = read
         self._group_size = group_size
-        self._unfinished = UnfinishedRows(self.samples, num_rounds)
+        self._unfinished = UnfinishedSamples(self.samples, num_rounds)
         self._is_evaluation = is_evaluation
         self._outbox = outbox or Outbox()
         self._failures = failures
@@ -143,7 +144,8 @@ class Executor:
     def kept(self, call: str, operation: int) -> list[int]:
         """Return the prompts all of whose samples a call has kept in this operation."""
         answers = self._read_answers(call, operation)
-        counts = Counter(sample // self._group_size for answer in answers for sample in answer["kept"])
+        kept = [sample for answer in answers for sample in answer["kept"]]
+        counts = Counter(prompt_of(sample, self._group_size) for sample in kept)
         return sorted(prompt for prompt, count in counts.items() if count == self._group_size)
 
     def decision(self, call: str, operation: int) -> Any:
@@ -180,8 +182,7 @@ class Executor:
             self._record.metrics.append((metric, value, 1.0))
 
     def _samples_of(self, prompts: Sequence[int]) -> "_Chosen":
-        ids = {prompt * self._group_size + i for prompt in prompts for i in range(self._group_size)}
-        return _Chosen(tuple(prompts), frozenset(ids))
+        return _Chosen(tuple(prompts), frozenset(samples_of(prompts, self._group_size)))
 
     def _run(self, action: Run, minibatches: list[Batch] | None) -> None:
         """Run a call; every rank does this, also those that are not in its layout, without inputs."""
@@ -216,16 +217,16 @@ class Executor:
                 sources, action.target, routing, tag=action.tag)
 
     def _redistribute(self, action: Redistribute) -> None:
-        """Deal the unfinished rows of a generating call anew, as many to each replica."""
+        """Deal the unfinished samples of a generating call anew, as many to each replica."""
         call = action.call
         if self._world.rank not in action.layout or self._unfinished.engine_holds(call):
             return
         mine = self._unfinished.of(call) if self._world.rank in action.layout.heads else None
-        routing = Routing(self._group_size, keep_groups=True, by_rows=True)
-        with self._waiting(call.name, "waits for unfinished rows"):
-            (rows,) = Exchange(self._world, self._outbox).receive(
+        routing = Routing(self._group_size, keep_groups=True, equal_costs=True)
+        with self._waiting(call.name, "waits for unfinished samples"):
+            (samples,) = Exchange(self._world, self._outbox).receive(
                 [Source(action.layout, mine, action.tag)], action.layout, routing, tag=action.tag)
-        self._unfinished.replace(call, rows)
+        self._unfinished.replace(call, samples)
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:

@@ -45,19 +45,20 @@ class AnswerFiles:
         Scores of failed rewards are null. eval.jsonl gets the first answer to each prompt.
         """
         last = []
-        for name, rows in answers.items():
-            known = [{"set": name} | _without_nan(row) for row in rows]
+        for name, of_set in answers.items():
+            known = [{"set": name} | _without_nan(answer) for answer in of_set]
             _write(self._directory / _ALL / name / f"step_{step}.jsonl", known)
-            shown = [{key: row[key] for key in SHOWN if key in row} for row in known if row["sample"] == 0]
-            last += [row | ({"set": name} if name else {}) for row in shown]
+            firsts = [answer for answer in known if answer["sample"] == 0]
+            shown = [{key: answer[key] for key in SHOWN if key in answer} for answer in firsts]
+            last += [answer | ({"set": name} if name else {}) for answer in shown]
         if last:
             _write(self._directory / _LAST, last)
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write(path: Path, answers: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     part.replace(path)
 
 

@@ -15,6 +15,7 @@ from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.layout import Layout, even_split
 from realhf.micro_batch import balance
+from realhf.sample_ids import groups_of
 
 Locations = dict[int, tuple[int, int]]
 """Maps a sample id to the rank that holds the sample, and to its index there."""
@@ -50,29 +51,26 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rules for assigning samples: those with the same `id // group_size` form a group, which no mini-batch
-    splits.
+    """Rules for assigning samples, whose groups (see `sample_ids`) no mini-batch splits.
 
     A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
-    are assigned. With `by_rows`, samples cost the same; otherwise they cost their tokens.
+    are assigned. With `equal_costs`, samples cost the same; otherwise they cost their tokens.
     """
 
     group_size: int = 1
     num_minibatches: int = 1
     keep_groups: bool = False
     filtered: bool = False
-    by_rows: bool = False
+    equal_costs: bool = False
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
     """Return sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
-    groups: dict[int, list[int]] = {}
-    for sample_id in sorted(costs):
-        groups.setdefault(sample_id // routing.group_size, []).append(sample_id)
-    ordered = list(groups.values())
+    ids = sorted(costs)
+    groups = [[ids[i] for i in group] for group in groups_of(ids, routing.group_size)]
     minibatches = []
     for i in range(routing.num_minibatches):
-        chosen = ordered[slice(*even_split(len(ordered), routing.num_minibatches, i))]
+        chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
         minibatches.append([[s for u in part for s in units[u]] for part in parts])
@@ -158,7 +156,7 @@ class Exchange:
             replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
             for arrived, known in zip(inputs, with_columns, strict=True)
         ]  # fmt: skip
-        return dict.fromkeys(costs, 1.0) if routing.by_rows else costs, located, ordered
+        return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(
         self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int

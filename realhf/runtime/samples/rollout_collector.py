@@ -23,6 +23,7 @@ from realhf.rollout_log import RolloutLog
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
 from realhf.runtime.samples.sample_store import SampleStore
+from realhf.sample_ids import prompt_of, samples_of
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""
@@ -84,8 +85,7 @@ class RolloutCollector:
         if not kept:
             return []
         found = self._describe_prompts(kept) if is_scored and self._read is not None else []
-        first_samples = (prompt * self._group_size for prompt in kept)
-        ids = {first + i for first in first_samples for i in range(self._group_size)}
+        ids = set(samples_of(kept, self._group_size))
         for call, keys in self._keys.items():
             if is_scored or self._part_of[call] == part:
                 batch = samples.select(call, keys, ids)
@@ -105,7 +105,7 @@ class RolloutCollector:
         batch = self._read(prompts)
         described = []
         for i in range(0, len(batch), self._group_size):
-            prompt = batch.ids[i] // self._group_size
+            prompt = prompt_of(batch.ids[i], self._group_size)
             described.append({
                 "prompt_number": prompt, "followed": self._kept[prompt],
                 "dataset_row": batch[DATASET_ROW][i], "prompt": self._shortened(batch["prompt"][i]),
@@ -128,7 +128,7 @@ class RolloutCollector:
 
     def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [
-            {"sample": sample, "prompt_number": sample // self._group_size} for sample in batch.ids]
+            {"sample": sample, "prompt_number": prompt_of(sample, self._group_size)} for sample in batch.ids]
         for name, values in self._described_columns(batch, context):
             for one, value in zip(found, values, strict=True):
                 one[name] = value

@@ -6,10 +6,11 @@ from safetensors.torch import load, save
 
 from realhf.data.batch import Batch
 from realhf.layout import Layout, even_split
+from realhf.sample_ids import prompt_of
 
 
 class SampleStore:
-    """The outputs of calls on this rank. Rows that are still being generated are kept apart."""
+    """The outputs of calls on this rank. Those that are still being generated are kept apart."""
 
     def __init__(self) -> None:
         self.complete: dict[str, list[Batch]] = {}
@@ -20,7 +21,7 @@ class SampleStore:
 
         Batches without samples are in it, too, as they tell the types of columns.
         """
-        packed = {f"unfinished/{name}": rows.pack() for name, rows in self.unfinished.items() if rows.ids}
+        packed = {f"unfinished/{name}": batch.pack() for name, batch in self.unfinished.items() if batch.ids}
         if not packed and not any(batch.ids for made in self.complete.values() for batch in made):
             return b""
         for name, batches in self.complete.items():
@@ -44,8 +45,8 @@ class SampleStore:
         """
         for name, batches in self.complete.items():
             self.complete[name] = [_share(Batch.concat(batches), layouts[name], rank, group_size)]
-        for name, rows in self.unfinished.items():
-            self.unfinished[name] = _share(rows, layouts[name], rank, group_size)
+        for name, batch in self.unfinished.items():
+            self.unfinished[name] = _share(batch, layouts[name], rank, group_size)
 
     def put(self, producer: str, batch: Batch) -> None:
         """Add samples that a call has completed."""
@@ -68,21 +69,21 @@ class SampleStore:
             batches = self.complete[producer]
             self.complete[producer] = []
             for batch in batches:
-                rows = [i for i, sample in enumerate(batch.ids) if sample not in ids]
-                self.put(producer, batch if len(rows) == len(batch) else batch.select(rows))
+                kept = [i for i, sample in enumerate(batch.ids) if sample not in ids]
+                self.put(producer, batch if len(kept) == len(batch) else batch.select(kept))
 
 
 def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
     """Return the samples of the groups that a rank gets; none if it is no head of the layout."""
-    groups = sorted({sample // group_size for sample in batch.ids})
+    prompts = sorted({prompt_of(sample, group_size) for sample in batch.ids})
     heads = layout.heads
     mine: set[int] = set()
     if rank in heads:
-        mine = set(groups[slice(*even_split(len(groups), len(heads), heads.index(rank)))])
-    return batch.select([i for i, sample in enumerate(batch.ids) if sample // group_size in mine])
+        mine = set(prompts[slice(*even_split(len(prompts), len(heads), heads.index(rank)))])
+    return batch.select([i for i, sample in enumerate(batch.ids) if prompt_of(sample, group_size) in mine])
 
 
 def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
-    rows = [i for i, sample in enumerate(batch.ids) if sample in ids]
+    found = [i for i, sample in enumerate(batch.ids) if sample in ids]
     picked = batch.pick(keys) if batch.fields else batch
-    return picked if len(rows) == len(batch) else picked.select(rows)
+    return picked if len(found) == len(batch) else picked.select(found)

@@ -1,4 +1,4 @@
-"""UnfinishedRows: answers that are generated in several rounds, between two rounds."""
+"""UnfinishedSamples: answers that are generated in several rounds, between two rounds."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from realhf.graph import FunctionCall
 from realhf.runtime.samples.sample_store import SampleStore
 
 
-class UnfinishedRows:
-    """This rank's unfinished rows of generating calls, whose columns are in the sample store.
+class UnfinishedSamples:
+    """This rank's unfinished samples of generating calls, whose columns are in the sample store.
 
-    Each round is given the rows anew, unless the engine holds them, as it does when it keeps its cache.
+    Each round is given the samples anew, unless the engine holds them, as it does when it keeps its cache.
     """
 
     def __init__(self, samples: SampleStore, num_rounds: int) -> None:
@@ -19,15 +19,15 @@ class UnfinishedRows:
         self._held_by_engine: set[str] = set()
 
     def has(self, call: FunctionCall) -> bool:
-        """Return whether a call may leave rows unfinished."""
+        """Return whether a call may leave samples unfinished."""
         return call.kind == "generate" and self._num_rounds > 1
 
     def engine_holds(self, call: FunctionCall) -> bool:
-        """Return whether the engine holds the call's rows from the last round."""
+        """Return whether the engine holds the call's samples from the last round."""
         return call.name in self._held_by_engine
 
     def of(self, call: FunctionCall) -> Batch:
-        """Return the columns of the call's rows."""
+        """Return the columns of the call's samples."""
         return self._samples.unfinished.get(call.name, Batch([]))
 
     def options(self, call: FunctionCall) -> dict[str, Any]:
@@ -37,16 +37,16 @@ class UnfinishedRows:
         budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
         return {"budget": budget, "unfinished": None if self.engine_holds(call) else self.of(call)}
 
-    def put(self, call: FunctionCall, rows: Batch) -> None:
-        """Replace the call's rows: by those of a round, after which the engine may hold them, too."""
-        self._samples.unfinished[call.name] = rows
+    def put(self, call: FunctionCall, samples: Batch) -> None:
+        """Replace the call's samples: by those of a round, after which the engine may hold them, too."""
+        self._samples.unfinished[call.name] = samples
         if call.work.cache_on_update == "keep":
             self._held_by_engine.add(call.name)
 
-    def replace(self, call: FunctionCall, rows: Batch) -> None:
-        """Replace the call's rows by others of the same round, which the engine does not hold."""
-        self._samples.unfinished[call.name] = rows
+    def replace(self, call: FunctionCall, samples: Batch) -> None:
+        """Replace the call's samples by others of the same round, which the engine does not hold."""
+        self._samples.unfinished[call.name] = samples
 
     def engine_has_forgotten(self, call: FunctionCall) -> None:
-        """Give the rows to the next round, as the engine does not hold them any more."""
+        """Give the samples to the next round, as the engine does not hold them any more."""
         self._held_by_engine.discard(call.name)
