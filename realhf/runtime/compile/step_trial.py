@@ -1,4 +1,4 @@
-"""Runs a step program once without data or models, as `realhf check` and every run do first. Free of torch."""
+"""Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
 import signal
