@@ -328,8 +328,5 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         of = "flops" if prefix == "peak_flops." else next(filter(name.endswith, units), None)
         if of is not None:
-            try:
-                plain[name] = parse(value, of=of)
-            except ValueError as error:
-                raise ValueError(f"{prefix}{name} is {error}") from error
+            plain[name] = parse(f"{prefix}{name}", value, of=of)
     return plain
