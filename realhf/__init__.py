@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.layout import DeviceMesh, Layout, ParallelStrategy
     from realhf.lora import LoraConfig
     from realhf.model_config import ModelConfig
-    from realhf.steps.part_executor import Samples
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.answers import ExactMatch, FormatReward, RegexMatch
@@ -60,8 +59,9 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     )
     from realhf.rewards.unit_tests import UnitTests
     from realhf.rollout_log import RolloutLog
-    from realhf.steps.sample_pool import Pool
     from realhf.sampling_config import SamplingConfig
+    from realhf.steps.part_executor import Samples
+    from realhf.steps.sample_pool import Pool
     from realhf.steps.step_runner import StepRunner
 
 _PUBLIC = {

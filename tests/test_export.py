@@ -12,10 +12,10 @@ from realhf.dist.activity import Activity
 from realhf.experiment import Role
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.runtime.weights.export_files import config_fields, files_beside
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights.export_files import config_fields, files_beside
 from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 

@@ -12,9 +12,9 @@ from realhf.calls import HostFunction
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.steps.part_executor import Samples
 from realhf.runtime.compile import step_trial
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+from realhf.steps.part_executor import Samples
 from realhf.steps.step_runner import StepRunner
 
 GRAPH = DataflowGraph(

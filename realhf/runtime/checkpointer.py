@@ -27,11 +27,11 @@ from realhf.errors import UserError, one_line, warn
 from realhf.realloc.pieces import Piece
 from realhf.region import Region
 from realhf.runtime.compile.actions import role_of
-from realhf.runtime.weights.home_state import HomeState
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.compile.program import Program
+from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.samples.sample_store import SampleStore
+from realhf.runtime.weights.home_state import HomeState
+from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
 
 _UNFINISHED = ".part"

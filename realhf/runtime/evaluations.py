@@ -19,13 +19,13 @@ from realhf.evaluation.metrics import (
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.compile.eval_program import EvaluationProgram
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.warnings import check_lengths
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.compile.program import Program
 from realhf.runtime.records.recorder import merge_metrics
 from realhf.runtime.records.step_record import StepRecord
-from realhf.runtime.compile.warnings import check_lengths
+from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"
 """Name of the only part of an evaluation's graph."""

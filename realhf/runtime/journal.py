@@ -10,9 +10,9 @@ from typing import Any
 from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
 from realhf.dist.world import World
-from realhf.runtime.execute.compute_meter import ComputeMeter
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
+from realhf.runtime.execute.compute_meter import ComputeMeter
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder, merge_metrics
 from realhf.runtime.records.step_record import StepRecord

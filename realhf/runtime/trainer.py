@@ -16,28 +16,28 @@ from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
 from realhf.graph import DataflowGraph
-from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
-from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.compile.experiment_json import described, to_json
-from realhf.runtime.evaluations import Evaluations, first_and_last
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.weights.export_files import config_fields, files_beside
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.journal import Journal
-from realhf.runtime.execute.memory_meter import largest_by_call
-from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.slow_dtypes import slow_dtypes
+from realhf.runtime.compile.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.evaluations import Evaluations, first_and_last
+from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.memory_meter import largest_by_call
+from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
-from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
-from realhf.runtime.compile.slow_dtypes import slow_dtypes
-from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.records.step_record import StepRecord
-from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.records.trackers import Ending
-from realhf.runtime.compile.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
+from realhf.runtime.step_decisions import StepDecisions
+from realhf.runtime.stop_signals import StopSignals
+from realhf.runtime.weights.export_files import config_fields, files_beside
+from realhf.runtime.weights.model_store import ModelStore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,10 @@ from realhf.runtime.compile.actions import (
     Send,
     compile_actions,
 )
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.compile.program import compile_program
 from tests.runtime.tiny import make_experiment, write_task
 
 WORLD_SIZE = 6

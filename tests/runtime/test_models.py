@@ -7,13 +7,13 @@ from safetensors.torch import load_file
 from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.weights import model_store
 from realhf.runtime.compile.actions import Reallocate, Run
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights import model_store
+from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.transfers import PostingStream
 from tests.runtime.tiny import make_experiment, write_task
 

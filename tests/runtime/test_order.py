@@ -5,9 +5,9 @@ import torch
 
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.weights import model_store
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights import model_store
 from realhf.runtime.weights.transfers import PostingStream
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, fault_of

@@ -17,7 +17,6 @@ from realhf.calls import HostFunction
 from realhf.experiment import Experiment, lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.param_spec import is_sharded
-from realhf.steps.part_executor import Samples
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.compile.actions import (
     Reallocate,
@@ -27,8 +26,9 @@ from realhf.runtime.compile.actions import (
     compile_parts,
     outside_producers,
 )
-from realhf.runtime.weights.copy_versions import CopyVersions
 from realhf.runtime.compile.step_trial import checked_parts
+from realhf.runtime.weights.copy_versions import CopyVersions
+from realhf.steps.part_executor import Samples
 from tests.runtime.test_actions import ROLES, SPECS, WORLD_SIZE, _deposits, _random_case, _random_layout
 
 

@@ -15,8 +15,8 @@ from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.trainer import Trainer
 from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.trainer import Trainer
 from tests.runtime.test_lag import assert_close
 from tests.runtime.tiny import CHARACTERS, make_experiment, write_task
 

@@ -10,8 +10,8 @@ from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.trainer import Trainer
 from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, write_task
 
 

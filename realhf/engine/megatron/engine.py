@@ -34,10 +34,10 @@ from realhf.inference.rounds import Round
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.micro_batch import attention_share, micro_batches
-from realhf.sample_ids import groups_of
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards, pairs
+from realhf.sample_ids import groups_of
 
 
 class MegatronEngine(Engine):

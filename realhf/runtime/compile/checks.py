@@ -18,8 +18,8 @@ from realhf.lora import adapter_spec
 from realhf.megatron_config import check_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
-from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 from realhf.runtime.compile.sampling_checks import check_sampling
+from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 
 
 def check_numbers(experiment: Experiment) -> None:

@@ -29,19 +29,19 @@ from realhf.runtime.compile.actions import (
     outside_producers,
     role_of,
 )
+from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.execute.agreements import Agreements
 from realhf.runtime.execute.call_errors import explaining
 from realhf.runtime.execute.compute_meter import generate_flops, pass_flops
-from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.execute.host_call import call_host_function
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.memory_meter import MemoryMeter
-from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
-from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.samples.unfinished_samples import UnfinishedSamples
+from realhf.runtime.weights.model_store import ModelStore
 from realhf.sample_ids import prompt_of, samples_of
 
 _MAX_SAVED = 16

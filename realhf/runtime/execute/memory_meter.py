@@ -8,8 +8,8 @@ import torch
 
 from realhf.dist.world import World
 from realhf.runtime.compile.actions import Run
-from realhf.runtime.weights.engine_store import EngineKey, EngineStore
 from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.weights.engine_store import EngineKey, EngineStore
 
 _COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
 """Last words of the parts of roles (as in "actor gradients") that are counted on a CPU."""
