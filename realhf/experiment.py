@@ -84,8 +84,9 @@ class Role:
         named = self.config().hf_dtype
         legal = get_args(Dtype)
         if named is not None and named not in legal:
-            what = f"config.json of {self.model} names {named!r}"
-            raise ValueError(f"dtype is not set, and {what}: set it to one of {', '.join(legal)}")
+            raise ValueError(
+                f"dtype is not set, and config.json of {self.model} names {named!r}: "
+                f"set it to one of {', '.join(legal)}")
         return named or "float32"
 
     def model_path(self, *, weights: bool = False) -> Path:
@@ -324,8 +325,9 @@ def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
     rollout = generating.union(*(nx.ancestors(graph.nx_graph, name) for name in generating))
     train = training.union(*(nx.descendants(graph.nx_graph, name) for name in training))
     if both := [call.name for call in graph.order if call.name in rollout & train]:
-        why = "generation needs it, and it needs training"
-        raise ValueError(f"max_lag is above 0, and {why}: call {both[0]!r}; set max_lag to 0")
+        raise ValueError(
+            f"max_lag is above 0, and generation needs the call {both[0]!r}, which needs training: "
+            "set max_lag to 0")
     names = [call.name for call in graph.order]
     return {
         "rollout": tuple(name for name in names if name in rollout),

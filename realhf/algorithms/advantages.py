@@ -205,10 +205,10 @@ class SampleAdvantages:
         """Raise UserError if a filter has dropped some samples of a prompt, and not all."""
         for prompt, count in Counter(prompt_of(sample, self.group_size) for sample in ids).items():
             if count != self.group_size:
-                has = f"{count} of the {self.group_size} samples of prompt {prompt} are left"
                 raise UserError(
-                    f"group advantages compare all samples of a prompt, and {has}: let the filter keep or "
-                    "drop whole groups, or filter after the advantages")
+                    "group advantages compare all samples of a prompt, "
+                    f"and {count} of the {self.group_size} samples of prompt {prompt} are left: "
+                    "let the filter keep or drop whole groups, or filter after the advantages")
 
 
 def _sums_to_go(values_T: Tensor, mask: Packed) -> Tensor:

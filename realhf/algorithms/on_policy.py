@@ -124,9 +124,9 @@ class OnPolicy(Experiment):
             return None
         limit = self.loss.max_age
         if limit == 0 and self.max_lag > 0 and self.overlaps:
-            lag = f"max_lag {self.max_lag} and rounds {self.num_rounds}"
-            why = f"with {lag}, tokens are at least 1 update old"
-            raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
+            raise ValueError(
+                f"loss.max_age is 0: with max_lag {self.max_lag} and rounds {self.num_rounds}, "
+                f"tokens are at least 1 update old; raise it, or set rounds to {self.max_lag + 1}")
         return AgeLimit(limit, self.loss.aged)
 
     def with_checked_ages(self, graph: DataflowGraph, *, ages_of: str = "advantages") -> DataflowGraph:
@@ -137,9 +137,9 @@ class OnPolicy(Experiment):
         if self.loss.max_age is not None and self.has_own_program:
             for part, calls in self.parts(graph).items():
                 if (ages_of in calls) != ("actor_train" in calls):
-                    rule = f"{ages_of!r} and 'actor_train' must be in one part"
-                    only = f"the part {part!r} has only one of them"
-                    raise ValueError(f"loss.max_age is {self.loss.max_age}: {rule}, and {only}")
+                    raise ValueError(
+                        f"loss.max_age is {self.loss.max_age}: {ages_of!r} and 'actor_train' must be in one "
+                        f"part, and the part {part!r} has only one of them")
         return graph
 
     def actor_forward(self) -> tuple[FunctionCall, ...]:

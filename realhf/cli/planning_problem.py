@@ -104,8 +104,8 @@ def model_role(name: str, role: Role) -> ModelRole:
     """Return a role as the planner sees it. Raises ValueError if it cannot be planned."""
     config = role.config()
     if isinstance(config, TransformersConfig) and config.unplannable:
-        why = f"cannot be planned: {config.unplannable}; write the plan by hand"
-        raise ValueError(f"{name}.model {role.model} {why}")
+        raise ValueError(
+            f"{name}.model {role.model} cannot be planned: {config.unplannable}; write the plan by hand")
     try:
         dtype = role.weights_dtype
         if (lora := role.resolved_lora()) is not None:

@@ -190,8 +190,9 @@ def mapped(
     except Exception as error:
         raise UserError(f"{place()}: {name} failed with {described(error)}") from error
     if made is not None and (not isinstance(made, Mapping) or any(not isinstance(k, str) for k in made)):
-        rule = "it must return a dict of columns, or None to leave the row out"
-        raise UserError(f"{place()}: {name} returned {type(made).__name__}: {rule}")
+        raise UserError(
+            f"{place()}: {name} returned {type(made).__name__}: "
+            "it must return a dict of columns, or None to leave the row out")
     return None if made is None else {**row, **made}
 
 

@@ -210,8 +210,8 @@ class Trainer:
         """Raise UserError if step() has not taken the same way on all ranks."""
         digests = self._world.control.all_gather_json(self._runner.digest)
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            rule = "it may depend on agreed values only"
-            raise UserError(f"step() differs between ranks 0 and {others[0]}; {rule}")
+            raise UserError(
+                f"step() differs between ranks 0 and {others[0]}; it may depend on agreed values only")
 
     @property
     def _evaluates(self) -> bool:
@@ -239,8 +239,9 @@ class Trainer:
         if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
             self._executor.flush_caches()
         if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
-            what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
-            warn(f"{what}: what follows may differ in last bits")
+            warn(
+                "cache_on_update is 'keep' and the run was told to stop between two checkpoints: "
+                "what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)

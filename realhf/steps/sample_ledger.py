@@ -29,8 +29,9 @@ class SampleLedger:
     def require(self, prompts: Sequence[int], *, step: int) -> None:
         """Raise UserError unless all of these samples exist."""
         if gone := [prompt for prompt in prompts if prompt not in self._kept_until]:
-            why = "was not handed out, or its samples were forgotten"
-            raise UserError(f"step() uses prompt {gone[0]} in step {step}, which {why}")
+            raise UserError(
+                f"step() uses prompt {gone[0]} in step {step}, "
+                "which was not handed out, or its samples were forgotten")
 
     def has_all(self, prompts: Collection[int]) -> bool:
         """Return whether all of these samples exist."""

@@ -264,10 +264,10 @@ class StepRunner:
             if before != now and (name != "sampling.max_new_tokens" or saved["unfinished"]):
                 raise UserError(f"{name} is {before} in the checkpoint and {now} now: use {before}")
         if self._steps > saved["steps"] and saved["number"] > saved["steps"]:
-            why = f"with max_lag {self._max_lag} its last steps began no new answers"
             raise UserError(
                 f"steps is {self._steps} now, and the checkpoint is of the end of a run of {saved['steps']}: "
-                f"{why}, so it cannot go on further; resume from an earlier checkpoint")
+                f"with max_lag {self._max_lag} its last steps began no new answers, "
+                "so it cannot go on further; resume from an earlier checkpoint")
 
     @property
     def digest(self) -> str:
@@ -337,8 +337,8 @@ class StepRunner:
         """Return those of the prompts all of whose samples a filtering host call has kept."""
         run = self._last_run_of(call, "filters")
         if others := set(prompts).difference(run.prompts):
-            what = f"call {call!r} has not run on prompt {min(others)} when it last ran"
-            raise UserError(f"run.pool({pool!r}).add: {what}")
+            raise UserError(
+                f"run.pool({pool!r}).add: call {call!r} has not run on prompt {min(others)} when it last ran")
         kept = set(self._executor.kept(call, run.operation))
         return [prompt for prompt in prompts if prompt in kept]
 
@@ -357,9 +357,10 @@ class StepRunner:
                 producer = self._producer(key)
                 needed = part if producer is None else self._part_of[producer]
                 if needed != part and (lacking := self._ledger.lacking(needed, prompts)):
-                    what = f"call {call.name!r} needs the key {key!r} of part {needed!r}"
-                    why = f"which has not run on prompt {min(lacking)} or whose samples are forgotten"
-                    raise UserError(f"step() runs part {part!r} in step {self.number}: {what}, {why}")
+                    raise UserError(
+                        f"step() runs part {part!r} in step {self.number}: "
+                        f"call {call.name!r} needs the key {key!r} of part {needed!r}, "
+                        f"which has not run on prompt {min(lacking)} or whose samples are forgotten")
 
     def _take_sent(self, part: str, prompts: tuple[int, ...]) -> frozenset[str | None]:
         """Return the calls whose outputs for this part have been sent ahead."""

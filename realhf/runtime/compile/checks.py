@@ -43,13 +43,15 @@ def check_role_names(roles: Mapping[str, Role]) -> None:
 def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless what `Experiment.graph` returned is a graph whose calls suit the roles."""
     if not isinstance(graph, DataflowGraph):
-        made = f"{type(experiment).__name__}.graph() returned {type(graph).__name__}"
-        raise ValueError(f"{made}: it must return a DataflowGraph")
+        raise ValueError(
+            f"{type(experiment).__name__}.graph() returned {type(graph).__name__}: "
+            "it must return a DataflowGraph")
     check_inputs(graph)
     group_size = experiment.group_size
     if reads_pairs(graph.inputs) and group_size != 2:
-        why = "the graph reads pairs: the samples of a prompt are a chosen and a rejected completion"
-        raise ValueError(f"group_size is {group_size}: it must be 2, as {why}")
+        raise ValueError(
+            f"group_size is {group_size}: it must be 2, as the graph reads pairs: "
+            "the samples of a prompt are a chosen and a rejected completion")
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size, group_size=group_size)
 
@@ -58,15 +60,16 @@ def check_inputs(graph: DataflowGraph) -> None:
     """Raise ValueError if a call has no inputs."""
     for call in graph.calls:
         if not call.inputs:
-            why = "it must read at least one key, from which it learns what samples there are"
-            raise ValueError(f"call {call.name!r} has no inputs: {why}")
+            raise ValueError(
+                f"call {call.name!r} has no inputs: it must read at least one key, "
+                "from which it learns what samples there are")
 
 
 def check_evaluation(graph: DataflowGraph) -> None:
     """Raise ValueError if the calls of an evaluation yield nothing that is logged."""
     if graph.producer("score") is None and not graph.of_kind("host"):
-        rule = "a call must write `score`, or a host call must return metrics"
-        raise ValueError(f"eval_graph() has nothing to log: {rule}")
+        raise ValueError(
+            "eval_graph() has nothing to log: a call must write `score`, or a host call must return metrics")
 
 
 def _check_call(
@@ -79,28 +82,31 @@ def _check_call(
         minibatches = call.work.num_minibatches
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
     if group_size % (compared := call.work.group_size):
-        what = f"call {call.name!r} has a loss that compares {compared} samples of a prompt"
-        raise ValueError(f"group_size is {group_size}: it must be a multiple of {compared}, as {what}")
+        raise ValueError(
+            f"group_size is {group_size}: it must be a multiple of {compared}, "
+            f"as call {call.name!r} has a loss that compares {compared} samples of a prompt")
     if call.role is None:
         return
     if call.role not in roles:
         raise ValueError(f"call {call.name!r} is for role {call.role!r}: there are {', '.join(roles)}")
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
-        mend = "give it one, Role(..., optimizer=OptimizerConfig())"
-        raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: {mend}")
+        raise ValueError(
+            f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: "
+            "give it one, Role(..., optimizer=OptimizerConfig())")
     routers = ("router_aux_loss_coef", "router_z_loss_coef")
     if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
-        why = f"router losses need engine native; {call.role}.engine is {role.engine}"
-        raise ValueError(f"call {call.name!r}: {why}")
+        raise ValueError(
+            f"call {call.name!r}: router losses need engine native; {call.role}.engine is {role.engine}")
     if call.kind == "generate" and call.work.interruption is not None:
         _check_phrase(call, role)
     head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
     if role.head != head:
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
     if isinstance(call.work, TopLogProbs) and call.work.k > (size := role.config().vocab_size):
-        most = f"at most {size}, the vocabulary of {call.role}"
-        raise ValueError(f"call {call.name!r}: k is {call.work.k}: it must be {most}")
+        raise ValueError(
+            f"call {call.name!r}: k is {call.work.k}: "
+            f"it must be at most {size}, the vocabulary of {call.role}")
 
 
 def _check_phrase(call: FunctionCall, role: Role) -> None:
@@ -121,8 +127,9 @@ def _check_host_function(call: FunctionCall) -> None:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         name = getattr(function, "__qualname__", type(function).__name__)
-        what = f"{name} cannot be called with two arguments, the batch and the context"
-        raise ValueError(f"call {call.name!r}: {what} ({error})") from error
+        raise ValueError(
+            f"call {call.name!r}: {name} cannot be called with two arguments, "
+            f"the batch and the context ({error})") from error
     except ValueError:  # Some functions written in C do not tell their parameters.
         return
 
@@ -185,8 +192,9 @@ def _check_dtype(name: str, role: Role) -> None:
         raise ValueError(f"{name}.dtype is {dtype}: the megatron engine has float32 and bfloat16")
     if role.optimizer is not None and dtype == "float16":
         origin = "" if role.dtype is not None else f" (from config.json of {role.model})"
-        why = "training in it needs loss scaling, which realhf does not have"
-        raise ValueError(f"{name}.dtype is float16{origin}: {why}; set it to bfloat16 or float32")
+        raise ValueError(
+            f"{name}.dtype is float16{origin}: training in it needs loss scaling, "
+            "which realhf does not have; set it to bfloat16 or float32")
 
 
 def _has_weights(directory: Path) -> bool:
@@ -219,13 +227,12 @@ def _check_follower(name: str, role: Role, roles: Mapping[str, Role]) -> None:
         raise ValueError(f"{name}.dtype is {role.dtype}: a moving average would stand still; use float32")
     leader = roles.get(role.follows or "")
     if leader is not None and leader.engine != role.engine:
-        what = f"it follows {role.follows}, which has {leader.engine}"
-        raise ValueError(f"{name}.engine is {role.engine}: {what}")
+        raise ValueError(
+            f"{name}.engine is {role.engine}: it follows {role.follows}, which has {leader.engine}")
     if leader is None or leader.optimizer is None:
         raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
     if leader.lora is not None:
-        why = "a role that trains adapters has no followers"
-        raise ValueError(f"{name}.follows is {role.follows!r}: {why}")
+        raise ValueError(f"{name}.follows is {role.follows!r}: a role that trains adapters has no followers")
     if role.config() != leader.config():
         raise ValueError(f"{name}.model has another shape than {role.follows}.model, which it follows")
 
@@ -242,8 +249,9 @@ def check_plan(
             _check_is_frozen(call, roles)
     for call in graph.calls:
         if call.role is not None and plan[call.name].offload != (call.role in offloaded):
-            must = f"all calls of role {call.role!r} must have the same"
-            raise ValueError(f"calls.{call.name}.offload is {str(plan[call.name].offload).lower()}: {must}")
+            raise ValueError(
+                f"calls.{call.name}.offload is {str(plan[call.name].offload).lower()}: "
+                f"all calls of role {call.role!r} must have the same")
 
 
 def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, Role]) -> None:

@@ -40,8 +40,9 @@ def require_equal_programs(world: World, program: Program) -> None:
         if others := [rank for rank, theirs in enumerate(digests) if theirs[what] != digests[0][what]]:
             both = world.control.all_gather_json(document if world.rank in (0, others[0]) else None)
             change = _first_difference(both[0], both[others[0]], rank=others[0])
-            have = f"{name_ranks(others)} {'has' if len(others) == 1 else 'have'} another {what} than rank 0"
-            raise UserError(f"{have}: {change}; {_HINTS[what]}")
+            raise UserError(
+                f"{name_ranks(others)} {'has' if len(others) == 1 else 'have'} another {what} than rank 0: "
+                f"{change}; {_HINTS[what]}")
     _require_equal_commits(world, program)
 
 
@@ -55,8 +56,9 @@ def require_equal_schedules(world: World, digests: Mapping[str, str]) -> None:
         for name, digest in theirs.items():
             known = first.setdefault(name, (rank, digest))
             if known[1] != digest:
-                what = f"ranks {known[0]} and {rank} have different schedules for the reallocation of {name}"
-                raise UserError(f"{what}: install the same versions of realhf and numpy on all hosts")
+                raise UserError(
+                    f"ranks {known[0]} and {rank} have different schedules for the reallocation of {name}: "
+                    "install the same versions of realhf and numpy on all hosts")
 
 
 def _require_equal_commits(world: World, program: Program) -> None:

@@ -59,8 +59,9 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
         checks.check_inputs(graph)
         checks.check_evaluation(graph)
         if one.reads_pairs and evaluation.samples > 1:
-            why = "rows are preference pairs: their prompts get one answer"
-            raise ValueError(f"{one.field}.samples is {evaluation.samples}: it must be 1, as {why}")
+            raise ValueError(
+                f"{one.field}.samples is {evaluation.samples}: it must be 1, as rows are preference pairs: "
+                "their prompts get one answer")
         _check_deciding_reward(one)
         rows = checks.check_rows(evaluation.dataset, one.field, graph)
         with_answers = with_record(

@@ -35,8 +35,9 @@ def _check_tokens(call: FunctionCall, role: Role) -> None:
         named += [("bad_words", token) for word in words for token in word]
     for name, token in named:
         if token >= size:
-            there = f"the vocabulary of {call.role} has {size} tokens"
-            raise ValueError(f"sampling.{name} has the token {token}: it must be below {size}, as {there}")
+            raise ValueError(
+                f"sampling.{name} has the token {token}: it must be below {size}, "
+                f"as the vocabulary of {call.role} has {size} tokens")
 
 
 def off_policy(graph: DataflowGraph) -> Iterator[str]:

@@ -14,6 +14,7 @@ def slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str
     for name, role in roles.items():
         weight = torch.empty(0, dtype=DTYPES[role.weights_dtype], device=device)
         if role.engine == "transformers" and needs_float32(weight):
-            what = f"{name}.dtype is {role.weights_dtype}, for which this CPU has no units"
-            longer = "with engine transformers it takes many times as long as float32"
-            yield f"{what}: {longer} (the native engine computes in float32 by itself)"
+            yield (
+                f"{name}.dtype is {role.weights_dtype}, for which this CPU has no units: "
+                "with engine transformers it takes many times as long as float32 (the native engine computes "
+                "in float32 by itself)")

@@ -44,12 +44,14 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
         raise ValueError(f"parts() has parts that need one another: {' -> '.join([*cycle, cycle[0]])}")
     generating = [call.name for call in graph.of_kind("generate")]
     if experiment.num_rounds > 1 and len(generating) > 1:
-        rule = f"rounds is {experiment.num_rounds}: more than one need a single generating call"
-        raise ValueError(f"{rule}, and there are {' and '.join(generating)}")
+        raise ValueError(
+            f"rounds is {experiment.num_rounds}: more than one need a single generating call, "
+            f"and there are {' and '.join(generating)}")
     for name in generating if experiment.num_rounds > 1 else ():
         if near := [reader for reader in graph.nx_graph.successors(name) if part_of[reader] == part_of[name]]:
-            what = f"call {near[0]!r} would get unfinished answers of {name!r}"
-            raise ValueError(f"rounds is {experiment.num_rounds}: {what}, so parts() must put it elsewhere")
+            raise ValueError(
+                f"rounds is {experiment.num_rounds}: call {near[0]!r} would get unfinished answers of "
+                f"{name!r}, so parts() must put it elsewhere")
     return parts
 
 
@@ -73,8 +75,9 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
         operations = operations or executor.operations
     for name, value in vars(experiment).items():
         if value is not fields.get(name):
-            where = f"step() changes {name} of the experiment"
-            raise UserError(f"{where}, which no checkpoint holds: keep it in run.state[{name!r}]")
+            raise UserError(
+                f"step() changes {name} of the experiment, which no checkpoint holds: "
+                f"keep it in run.state[{name!r}]")
     return operations
 
 

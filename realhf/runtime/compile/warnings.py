@@ -156,35 +156,39 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
     known = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
     for key in known:
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
-            count = f"{len(null)} of {len(rows.rows)} rows"
-            yield f"{name}: column {column_of(key)!r} is null in {count}, first in {rows.place_of(null[0])}"
+            yield (
+                f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
+                f"first in {rows.place_of(null[0])}")
 
 
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
     if count := rows.num_unlike_prompt:
-        what = "the chat template writes another beginning with the completion than for the prompt alone"
-        yield f"{name}: in {count} rows {what}; the loss counts from the first token that differs"
+        yield (
+            f"{name}: in {count} rows the chat template writes another beginning with the completion than "
+            "for the prompt alone; the loss counts from the first token that differs")
 
 
 def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
     if equal := rows.equal_pairs():
-        columns = f"{rows.config.rejected_key} is the same as {rows.config.chosen_key}"
-        count = f"{len(equal)} of {len(rows.rows)} rows"
-        yield f"{name}: {columns} in {count}, first in {rows.place_of(equal[0])}"
+        yield (
+            f"{name}: {rows.config.rejected_key} is the same as {rows.config.chosen_key} in {len(equal)} of "
+            f"{len(rows.rows)} rows, first in {rows.place_of(equal[0])}")
 
 
 def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
     if unknown := rows.unknown():
-        count = f"{len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know"
-        yield f"{name}: {count}, first {rows.file_place_of(unknown[0])}: the model reads an unknown token"
+        yield (
+            f"{name}: {len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know, "
+            f"first {rows.file_place_of(unknown[0])}: the model reads an unknown token")
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
     size = program.experiment.batch_size
     count = sum(part.num_in_file - part.num_left_out for part in rows.parts)
     if size > count:
-        what = f"there are {count} rows in dataset"
-        yield f"batch_size is {size}, and {what}: each step has some rows more than once"
+        yield (
+            f"batch_size is {size}, and there are {count} rows in dataset: "
+            "each step has some rows more than once")
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
@@ -205,9 +209,9 @@ def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     for call in graph.of_kind("generate"):
         has_stops = call.work.sampling.stop or call.work.sampling.stop_token_ids
         if call.role is not None and not has_stops and not roles[call.role].config().eos_token_ids:
-            what = f"{call.role}.model has no eos_token_id in config.json or generation_config.json"
-            limit = f"sampling.max_new_tokens {call.work.sampling.max_new_tokens}"
-            yield f"{what}: every answer runs to {limit}"
+            yield (
+                f"{call.role}.model has no eos_token_id in config.json or generation_config.json: "
+                f"every answer runs to sampling.max_new_tokens {call.work.sampling.max_new_tokens}")
 
 
 def _unknown_end(
@@ -222,8 +226,9 @@ def _unknown_end(
         sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
         ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in known]
         if known and not ends:
-            what = f"ends in one of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
-            yield f"{name}: no completion {what} (eos_token_id); the tokenizer's eos token is {ours}"
+            yield (
+                f"{name}: no completion ends in one of the tokens {', '.join(map(str, known))}, "
+                f"at which {role}.model stops (eos_token_id); the tokenizer's eos token is {ours}")
 
 
 def _greedy(program: Program) -> Iterator[str]:

@@ -61,5 +61,6 @@ def record_surroundings(program: Program, out: Path) -> None:
     for name, value in {**here, **here["variables"]}.items():
         other = {**there, **there["variables"]}.get(name)
         if name != "variables" and other != value:
-            why = "deterministic is true, and the run would not repeat bit for bit"
-            raise UserError(f"{path}: {name} was {other}, and is {value} here: {why}; set {name} as it was")
+            raise UserError(
+                f"{path}: {name} was {other}, and is {value} here: deterministic is true, "
+                f"and the run would not repeat bit for bit; set {name} as it was")

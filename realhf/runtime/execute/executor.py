@@ -356,8 +356,9 @@ class Executor:
         path = self._failures / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
         data = Batch.concat(minibatches).pack()
         path.write_bytes(memory_of(data))
-        what = f"{call} skipped an update in step {self._context.step}, as its gradient is not finite"
-        warn(f"{what}; its samples: {path}")
+        warn(
+            f"{call} skipped an update in step {self._context.step}, as its gradient is not finite; "
+            f"its samples: {path}")
 
     @contextmanager
     def _weights(self, action: Run) -> Iterator[None]:

@@ -36,8 +36,9 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
     answer = _answer(call, Batch(batch.ids, given), context)
     columns, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     if not isinstance(columns, Mapping | None):
-        what = f"returned {type(columns).__name__}"
-        raise UserError(f"host call {call.name!r} {what}: it must return a dict of columns, by output key")
+        raise UserError(
+            f"host call {call.name!r} returned {type(columns).__name__}: "
+            "it must return a dict of columns, by output key")
     columns = columns or {}
     answers = [key for key, wanted in ((KEEP, call.work.filters), (DECISION, call.work.decides)) if wanted]
     for key in (*call.outputs, *answers):

@@ -27,8 +27,9 @@ def check_run_directory(out: Path, *, option: str = "--out", resumes: bool = Fal
         if out.exists() and not out.is_dir():
             raise UserError(f"{option} {out} is a file: name a directory")
         if not resumes and _has_record(out):
-            mend = "add --resume to continue it, choose another directory or remove it"
-            raise UserError(f"{option} {out} already holds a run: {mend}")
+            raise UserError(
+                f"{option} {out} already holds a run: add --resume to continue it, "
+                "choose another directory or remove it")
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     except OSError as error:
         raise UserError(f"{option} {out}: {error.strerror}") from error
@@ -81,8 +82,9 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
     if out.resolve() != run.resolve():
         check_run_directory(out)
     elif later := [s for s in find_checkpoints(out / "checkpoints") if s > max(checkpoints, default=0)]:
-        mend = "branch off to a new directory (--out), or remove the later checkpoints"
-        raise UserError(f"--resume {source}: the run has a checkpoint of step {later[0]}: {mend}")
+        raise UserError(
+            f"--resume {source}: the run has a checkpoint of step {later[0]}: "
+            "branch off to a new directory (--out), or remove the later checkpoints")
     return Resumption(run, out, checkpoints)
 
 
@@ -128,8 +130,8 @@ class RunDirectory:
             out.mkdir(parents=True, exist_ok=True)
             self._lock = (out / LOCK).open("a+")
         except OSError as error:
-            what = f"{error.filename or out} cannot be made: {error.strerror}"
-            raise UserError(f"--out {out}: {what}") from error
+            raise UserError(
+                f"--out {out}: {error.filename or out} cannot be made: {error.strerror}") from error
         try:
             _lock(self._lock)
         except BlockingIOError as error:
