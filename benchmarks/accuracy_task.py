@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean
 from typing import Any, Literal
 
 from realhf import Expected
-from realhf.runtime.rollout_file import ROLLOUTS
+from realhf.runtime.records.rollout_file import ROLLOUTS
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _SPREAD = 1.0  # Standard deviation of the logarithms of long-tailed lengths.

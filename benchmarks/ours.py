@@ -28,8 +28,8 @@ from realhf.micro_batch import balance
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.executor import StepRecord
-from realhf.runtime.program import Program, compile_program
+from realhf.runtime.compile.program import Program, compile_program
+from realhf.runtime.execute.executor import StepRecord
 from realhf.runtime.trainer import Trainer
 
 GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")

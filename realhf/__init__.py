@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.layout import DeviceMesh, Layout, ParallelStrategy
     from realhf.lora import LoraConfig
     from realhf.model_config import ModelConfig
-    from realhf.part_executor import Samples
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.answers import ExactMatch, FormatReward, RegexMatch
@@ -60,9 +59,10 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     )
     from realhf.rewards.unit_tests import UnitTests
     from realhf.rollout_log import RolloutLog
-    from realhf.sample_pool import Pool
     from realhf.sampling_config import SamplingConfig
-    from realhf.step_program import StepRunner
+    from realhf.steps.part_executor import Samples
+    from realhf.steps.sample_pool import Pool
+    from realhf.steps.step_runner import StepRunner
 
 _PUBLIC = {
     "algorithms.cispo": ("CISPO",),
@@ -102,15 +102,15 @@ _PUBLIC = {
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "lora": ("LoraConfig",),
     "model_config": ("ModelConfig",),
-    "part_executor": ("Samples",),
+    "steps.part_executor": ("Samples",),
     "plan": ("CallPlan", "ExecutionPlan"),
     "prepare": ("prepare_once",),
     "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
                         "TokenReward"),
     "rollout_log": ("RolloutLog",),
-    "sample_pool": ("Pool",),
+    "steps.sample_pool": ("Pool",),
     "sampling_config": ("SamplingConfig",),
-    "step_program": ("StepRunner",),
+    "steps.step_runner": ("StepRunner",),
 }
 """Public names by the module that defines them."""
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

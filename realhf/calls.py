@@ -13,6 +13,14 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from realhf.field_types import check_types, require
+from realhf.generation_settings import (
+    CacheOnUpdate,
+    CudaGraphs,
+    KvCacheGib,
+    MaxRows,
+    PrefillTokens,
+    WorkStealing,
+)
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import InsertedPhrase
 from realhf.sampling_config import SamplingConfig
@@ -95,27 +103,18 @@ class Generate(Work):
     kind = "generate"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
-    kv_cache_gib: float | None = None
-    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more
-    than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's."""
+    max_rows: MaxRows = 512
+    kv_cache_gib: KvCacheGib = None
     takes_free_memory: bool = False
     """Whether keys and values may take all free memory that passes leave, if `max_rows` sequences need it. A
     plan's `max_rows` sets this, as the plan has counted them."""
-    prefill_tokens: int = 8192  # Prompt tokens per forward pass; a longer prompt is processed in chunks.
-    work_stealing: bool = True
-    """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
-    timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
-    runs that must repeat bit for bit."""
+    prefill_tokens: PrefillTokens = 8192
+    work_stealing: WorkStealing = True
     deterministic: bool = False
     """Whether two runs under one plan agree bit for bit (see Experiment). Then `work_stealing` must be off,
     and `kv_cache_gib` given: timing and free memory decide which rows run together."""
-    cuda_graphs: bool = True
-    """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
-    cache_on_update: Literal["recompute", "keep"] = "recompute"
-    """What happens to cached keys and values of unfinished samples when the weights change between rounds.
-    `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
-    hold all unfinished samples at once, and prompts stay on their replica (no work stealing)."""
+    cuda_graphs: CudaGraphs = True
+    cache_on_update: CacheOnUpdate = "recompute"
     interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
     tokenizer: str | None = None
     """Directory of the tokenizer, which `sampling.stop` and `sampling.bad_words` need."""
@@ -290,8 +289,8 @@ class Loss(Protocol):
     - `token_ids` of a loss of `logprobs`: the keys of columns of token ids with shape (tokens, k). Then
       `outputs["logprobs_at"]` has, with gradients, the log-probs of these tokens in the place of each token
       of the mask: the columns side by side, shape (tokens, sum of all k);
-    - `group_size`, if it compares samples: no part has only some of the samples with the same
-      `id // group_size` (unless a filter has dropped the others);
+    - `group_size`, if it compares samples: no part has only some samples of a group (see `sample_ids`),
+      unless a filter has dropped the others;
     - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None;
     - `learns`, the key of `learning_rates.LEARNING_RATES` for optimizers without `lr`.
     """

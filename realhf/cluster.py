@@ -83,8 +83,9 @@ class Cluster:
             legal = f"it must be at most {_MAX_PER_HOST}"
             raise ValueError(f"devices_per_host is {self.devices_per_host}: {legal}")
         if self.num_devices > MAX_RANKS:
-            what = f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host}"
-            raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
+            raise ValueError(
+                f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host} is "
+                f"{self.num_devices} devices: there can be at most {MAX_RANKS}")
         if not isinstance(self.rails, bool | None):
             raise ValueError(f"rails is {self.rails!r}: legal are true and false")
         if (self.hosts_per_leaf is None) != (self.oversubscription is None):
@@ -226,8 +227,9 @@ def join_kinds(kinds: Iterable[Cluster]) -> Cluster:
         for name, what in (("devices_per_host", "equally many devices"), ("device_type", "one device type")):
             mine, theirs = getattr(kind, name), getattr(first, name)
             if mine != theirs:
-                rule = f"all hosts must have {what}"
-                raise ValueError(f"hosts[{number}].{name} is {mine}, that of hosts[0] is {theirs}: {rule}")
+                raise ValueError(
+                    f"hosts[{number}].{name} is {mine}, that of hosts[0] is {theirs}: "
+                    f"all hosts must have {what}")
     if not others:
         return first
     ports = [kind.host_port_bytes_per_second for kind in kinds]
@@ -328,8 +330,5 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         of = "flops" if prefix == "peak_flops." else next(filter(name.endswith, units), None)
         if of is not None:
-            try:
-                plain[name] = parse(value, of=of)
-            except ValueError as error:
-                raise ValueError(f"{prefix}{name} is {error}") from error
+            plain[name] = parse(f"{prefix}{name}", value, of=of)
     return plain

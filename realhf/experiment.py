@@ -14,12 +14,13 @@ from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.evaluation.sets import EvalSets, Evaluation, named_sets, sampling_seed
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
-from realhf.hub import commits_of, find_model
+from realhf.hub import cached_name, commits_of, find_model
 from realhf.lora import LoraConfig
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.rollout_log import RolloutLog
-from realhf.step_program import StepRunner
+from realhf.steps.part_executor import PartExecutor
+from realhf.steps.step_runner import StepRunner
 from realhf.transformers_config import TransformersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -83,8 +84,9 @@ class Role:
         named = self.config().hf_dtype
         legal = get_args(Dtype)
         if named is not None and named not in legal:
-            what = f"config.json of {self.model} names {named!r}"
-            raise ValueError(f"dtype is not set, and {what}: set it to one of {', '.join(legal)}")
+            raise ValueError(
+                f"dtype is not set, and config.json of {self.model} names {named!r}: "
+                f"set it to one of {', '.join(legal)}")
         return named or "float32"
 
     def model_path(self, *, weights: bool = False) -> Path:
@@ -93,6 +95,14 @@ class Role:
         Without `weights` only its small files are.
         """
         return find_model(self.model, weights=weights)
+
+    def base_name(self) -> str:
+        """Return the name of the model that the role starts from: its name on the hub, or else its path.
+
+        The `_name_or_path` of a config is not used, as it can name the model's own predecessor.
+        """
+        path = self.model_path().resolve()
+        return cached_name(path) or str(path)
 
     def resolved_lora(self, *, weights: bool = False) -> LoraConfig | None:
         """Return `lora`, with the settings and the path of the PEFT directory that its adapters start from.
@@ -227,6 +237,14 @@ class Experiment:
             run("score", due)
         run("train", due)
 
+    def step_runner(
+        self, graph: DataflowGraph, executor: PartExecutor, *, steps: int | None = None
+    ) -> StepRunner:
+        """Return a runner for `step`, in a run of `steps` steps (None: those of the experiment)."""
+        return StepRunner(
+            graph, self.parts(graph), executor, num_rounds=self.num_rounds, max_lag=self.max_lag,
+            steps=self.steps if steps is None else steps, seed=self.seed)
+
     @property
     def has_own_program(self) -> bool:
         """Whether the experiment replaces the parts of a step, or the order in which they run."""
@@ -307,8 +325,9 @@ def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
     rollout = generating.union(*(nx.ancestors(graph.nx_graph, name) for name in generating))
     train = training.union(*(nx.descendants(graph.nx_graph, name) for name in training))
     if both := [call.name for call in graph.order if call.name in rollout & train]:
-        why = "generation needs it, and it needs training"
-        raise ValueError(f"max_lag is above 0, and {why}: call {both[0]!r}; set max_lag to 0")
+        raise ValueError(
+            f"max_lag is above 0, and generation needs the call {both[0]!r}, which needs training: "
+            "set max_lag to 0")
     names = [call.name for call in graph.order]
     return {
         "rollout": tuple(name for name in names if name in rollout),

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-from realhf.other_names import keyword_hint
+from realhf.other_libraries import keyword_hint
 from realhf.suggest import did_you_mean
 
 _WORDS = {

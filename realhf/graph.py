@@ -41,14 +41,15 @@ class FunctionCall:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for key in self.outputs:
             if key in self.inputs:
-                both = f"both reads and writes the key {key!r}"
-                raise ValueError(f"call {self.name!r} {both}: rename its output")
+                raise ValueError(
+                    f"call {self.name!r} both reads and writes the key {key!r}: rename its output")
 
     def require_work(self) -> None:
         """Raise ValueError unless the call has work, and of its own kind."""
         if getattr(self.work, "kind", None) != self.kind:
-            of_kind = f"call {self.name!r} of kind {self.kind!r}"
-            raise ValueError(f"{of_kind} has work {type(self.work).__name__}: it must be {KINDS[self.kind]}")
+            raise ValueError(
+                f"call {self.name!r} of kind {self.kind!r} has work {type(self.work).__name__}: "
+                f"it must be {KINDS[self.kind]}")
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ class DataflowGraph:
             producer[key] = by
         for call in self.calls:
             if missing := [key for key in call.inputs if key not in producer]:
-                needs = f"call {call.name!r} needs the key {missing[0]!r}, which nobody produces"
-                raise ValueError(f"{needs}; there are: {', '.join(sorted(producer))}")
+                raise ValueError(
+                    f"call {call.name!r} needs the key {missing[0]!r}, which nobody produces; there are: "
+                    f"{', '.join(sorted(producer))}")
         if not nx.is_directed_acyclic_graph(self.nx_graph):
             cycle = [edge[0] for edge in nx.find_cycle(self.nx_graph)]
             raise ValueError(f"the calls form a cycle: {' -> '.join([*cycle, cycle[0]])}")

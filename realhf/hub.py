@@ -66,6 +66,12 @@ def find_model(name: str, *, weights: bool = False) -> Path:
     return _snapshot(hub_name, weights=weights)
 
 
+def cached_name(path: Path) -> str | None:
+    """Return the hub's name of the model at a path; None if the path is not in the hub's cache."""
+    cached = [part for part in path.parts if part.startswith("models--")]
+    return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else None
+
+
 def commits_of(names: Iterable[str]) -> dict[str, str]:
     """Return the commits of those names that are the hub's, and not local paths."""
     hub_names = [name for name in names if not Path(name).exists() and parse_hub_name(name) is not None]

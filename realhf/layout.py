@@ -42,8 +42,8 @@ class ParallelStrategy:
     def __post_init__(self) -> None:
         for axis, size in vars(self).items():
             if not isinstance(size, int) or size < 1:
-                legal = "it must be an integer from 1 up"
-                raise ValueError(f"parallel size {axis}={size!r} is not legal: {legal}")
+                raise ValueError(
+                    f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up")
         if self.dp % self.ep:
             raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
 
@@ -111,8 +111,8 @@ class DeviceMesh:
         for part in text.split(","):
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
-                where = f"{part!r} in the mesh {text!r}"
-                raise ValueError(f"{where} is not a rank or a range: write as in 0-3,8-11")
+                raise ValueError(
+                    f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
@@ -148,8 +148,9 @@ class Layout:
     def __post_init__(self) -> None:
         need, have = self.strategy.num_ranks, len(self.ranks)
         if need != have:
-            needs = f"{self.strategy} needs {need} ranks and the mesh {self.mesh} has {have}"
-            raise ValueError(f"layout {self} is not legal: {needs}")
+            raise ValueError(
+                f"layout {self} is not legal: {self.strategy} needs {need} ranks and the mesh "
+                f"{self.mesh} has {have}")
 
     def __str__(self) -> str:
         return f"{self.strategy}@{self.mesh}" + (f"/{self.engine}" if self.engine else "")
@@ -158,8 +159,8 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)(?:/(native))?", str(text).strip())
         if match is None:
-            legal = "write strategy@ranks, for example d2t4@0-7 or t2@0,3"
-            raise ValueError(f"{text!r} is not a layout: {legal}")
+            raise ValueError(
+                f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")
         return cls(ParallelStrategy.parse(match[1]), DeviceMesh.parse(match[2]), match[3] or "")
 
     @property

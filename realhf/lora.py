@@ -113,8 +113,9 @@ def _check_targets(
         routed = [p for p in weights if p.expert is not None or "router." in p.part]
         is_routed = any(_is_named(name, p) for p in routed)
         why = "routed experts and routers cannot be targeted; " if is_routed else ""
-        legal = f"legal are {', '.join(legal_targets(config))}, or all-linear"
-        raise ValueError(f"lora.target_modules has {name!r}: {why}{legal}")
+        raise ValueError(
+            f"lora.target_modules has {name!r}: {why}legal are {', '.join(legal_targets(config))}, "
+            "or all-linear")
 
 
 def _check_rank(lora: LoraConfig, targets: Sequence[ParamSpec]) -> None:

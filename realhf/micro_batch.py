@@ -47,17 +47,6 @@ def attention_share(spec: ModelSpec) -> float:
     return flops.attention * spec.config.num_layers / (4 * (flops.matrices + flops.head))
 
 
-def groups_of(ids: Sequence[int], group_size: int) -> list[list[int]]:
-    """Return the indices of the samples of each group, in order of first appearance.
-
-    The samples of a group have the same `id // group_size`; filters may have dropped some of them.
-    """
-    groups: dict[int, list[int]] = {}
-    for i, sample_id in enumerate(ids):
-        groups.setdefault(sample_id // group_size, []).append(i)
-    return list(groups.values())
-
-
 def micro_batches(
     lengths: Sequence[int],
     *,
@@ -68,9 +57,9 @@ def micro_batches(
 ) -> list[list[int]]:
     """Return the indices of micro-batches of at most `max_tokens` tokens (a longer group stands alone).
 
-    The samples of a group (see `groups_of`) are adjacent in one micro-batch. Costs are balanced; `attention`
-    is the `attention_share` of a sequence's cost. Groups of equal length are adjacent, because attention
-    batches sequences of equal length.
+    The samples of a group (see `sample_ids.groups_of`) are adjacent in one micro-batch. Costs are balanced;
+    `attention` is the `attention_share` of a sequence's cost. Groups of equal length are adjacent, because
+    attention batches sequences of equal length.
     """
     if not lengths:
         return []

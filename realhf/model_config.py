@@ -48,8 +48,9 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
-            legal = f"it must be at most the {self.num_experts} experts to choose from"
-            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_token}: {legal}")
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_token}: "
+                f"it must be at most the {self.num_experts} experts to choose from")
 
     def check_groups(self) -> None:
         """Raise ValueError if no router can choose by these groups: such a model can only be planned."""
@@ -131,8 +132,9 @@ class ModelConfig:
             layers = f"{self.num_layers} layers of {self.moe.num_experts} experts"
             raise ValueError(f"the model has {layers}: they must have at most {MAX_EXPERTS} experts in all")
         if self.num_heads % self.num_kv_heads:
-            heads = f"num_attention_heads {self.num_heads}"
-            raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is no multiple of "
+                f"num_key_value_heads {self.num_kv_heads}")
         if self.activation not in ACTIVATION_NAMES:
             key = {**COMMON, **self.describes.reads}["activation"]
             raise ValueError(f"{key} is {self.activation!r}; supported are {', '.join(ACTIVATION_NAMES)}")
@@ -372,8 +374,9 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
     head_dim = config.mla.qk_rope_head_dim if config.mla else config.head_dim
     half = (int(head_dim * share) + 1) // 2  # An odd number of dims is rounded up, as in transformers.
     if not 0 < 2 * half <= head_dim:
-        turned = f"partial_rotary_factor {share} of {head_dim} dims per head"
-        raise ValueError(f"{where}: {turned}: an even number of dims, at most all, must turn")
+        raise ValueError(
+            f"{where}: partial_rotary_factor {share} of {head_dim} dims per head: "
+            "an even number of dims, at most all, must turn")
     for key in lists:
         given = rope[key]
         if not isinstance(given, list) or len(given) != half or not all(map(is_positive, given)):

@@ -66,8 +66,8 @@ class ExecutionPlan:
         for call in graph.calls:
             where = f"calls.{call.name}"
             if call.name not in self.calls:
-                needs = "the plan must give every call of the experiment a layout"
-                raise ValueError(f"{where} is missing: {needs}")
+                raise ValueError(
+                    f"{where} is missing: the plan must give every call of the experiment a layout")
             layout = self[call.name].layout
             if beyond := [rank for rank in layout.ranks if rank >= world_size]:
                 there_are = f"there are {world_size} ranks (0 to {world_size - 1})"

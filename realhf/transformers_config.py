@@ -64,11 +64,9 @@ class TransformersConfig(ModelConfig):
 
     def check_layout(self, layout: Layout) -> None:
         if layout.strategy.num_ranks != layout.dp or layout.ep > 1:
-            legal = f"d{len(layout.ranks)}@{layout.mesh}"
             raise ValueError(
-                f"layout {layout}: the transformers engine has whole replicas only, as in {legal}; use "
-                "engine native for other layouts"
-            )
+                f"layout {layout}: the transformers engine has whole replicas only, "
+                f"as in d{len(layout.ranks)}@{layout.mesh}; use engine native for other layouts")
 
 
 def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:

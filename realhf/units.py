@@ -14,8 +14,8 @@ _UNITS = {
 }
 
 
-def parse(value: object, *, of: str) -> float:
-    """Return the number that `value` is, or that its text says, with or without a unit.
+def parse(name: str, value: object, *, of: str) -> float:
+    """Return the number that the value of a field is, or that its text says, with or without a unit.
 
     `of` is `bytes`, `bytes_per_second`, `seconds` or `flops`. Raises ValueError about other text.
     """
@@ -24,7 +24,8 @@ def parse(value: object, *, of: str) -> float:
     match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", value)
     factor = {"": 1.0, **_UNITS[of]}.get(match[2]) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{value!r}: it must be a number, or one with a unit of {', '.join(_UNITS[of])}")
+        legal = ", ".join(_UNITS[of])
+        raise ValueError(f"{name} is {value!r}: it must be a number, or one with a unit of {legal}")
     return float(match[1]) * factor
 
 

@@ -24,7 +24,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import read_rows
 from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.host_call import call_host_function
+from realhf.runtime.execute.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write
 from tests.cli_tools import REALHF, REPO, Command
@@ -325,9 +325,11 @@ def test_pages_name_files_that_exist():
 def test_the_tree_of_the_readme_names_what_exists():
     tree = PAGES[0].read_text().split("## Where things are")[1].split("```")[1]
     named = re.findall(r"(?<!\S)(?:\w+/|\w+\.py)(?!\S)", tree)
-    inside = [name for name in named if (REPO / "realhf" / name).exists()]
+    package = REPO / "realhf"
+    inside = [name for name in named if (package / name).exists() or (package / "runtime" / name).exists()]
     assert len(inside) >= 20 and all((REPO / name).exists() for name in named if name not in inside)
-    packages = {path.parent.name + "/" for path in (REPO / "realhf").glob("*/__init__.py")}
+    inits = [*package.glob("*/__init__.py"), *package.glob("runtime/*/__init__.py")]
+    packages = {path.parent.name + "/" for path in inits}
     assert packages <= set(named)
 
 

@@ -12,10 +12,10 @@ from realhf.dist.activity import Activity
 from realhf.experiment import Role
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.runtime.export import base_name, config_fields, files_beside
-from realhf.runtime.program import compile_program
-from realhf.runtime.progress import Progress
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights.export_files import config_fields, files_beside
 from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
@@ -231,9 +231,9 @@ def test_a_critic_that_transformers_cannot_open_is_refused(tmp_path, architectur
 
 def test_the_base_model_is_named(tmp_path):
     role = Role(str(tmp_path / "model"))
-    assert base_name(role) == str(tmp_path / "model")
+    assert role.base_name() == str(tmp_path / "model")
     (tmp_path / "model").symlink_to("models--org--other")
-    assert base_name(role) == "org/other"
+    assert role.base_name() == "org/other"
     task = write_task(tmp_path / "models--org--base")
     experiment = make_experiment("grpo", task)
     experiment.actor = replace(experiment.actor, random_init=False)

@@ -207,11 +207,10 @@ def test_every_field_with_a_directory_takes_a_name(tmp_path):
     code = """
 from pathlib import Path
 from realhf import SFT, LoraConfig, ModelConfig, OptimizerConfig, Role
-from realhf.runtime.export import base_name
-from realhf.runtime.warnings import other_bases
+from realhf.runtime.compile.warnings import other_bases
 role = Role("org/base", optimizer=OptimizerConfig(), lora=LoraConfig(adapter="org/adapter"))
 print(ModelConfig.load("org/base").hidden_size, role.config().hidden_size)
-print(role.resolved_lora().rank, base_name(role), other_bases({"actor": role}))
+print(role.resolved_lora().rank, role.base_name(), other_bases({"actor": role}))
 print(sorted(path.name for path in Path(role.resolved_lora().adapter).iterdir()))
 print(sorted(path.name for path in Path(role.resolved_lora(weights=True).adapter).iterdir()))
 experiment = SFT(actor=Role("tiny", random_init=True), tokenizer="org/base")

@@ -13,26 +13,23 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = (
     "chunk_sizes", "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora",
-    "megatron_config", "micro_batch", "model_config", "model_flops", "param_spec", "region", "shipped",
-    "transformers_config",
+    "megatron_config", "micro_batch", "model_config", "model_flops", "param_spec", "region", "sample_ids",
+    "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
-    **dict.fromkeys(("errors", "other_names", "prepare", "suggest", "units"), 0),
+    **dict.fromkeys(("errors", "other_libraries", "prepare", "suggest", "units"), 0),
     **dict.fromkeys(("field_types", "hub"), 0.5),
     **dict.fromkeys(NOUNS, 1),
-    **dict.fromkeys(("dist", "data", "half_units"), 2),
+    **dict.fromkeys(("dist", "data", "half_precision"), 2),
     "realloc": 2.5,
-    **dict.fromkeys(("interruption", "sampling_config"), 2.6),
+    **dict.fromkeys(("generation_settings", "interruption", "sampling_config"), 2.6),
     **dict.fromkeys(("calls", "rollout_log"), 2.7),
     "learning_rates": 2.8,
     "attention": 2.9,
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
-    "part_executor": 4.2,
-    "sample_ledger": 4.3,
-    "sample_pool": 4.4,
-    "step_program": 4.5,
+    "steps": 4.5,
     "evaluation": 4.8,
     "experiment": 5,
     "resolved_roles": 5.5,
@@ -41,6 +38,8 @@ LAYERS = {
     **dict.fromkeys(("cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
+RUNTIME_LAYERS = {"compile": 0, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
+"""The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
@@ -49,10 +48,9 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     "realhf.scaling", "realhf.evaluation",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.interruption"),
-    *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
-    *("realhf.prepare", "realhf.hub", "realhf.runtime.run_directory", "realhf.runtime.dry_trace"),
-    *("realhf.part_executor", "realhf.resolved_roles"),
-    *("realhf.runtime.rollout_file", "realhf.runtime.trackers"),
+    *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.hub", "realhf.resolved_roles"),
+    *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
+    *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init", "eval")),
     "realhf.cli.run_settings",
@@ -93,9 +91,9 @@ def imports(node: ast.AST, *, functions: bool, type_checking: bool) -> list[str]
     return names
 
 
-def part(module: str) -> str:
-    """The module or subpackage directly under realhf that a module belongs to."""
-    return module.split(".")[1]
+def part(module: str, *, depth: int = 1) -> str:
+    """The module or subpackage that a module belongs to, directly under realhf or one of its packages."""
+    return module.split(".")[depth]
 
 
 def is_internal(name: str) -> bool:
@@ -122,6 +120,17 @@ def test_imports_go_strictly_downward():
                 wrong.append(f"{module} (layer {LAYERS[here]}) imports {name} (layer {LAYERS[there]})")
             for source, target in FORBIDDEN:
                 if within(module, source) and within(name, target):
+                    wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def test_the_runtime_is_layered_too():
+    wrong = []
+    for module, tree in modules().items():
+        for name in imports(tree, functions=True, type_checking=True):
+            if within(module, "realhf.runtime") and within(name, "realhf.runtime"):
+                here, there = (RUNTIME_LAYERS.get(part(one, depth=2), 3) for one in (module, name))
+                if part(module, depth=2) != part(name, depth=2) and there >= here != 3:
                     wrong.append(f"{module} imports {name}")
     assert wrong == []
 

@@ -26,7 +26,7 @@ from realhf.cli.planning_problem import model_role
 from realhf.dist.world import World
 from realhf.learning_rates import LEARNING_RATES, learning_rate
 from realhf.resolved_roles import resolved_roles
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.shipped import shipped_dir
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task

@@ -12,10 +12,10 @@ from realhf.calls import HostFunction
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.part_executor import Samples
-from realhf.runtime import dry_trace
-from realhf.runtime.dry_trace import checked_parts, step_runner, try_step_program
-from realhf.step_program import StepRunner
+from realhf.runtime.compile import step_trial
+from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+from realhf.steps.part_executor import Samples
+from realhf.steps.step_runner import StepRunner
 
 GRAPH = DataflowGraph(
     (
@@ -88,7 +88,7 @@ class Recorder:
 def make(program=None, **changes: Any) -> tuple[Toy, Recorder, StepRunner]:
     experiment = Toy(program=program, **changes)
     recorder = Recorder()
-    return experiment, recorder, step_runner(experiment, experiment.graph(), recorder, steps=experiment.steps)
+    return experiment, recorder, experiment.step_runner(experiment.graph(), recorder)
 
 
 def run_all(program=None, **changes: Any) -> tuple[Recorder, StepRunner]:
@@ -329,7 +329,7 @@ def test_a_batch_is_kept_while_all_of_its_prompts_are():
     assert len(runner.pool("last")) == 3
 
 
-def test_unfinished_rows_cannot_be_begun_again():
+def test_unfinished_samples_cannot_be_begun_again():
     def again(run):
         run("rollout", run.prompts(1) if run.number == 0 else run.batch(0))
 
@@ -617,7 +617,7 @@ def test_the_trial_finds_loops_in_which_nothing_runs(monkeypatch):
         while True:
             pass
 
-    monkeypatch.setattr(dry_trace, "_MAX_SECONDS", 0.2)
+    monkeypatch.setattr(step_trial, "_MAX_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"step\(\) has not ended after 0.2 s in a trial"):
         try_step_program(Toy(program=program), GRAPH)
 

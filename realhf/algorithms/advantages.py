@@ -24,6 +24,7 @@ from realhf.calls import KEEP
 from realhf.data.responses import response_lengths
 from realhf.errors import UserError
 from realhf.rewards.shaping import ScoreShaping, name_of
+from realhf.sample_ids import prompt_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,19 +196,19 @@ class SampleAdvantages:
         """Return for each sample the tokens of its prompt's responses whose advantages are not NaN."""
         mask = batch["response_mask"]
         counts = response_sums((~advantage_T.isnan()).to(mask.values.dtype), mask)
-        prompts = [i // self.group_size for i in batch.ids]
+        prompts = [prompt_of(sample, self.group_size) for sample in batch.ids]
         number = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         index = counts.new_tensor([number[prompt] for prompt in prompts]).long()
         return counts.new_zeros(len(number)).index_add(0, index, counts)[index]
 
     def _require_whole_groups(self, ids: Sequence[int]) -> None:
         """Raise UserError if a filter has dropped some samples of a prompt, and not all."""
-        for prompt, count in Counter(i // self.group_size for i in ids).items():
+        for prompt, count in Counter(prompt_of(sample, self.group_size) for sample in ids).items():
             if count != self.group_size:
-                has = f"{count} of the {self.group_size} samples of prompt {prompt} are left"
                 raise UserError(
-                    f"group advantages compare all samples of a prompt, and {has}: let the filter keep or "
-                    "drop whole groups, or filter after the advantages")
+                    "group advantages compare all samples of a prompt, "
+                    f"and {count} of the {self.group_size} samples of prompt {prompt} are left: "
+                    "let the filter keep or drop whole groups, or filter after the advantages")
 
 
 def _sums_to_go(values_T: Tensor, mask: Packed) -> Tensor:

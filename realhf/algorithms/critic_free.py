@@ -62,8 +62,9 @@ class CriticFree(OnPolicy):
     def graph(self) -> DataflowGraph:
         filters = self.filter_groups and self.baseline != "greedy"
         if self.group_size < 2 and (filters or compares_groups(self.baseline, self.normalize)):
-            why = f"{type(self).__name__} compares the samples of a prompt"
-            raise ValueError(f"group_size is {self.group_size}: it must be at least 2, as {why}")
+            raise ValueError(
+                f"group_size is {self.group_size}: it must be at least 2, "
+                f"as {type(self).__name__} compares the samples of a prompt")
         before = (
             self.actor_generate(),
             *(self._greedy_calls() if self.baseline == "greedy" else ()),

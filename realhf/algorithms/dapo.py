@@ -16,7 +16,7 @@ from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.field_types import require
 from realhf.graph import DataflowGraph
 from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
-from realhf.step_program import StepRunner
+from realhf.steps.step_runner import StepRunner
 
 
 @dataclass

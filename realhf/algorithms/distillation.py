@@ -266,8 +266,9 @@ class Distillation(OnPolicy):
         """Raise ValueError if a field has an illegal value, or one that would do nothing."""
         for name in ("ref", "reward", "reward_function", "score_shaping", "token_rewards"):
             if getattr(self, name):
-                why = "the teachers take the reward's place; score held-out answers by eval_function"
-                raise ValueError(f"{name} is given, and distillation has no reward: {why}")
+                raise ValueError(
+                    f"{name} is given, and distillation has no reward: the teachers take the reward's place; "
+                    "score held-out answers by eval_function")
         legal = self.variant in ("sampled", "top_k")
         require(legal, "variant", repr(self.variant), "be 'sampled' or 'top_k'")
         require(self.top_k >= 1, "top_k", self.top_k, "be at least 1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
@@ -13,6 +13,14 @@ from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
+from realhf.generation_settings import (
+    CacheOnUpdate,
+    CudaGraphs,
+    KvCacheGib,
+    MaxRows,
+    PrefillTokens,
+    WorkStealing,
+)
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
@@ -60,23 +68,12 @@ class OnPolicy(Experiment):
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
     minibatch_size: int | None = None  # Prompts of each optimizer step; give this or `minibatches`.
     epochs: int = 1  # Times that a step trains on its samples.
-    max_rows: int = Generate.max_rows
-    """Sequences that a rank decodes at once; the others wait for a free slot."""
-    kv_cache_gib: float | None = Generate.kv_cache_gib
-    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more
-    than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's."""
-    prefill_tokens: int = Generate.prefill_tokens
-    """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
-    work_stealing: bool = Generate.work_stealing
-    """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
-    timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
-    runs that must repeat bit for bit."""
-    cuda_graphs: bool = Generate.cuda_graphs
-    """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
-    cache_on_update: Literal["recompute", "keep"] = Generate.cache_on_update
-    """What happens to cached keys and values of unfinished answers when the weights change (see `rounds`).
-    `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
-    hold all unfinished answers at once, and prompts stay on their replica (no work stealing)."""
+    max_rows: MaxRows = Generate.max_rows
+    kv_cache_gib: KvCacheGib = Generate.kv_cache_gib
+    prefill_tokens: PrefillTokens = Generate.prefill_tokens
+    work_stealing: WorkStealing = Generate.work_stealing
+    cuda_graphs: CudaGraphs = Generate.cuda_graphs
+    cache_on_update: CacheOnUpdate = Generate.cache_on_update
     interruption: Interruption | None = None
     """Ends over-long thinking by a phrase that is inserted into the answer; None: nothing is inserted."""
     router_aux_loss_coef: float = 0.0
@@ -127,9 +124,9 @@ class OnPolicy(Experiment):
             return None
         limit = self.loss.max_age
         if limit == 0 and self.max_lag > 0 and self.overlaps:
-            lag = f"max_lag {self.max_lag} and rounds {self.num_rounds}"
-            why = f"with {lag}, tokens are at least 1 update old"
-            raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
+            raise ValueError(
+                f"loss.max_age is 0: with max_lag {self.max_lag} and rounds {self.num_rounds}, "
+                f"tokens are at least 1 update old; raise it, or set rounds to {self.max_lag + 1}")
         return AgeLimit(limit, self.loss.aged)
 
     def with_checked_ages(self, graph: DataflowGraph, *, ages_of: str = "advantages") -> DataflowGraph:
@@ -140,9 +137,9 @@ class OnPolicy(Experiment):
         if self.loss.max_age is not None and self.has_own_program:
             for part, calls in self.parts(graph).items():
                 if (ages_of in calls) != ("actor_train" in calls):
-                    rule = f"{ages_of!r} and 'actor_train' must be in one part"
-                    only = f"the part {part!r} has only one of them"
-                    raise ValueError(f"loss.max_age is {self.loss.max_age}: {rule}, and {only}")
+                    raise ValueError(
+                        f"loss.max_age is {self.loss.max_age}: {ages_of!r} and 'actor_train' must be in one "
+                        f"part, and the part {part!r} has only one of them")
         return graph
 
     def actor_forward(self) -> tuple[FunctionCall, ...]:

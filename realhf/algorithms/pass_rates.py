@@ -15,8 +15,8 @@ from realhf.calls import DECISION, KEEP, HostFunction
 from realhf.data.dataset import DATASET_ROW
 from realhf.field_types import check_types, require
 from realhf.graph import FunctionCall
-from realhf.part_executor import Samples
-from realhf.step_program import StepRunner
+from realhf.steps.part_executor import Samples
+from realhf.steps.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch

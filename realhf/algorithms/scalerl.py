@@ -21,8 +21,8 @@ from realhf.data.dataset import DATASET_ROW
 from realhf.experiment import Role, lagged_parts
 from realhf.field_types import require
 from realhf.graph import DataflowGraph
-from realhf.part_executor import Samples
-from realhf.step_program import StepRunner
+from realhf.steps.part_executor import Samples
+from realhf.steps.step_runner import StepRunner
 
 
 def scalerl_actor(model: str = "", **changes: Any) -> Role:

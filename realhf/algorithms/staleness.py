@@ -49,8 +49,9 @@ class AgeLimit:
             left_out_T = per_token(num_trained_tokens(mask.like(left_out_T.to(mask.values.dtype))) > 0, mask)
         left_out_N = left_out_T[is_response_T]
         if left_out_N.all():
-            what = f"loss.max_age is {self.max_age} and leaves no token of the step to train on"
-            raise UserError(f"{what}: ages are {age_N.min()} to {age_N.max()}; raise it, or lower max_lag")
+            raise UserError(
+                f"loss.max_age is {self.max_age} and leaves no token of the step to train on: "
+                f"ages are {age_N.min()} to {age_N.max()}; raise it, or lower max_lag")
         return left_out_T, metrics | {
             "staleness/left_out": left_out_N.double().mean().item(),
             UPDATES: age_N[~left_out_N].double().mean().item(),

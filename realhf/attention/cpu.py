@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, Sequences, nothing_attended
 from realhf.attention.reference import ReferenceAttention
-from realhf.half_units import needs_float32, widened
+from realhf.half_precision import needs_float32, widened
 
 _FEW_QUERIES = 4
 """Up to so many queries per head, torch's CPU kernel is faster in bfloat16 if each query is its own head."""

@@ -52,8 +52,9 @@ def read_shards(
     checkpoint = open_checkpoint(directory, spec)
     if checkpoint.further_layers and announce:
         layers = ", ".join(map(str, checkpoint.further_layers))
-        past = f"layers past num_hidden_layers {spec.config.num_layers} are left out: {layers}"
-        print(f"realhf: {directory}: {past}", file=sys.stderr)
+        print(
+            f"realhf: {directory}: layers past num_hidden_layers {spec.config.num_layers} are left out: "
+            f"{layers}", file=sys.stderr)
     embedding = next(param for param in spec.params if param.part == "embedding.weight").name
     copy = checkpoint.head_copy if embedding in shards else None
     _read_all(checkpoint.tensors, spec, shards, regions)

@@ -72,8 +72,9 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> ModelFiles:
     config = spec.config
     shapes = tensor_shapes(spec)
     if "quantization_config" in config.hf:
-        what = "the checkpoint is quantised: dequantise it, and take quantization_config out"
-        raise ValueError(f"{directory}/config.json says that {what}")
+        raise ValueError(
+            f"{directory}/config.json says that the checkpoint is quantised: dequantise it, "
+            "and take quantization_config out")
     tensors: dict[str, StoredTensor] = {}
     head_copy = None
     further = set[int]()
@@ -122,8 +123,9 @@ def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> Non
     if name == SCORE and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
         raise ValueError(f"{where} {tensor.shape[0]} rows: only reward models of num_labels 1 are supported")
     if tensor.dtype not in STORED_DTYPES:
-        legal = f"supported are {', '.join(STORED_DTYPES)}"
-        raise ValueError(f"{where} dtype {tensor.dtype}: {legal}; dequantise the checkpoint first")
+        raise ValueError(
+            f"{where} dtype {tensor.dtype}: supported are {', '.join(STORED_DTYPES)}; "
+            "dequantise the checkpoint first")
     if tensor.shape != shape:
         raise ValueError(f"{where} shape {tensor.shape}; the config says {shape}")
 

@@ -93,8 +93,8 @@ class Manifest:
                 check_types(manifest)
                 return manifest
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is no manifest of a checkpoint ({what})") from error
+            raise ValueError(
+                f"{path} is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
         raise ValueError(f"{path} has format {found!r}; this version of realhf reads {FORMAT}")
 
 

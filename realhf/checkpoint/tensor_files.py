@@ -96,8 +96,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
             if size < 8 + length:
-                what = f"its header ends at byte {8 + length}, the file at {size}"
-                raise ValueError(f"{path} is truncated: {what}")
+                raise ValueError(
+                    f"{path} is truncated: its header ends at byte {8 + length}, the file at {size}")
             text = file.read(length)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
@@ -113,8 +113,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     stop = begin
     for name, tensor in tensors.items():
         if tensor.start != stop:
-            at = f"byte {tensor.start}, not at {stop}"
-            raise ValueError(f"{path} is corrupt: tensor {name} starts at {at}")
+            raise ValueError(f"{path} is corrupt: tensor {name} starts at byte {tensor.start}, not at {stop}")
         stop += tensor.num_bytes
     if stop != size:
         kind = "truncated" if stop > size else "corrupt"
@@ -132,11 +131,11 @@ def _stored_tensor(path: Path, name: str, fields: Any, begin: int) -> StoredTens
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error
     if dtype not in _BITS:
-        legal = f"supported are {', '.join(STORED_DTYPES)}"
-        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: {legal}")
+        raise ValueError(
+            f"{path}: tensor {name} has dtype {dtype!r}: supported are {', '.join(STORED_DTYPES)}")
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
-        what = f"{dtype} of shape {tuple(shape)}"
-        raise ValueError(f"{path} is corrupt: tensor {name}, {what}, has {stop - start} bytes")
+        raise ValueError(
+            f"{path} is corrupt: tensor {name}, {dtype} of shape {tuple(shape)}, has {stop - start} bytes")
     return StoredTensor(path, dtype, tuple(shape), begin + start)
 
 

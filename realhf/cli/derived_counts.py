@@ -11,8 +11,8 @@ from realhf.layout import even_split
 from realhf.learning_rates import learning_rate
 from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.resolved_roles import optimizer_steps
-from realhf.runtime.actions import adapters_of, parameter_specs
-from realhf.runtime.program import Program
+from realhf.runtime.compile.actions import adapters_of, parameter_specs
+from realhf.runtime.compile.program import Program
 from realhf.units import format_bytes
 
 

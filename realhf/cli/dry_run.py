@@ -13,8 +13,8 @@ from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.reward import column_key
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.program import Program
-from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
 
 _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""

@@ -33,8 +33,8 @@ from realhf.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name
 from realhf.rewards.reward import Reward
-from realhf.runtime.program import Program, compile_evaluation
-from realhf.runtime.run_directory import check_run_directory, new_run_directory
+from realhf.runtime.compile.program import Program, compile_evaluation
+from realhf.runtime.records.run_directory import check_run_directory, new_run_directory
 
 HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
@@ -129,9 +129,9 @@ def _check_out(out: Path) -> None:
 def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
     """Return the experiment of a file, with overrides and with the model to evaluate."""
     if given := [name for name in _OF_MODEL if getattr(options, name) is not None]:
-        option = f"--{given[0].replace('_', '-')}"
-        what = f"{option} is for a model: an experiment has its own eval_dataset"
-        raise UserError(f"{what}; change its fields by overrides such as --eval-dataset.path")
+        raise UserError(
+            f"--{given[0].replace('_', '-')} is for a model: an experiment has its own eval_dataset; "
+            "change its fields by overrides such as --eval-dataset.path")
     experiment = override(load_experiment(options.target), words)
     if options.seed is not None:
         experiment.seed = options.seed
@@ -239,9 +239,9 @@ def _say(found: _FromModel, options: Namespace) -> None:
         if config.makes_chats or not isinstance((first_row(config) or {}).get(config.prompt_key), str):
             continue
         if has_chat_template(Path(found.experiment.tokenizer_dir())):
-            what = f"the prompts of {config.path} are text, to which it is not applied"
-            mend = "--chat makes chats of them, --no-chat leaves them"
-            warn(f"{options.target} has a chat template, and {what}: {mend}")
+            warn(
+                f"{options.target} has a chat template, and the prompts of {config.path} are text, "
+                "to which it is not applied: --chat makes chats of them, --no-chat leaves them")
             return
 
 

@@ -19,7 +19,7 @@ from realhf.experiment import Experiment
 from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
-from realhf.runtime.program import Program, compile_program
+from realhf.runtime.compile.program import Program, compile_program
 from realhf.shipped import find_experiment
 
 
@@ -94,8 +94,8 @@ def load_experiment(name: str) -> Experiment:
         raise UserError(f"experiment {name}{_line(error, path)}: {what}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
-        must = "it must define `experiment`, an Experiment such as realhf.GRPO(...)"
-        raise UserError(f"experiment {name}: {must}")
+        raise UserError(
+            f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)")
     with naming(name):
         check_types(experiment)
     return experiment
@@ -155,5 +155,6 @@ def compile_experiment(
     except Exception as error:
         if user_line(error) is None:
             raise
-        where = f"experiment {options.experiment}{_line(error, Path(options.experiment))}"
-        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"experiment {options.experiment}{_line(error, Path(options.experiment))}: "
+            f"{type(error).__name__}: {error}") from error

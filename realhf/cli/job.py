@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.planner.problem import Problem
-from realhf.runtime.program import Program
+from realhf.runtime.compile.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 """Environment variable of workers that our own launcher has started."""

@@ -71,6 +71,6 @@ def _require_loopback() -> None:
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        what = f"local workers meet on a free TCP port of localhost, and none can be opened ({reason})"
-        mend = "set up the loopback interface (ip link set lo up) or run one process (--nproc 1)"
-        raise UserError(f"{what}: {mend}") from error
+        raise UserError(
+            f"local workers meet on a free TCP port of localhost, and none can be opened ({reason}): "
+            "set up the loopback interface (ip link set lo up) or run one process (--nproc 1)") from error

@@ -5,7 +5,7 @@ from realhf.cli.planning_problem import problem_of
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.planner.memory_account import MemoryAccount
-from realhf.runtime.program import PredictedMemory, Program
+from realhf.runtime.compile.program import PredictedMemory, Program
 
 
 def predict_memory(

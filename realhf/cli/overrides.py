@@ -16,7 +16,7 @@ import tyro
 
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.other_names import Ours, ours
+from realhf.other_libraries import Ours, ours
 from realhf.suggest import near_options
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}

@@ -198,8 +198,9 @@ def _as_measured(measured: Cluster, name: str, *, num_hosts: int, nproc: int | N
     per_host = nproc or measured.devices_per_host
     here = "cuda" if _gpus() else "cpu"
     if measured.device_type != here:
-        what = f"it was measured on {measured.device_type} devices, this machine has {here} devices"
-        raise UserError(f"--profile {name}: {what}")
+        raise UserError(
+            f"--profile {name}: it was measured on {measured.device_type} devices, "
+            f"this machine has {here} devices")
     mend = "or name a cluster file that says how fast it is (--cluster)"
     if num_hosts > 1 and measured.inter_host is None:
         why = f"measured on one host, it knows no link between the {num_hosts} hosts of this run"

@@ -67,8 +67,9 @@ def _wait(store: dist.Store, board: FailureBoard, *, search_seconds: float, limi
             _end(f"rank {rank} has waited {limit:.0f} s for the plan, and rank 0 has not sent it")
         if speaks and waited > _QUIET_SECONDS:
             speaks = False
-            what = f"waits for the plan, for which rank 0 searches at most {search_seconds:.0f} s"
-            print(f"realhf: rank {rank} {what}", file=sys.stderr, flush=True)
+            print(
+                f"realhf: rank {rank} waits for the plan, "
+                f"for which rank 0 searches at most {search_seconds:.0f} s", file=sys.stderr, flush=True)
         time.sleep(min(1.0, 0.05 + waited / 10))
 
 

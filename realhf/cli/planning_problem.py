@@ -19,7 +19,7 @@ from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.scoring_time import ScoringTime
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.dry_trace import checked_parts
+from realhf.runtime.compile.step_trial import checked_parts
 from realhf.transformers_config import TransformersConfig
 
 _GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")
@@ -104,8 +104,8 @@ def model_role(name: str, role: Role) -> ModelRole:
     """Return a role as the planner sees it. Raises ValueError if it cannot be planned."""
     config = role.config()
     if isinstance(config, TransformersConfig) and config.unplannable:
-        why = f"cannot be planned: {config.unplannable}; write the plan by hand"
-        raise ValueError(f"{name}.model {role.model} {why}")
+        raise ValueError(
+            f"{name}.model {role.model} cannot be planned: {config.unplannable}; write the plan by hand")
     try:
         dtype = role.weights_dtype
         if (lora := role.resolved_lora()) is not None:

@@ -64,6 +64,7 @@ def _layout(options: Namespace, name: str, config: ModelConfig, cluster: Cluster
         layout = Layout.parse(getattr(options, name))
         config.check_layout(layout)
         if cluster is not None and max(layout.ranks) >= cluster.num_devices:
-            devices = f"which has {cluster.num_devices} devices"
-            raise ValueError(f"rank {max(layout.ranks)} is not in cluster {options.cluster}, {devices}")
+            raise ValueError(
+                f"rank {max(layout.ranks)} is not in cluster {options.cluster}, "
+                f"which has {cluster.num_devices} devices")
     return layout

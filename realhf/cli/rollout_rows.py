@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import UserError
-from realhf.runtime.rollout_file import ROLLOUTS
+from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.suggest import did_you_mean
 
 Row = dict[str, Any]
@@ -61,9 +61,10 @@ def parse_conditions(text: str) -> list[Condition]:
         quoted = None if match is None else _QUOTED.fullmatch(match[3])
         number = None if match is None or quoted or not _NUMBER.fullmatch(match[3]) else float(match[3])
         if match is None or (number is None and match[2] not in _EQUALS):
-            legal = "a field, one of < <= > >= = !=, and a number, such as score<0.5; several with commas"
-            what = f"{part.strip()!r} is no condition: legal are {legal}; a text with = or !="
-            raise UserError(f"--where {text!r}: {what}")
+            raise UserError(
+                f"--where {text!r}: {part.strip()!r} is no condition: legal are a field, "
+                "one of < <= > >= = !=, and a number, such as score<0.5; several with commas; "
+                "a text with = or !=")
         words = match[3] if quoted is None else quoted[1] or quoted[2] or ""
         conditions.append(Condition(match[1], match[2], words, number))
     return conditions

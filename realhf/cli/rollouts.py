@@ -139,8 +139,8 @@ def _one_prompt(rows: Sequence[Row], wanted: str) -> list[Row]:
     prompts = {(row.get("set"), row.get("dataset_row"), prompt_text(row)): row for row in found}
     if len(prompts) > 1:
         named = [f"{row.get('dataset_row')} ({excerpt(last_message(row), 40)})" for row in prompts.values()]
-        which = f"name one by its row: {_named(named)}"
-        raise UserError(f"--story {wanted}: {len(prompts)} prompts have it: {which}")
+        raise UserError(
+            f"--story {wanted}: {len(prompts)} prompts have it: name one by its row: {_named(named)}")
     return found
 
 

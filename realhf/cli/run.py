@@ -15,13 +15,13 @@ from realhf.cli.memory_prediction import predict_memory
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
-from realhf.runtime.run_directory import (
+from realhf.runtime.records.run_directory import (
     check_run_directory,
     find_restarted,
     find_resumption,
     new_run_directory,
 )
-from realhf.runtime.trackers import tracker_names
+from realhf.runtime.records.trackers import tracker_names
 
 HELP = "train on local workers, or as one worker under torchrun"
 EXAMPLES = (
@@ -57,16 +57,17 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     track = tracker_names(options.track)
     in_worker = is_worker()
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
-        why = "under torchrun the number of workers comes from torchrun, leave it out"
-        raise UserError(f"--nproc {options.nproc}: {why}")
+        raise UserError(
+            f"--nproc {options.nproc}: under torchrun the number of workers comes from torchrun, "
+            "leave it out")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
     if options.resume is not None:
         out = _resumed_directory(options, name, out)
     program, num_ranks = compile_experiment(experiment, options)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
-        legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
-        raise UserError(f"--timeout {options.timeout:g}: {legal}")
+        raise UserError(
+            f"--timeout {options.timeout:g}: it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds")
     if options.restarts < 0:
         raise UserError(f"--restarts {options.restarts}: it must not be negative")
     is_new = options.resume is None and out is not None and find_restarted(out) is None

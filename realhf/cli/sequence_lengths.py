@@ -8,7 +8,7 @@ from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Expected, Experiment
 from realhf.field_types import require
 from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
-from realhf.runtime.rollout_file import ROLLOUTS
+from realhf.runtime.records.rollout_file import ROLLOUTS
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
 _ANSWERS = 5000  # The newest answers of a run whose lengths are read.

@@ -41,8 +41,9 @@ def tiny_model(data: str, *, template: str, files: Mapping[str, str]) -> TinyMod
         raise UserError(f"--data{str(error).removeprefix('dataset').removeprefix('.path')}") from error
     for column in _COLUMNS.get(template, ("prompt",)):
         if lacking := [number for number, row in enumerate(rows, start=1) if column not in row]:
-            there = f"row {lacking[0]} has {', '.join(rows[lacking[0] - 1])}"
-            raise UserError(f"--data {data}: --template {template} reads a column {column!r}, and {there}")
+            raise UserError(
+                f"--data {data}: --template {template} reads a column {column!r}, "
+                f"and row {lacking[0]} has {', '.join(rows[lacking[0] - 1])}")
     texts = [[_text(row[column]) for column in ("prompt", *_ANSWERS) if column in row] for row in rows]
     longest = max(sum(map(len, row)) for row in texts)
     answers = [len(_text(row[column])) for row in rows for column in _ANSWERS if column in row]

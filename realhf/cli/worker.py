@@ -25,11 +25,11 @@ from realhf.dist.heartbeat import SILENCE_SECONDS, Heartbeat
 from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.agreement import require_equal_programs
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
-from realhf.runtime.determinism import record_surroundings, repeat_exactly
+from realhf.runtime.compile.equal_programs import require_equal_programs
 from realhf.runtime.evaluate_only import evaluate as run_evaluations
-from realhf.runtime.run_directory import (
+from realhf.runtime.execute.determinism import record_surroundings, repeat_exactly
+from realhf.runtime.records.run_directory import (
     RunDirectory,
     find_restarted,
     find_resumption,

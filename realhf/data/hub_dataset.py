@@ -124,8 +124,9 @@ def _parts(path: str, split: str, prepared: HubDataset) -> list[tuple[str, int, 
         return [(part.splitname, part.from_, part.to) for part in parts]
     except (ValueError, AssertionError, KeyError) as error:
         names = list(prepared.splits)
-        legal = f"it must be one of {', '.join(names)}, or a part such as {names[0]}[:100]"
-        raise UserError(f"{path!r}: split is {split!r}: {legal}") from error
+        raise UserError(
+            f"{path!r}: split is {split!r}: it must be one of {', '.join(names)}, "
+            f"or a part such as {names[0]}[:100]") from error
 
 
 def _rows(path: str, split: str, files: tuple[str, ...], num_rows: int, start: int, stop: int) -> ArrowFile:

@@ -13,6 +13,7 @@ from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, Samples, TokenizedRows
 from realhf.errors import UserError
+from realhf.sample_ids import samples_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,10 +102,9 @@ def _to_batch(
 ) -> Batch:
     """Return prompts of the run, each `group_size` times, as a batch."""
     rows = [some[k % len(some)] for some in samples for k in range(group_size)]
-    ids = [prompt * group_size + i for prompt in prompts for i in range(group_size)]
     fields: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
     for key in fields.keys() & _DTYPES.keys():
         dtype = _DTYPES[key]
         sequences = [torch.tensor(value, dtype=dtype) for value in fields[key]]
         fields[key] = Packed.of(sequences, empty=torch.zeros(0, dtype=dtype))
-    return Batch(ids, fields)
+    return Batch(samples_of(prompts, group_size), fields)

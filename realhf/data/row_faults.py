@@ -6,47 +6,47 @@ from typing import Any
 _CHAT = "a list of chat messages such as [{\"role\": \"user\", \"content\": \"...\"}]"
 
 
-def fault_of(value: Any, *, prompt: Any = None) -> str | None:
-    """Return in words the fault of a prompt, or of a completion of `prompt`; None if there is none."""
+def fault_of(column: str, value: Any, *, prompt: Any = None) -> str | None:
+    """Return a sentence if a prompt, or a completion of `prompt`, cannot be used, else None."""
     if isinstance(value, str):
-        return _text_fault(value)
+        return _text_fault(column, value)
     if not isinstance(value, list):
-        return f"is {_shown(value)}: it must be text, or {_CHAT}"
+        return f"{column} is {_shown(value)}: it must be text, or {_CHAT}"
     if isinstance(prompt, str):
-        return "is a list of chat messages, but the prompt is text: both must be messages"
-    return _chat_fault(value)
+        return f"{column} is a list of chat messages, but the prompt is text: both must be messages"
+    return _chat_fault(column, value)
 
 
-def tools_fault(value: Any) -> str | None:
-    """Return in words the fault of a row's tools, which are JSON schemas; None if there is none."""
+def tools_fault(column: str, value: Any) -> str | None:
+    """Return a sentence if a row's tools are no JSON schemas, else None."""
     if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         return None
-    return f"is {_shown(value)}: it must be null, or a list of JSON schemas"
+    return f"{column} is {_shown(value)}: it must be null, or a list of JSON schemas"
 
 
-def _text_fault(text: str) -> str | None:
+def _text_fault(column: str, text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"has half of a character at position {error.start}: no text has a lone surrogate"
+        return f"{column} has half of a character at position {error.start}: no text has a lone surrogate"
     return None
 
 
-def _chat_fault(messages: list[Any]) -> str | None:
+def _chat_fault(column: str, messages: list[Any]) -> str | None:
     if not messages:
-        return f"is an empty list: it must be text, or {_CHAT}"
+        return f"{column} is an empty list: it must be text, or {_CHAT}"
     for message in messages:
         if not isinstance(message, dict):
-            return f"has the message {_shown(message)}: it must be {_CHAT}"
+            return f"{column} has the message {_shown(message)}: it must be {_CHAT}"
         if not isinstance(message.get("role"), str):
             hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
             found = ", ".join(message) or "nothing"
-            return f"has a message with {found}: it must have role and content{hint}"
+            return f"{column} has a message with {found}: it must have role and content{hint}"
         content = message.get("content")
-        if isinstance(content, str) and (fault := _text_fault(content)):
+        if isinstance(content, str) and (fault := _text_fault(column, content)):
             return fault
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            return f"has a message whose content is {_shown(content)}: it must be text"
+            return f"{column} has a message whose content is {_shown(content)}: it must be text"
     return None
 
 

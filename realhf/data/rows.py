@@ -133,15 +133,16 @@ class Rows:
         if not self._columns:
             return None
         prompt = row[config.prompt_key]
-        if fault := fault_of(prompt):
-            return f"{config.prompt_key} {fault}"
+        if fault := fault_of(config.prompt_key, prompt):
+            return fault
         for column in self._completions:
-            if fault := fault_of(row[column], prompt=None if config.makes_chats else prompt):
-                return f"{column} {fault}"
+            beside = None if config.makes_chats else prompt
+            if fault := fault_of(column, row[column], prompt=beside):
+                return fault
         if len({isinstance(row[column], str) for column in self._completions}) > 1:
             return f"of {' and '.join(self._completions)}, one is text and one a list of messages"
-        if config.tools_key is not None and (fault := tools_fault(row[config.tools_key])):
-            return f"{config.tools_key} {fault}"
+        if (key := config.tools_key) is not None and (fault := tools_fault(key, row[key])):
+            return fault
         return next(filter(None, (find(row) for find in self._row_faults)), None)
 
 
@@ -189,8 +190,9 @@ def mapped(
     except Exception as error:
         raise UserError(f"{place()}: {name} failed with {described(error)}") from error
     if made is not None and (not isinstance(made, Mapping) or any(not isinstance(k, str) for k in made)):
-        rule = "it must return a dict of columns, or None to leave the row out"
-        raise UserError(f"{place()}: {name} returned {type(made).__name__}: {rule}")
+        raise UserError(
+            f"{place()}: {name} returned {type(made).__name__}: "
+            "it must return a dict of columns, or None to leave the row out")
     return None if made is None else {**row, **made}
 
 

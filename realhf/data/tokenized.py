@@ -105,8 +105,8 @@ class TokenizedRows:
             if samples := self._tokenize(number):
                 self._check_limit(number, samples)
                 return samples
-        what = f"{_NUM_SKIPPED} rows in succession are left out"
-        raise UserError(f"{self._file.place(index)}: from this row on, {what}")
+        raise UserError(
+            f"{self._file.place(index)}: from this row on, {_NUM_SKIPPED} rows in succession are left out")
 
     def require_at_most(self, limit: int, reason: str) -> None:
         """Raise UserError if a whole sequence has more tokens; `reason` follows in the sentence.
@@ -123,8 +123,8 @@ class TokenizedRows:
         limit, reason = self._limit
         longest = max(len(sample["sequence_ids"]) for sample in samples)
         if longest > limit:
-            has = f"prompt and completion have {longest} tokens"
-            raise UserError(f"{self._file.place(number)}: {has}, and {reason}")
+            raise UserError(
+                f"{self._file.place(number)}: prompt and completion have {longest} tokens, and {reason}")
 
     def unknown(self) -> list[int]:
         """Return the indices of the rows with text that the tokenizer does not know."""
@@ -176,8 +176,9 @@ class TokenizedRows:
             raise
         except Exception as error:  # A chat template may raise any exception.
             how = "text" if isinstance(prompt, str) and not self.config.makes_chats else "chat"
-            what = f"the tokenizer refuses the {how}: {type(error).__name__}: {error}"
-            raise UserError(f"{self._file.place(number)}: {what}") from error
+            raise UserError(
+                f"{self._file.place(number)}: the tokenizer refuses the {how}: "
+                f"{type(error).__name__}: {error}") from error
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
         columns |= {"prompt": prompt, DATASET_ROW: self._first_row + number}
         return tuple(columns | sample for sample in made) if made is not None else None
@@ -205,8 +206,8 @@ class TokenizedRows:
         for i, column in enumerate(columns):
             whole, given = self._with_completion(prompt, ids, row[column], tools)
             if given == len(whole):
-                what = f"the chat template writes nothing for the {column}"
-                raise UserError(f"{self._file.place(number)}: {what}")
+                raise UserError(
+                    f"{self._file.place(number)}: the chat template writes nothing for the {column}")
             is_unlike |= given < len(ids)
             learned = self._cut_completion(whole[given:], column, number)
             if learned is None:
@@ -227,8 +228,9 @@ class TokenizedRows:
         if len(ids) <= limit:
             return ids
         if how == "error":
-            what = f"the prompt has {len(ids)} tokens, and max_prompt_tokens is {limit}"
-            raise UserError(f"{self._file.place(number)}: {what} (too_long is error)")
+            raise UserError(
+                f"{self._file.place(number)}: the prompt has {len(ids)} tokens, "
+                f"and max_prompt_tokens is {limit} (too_long is error)")
         if how == "drop":
             self.num_too_long += 1
             return None
@@ -242,8 +244,9 @@ class TokenizedRows:
         if limit is None or len(ids) <= limit:
             return ids
         if how == "error":
-            what = f"the {column} has {len(ids)} tokens, and max_completion_tokens is {limit}"
-            raise UserError(f"{self._file.place(number)}: {what} (completion_too_long is error)")
+            raise UserError(
+                f"{self._file.place(number)}: the {column} has {len(ids)} tokens, "
+                f"and max_completion_tokens is {limit} (completion_too_long is error)")
         if how == "drop":
             self.num_long_completions += 1
             return None

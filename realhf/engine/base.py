@@ -19,10 +19,10 @@ from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimits
 from realhf.inference.rounds import Round
-from realhf.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards
+from realhf.sample_ids import groups_of
 
 Outputs = dict[str, torch.Tensor]
 

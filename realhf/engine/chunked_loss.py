@@ -9,9 +9,9 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.dist.autograd import sum_over_group
 from realhf.engine.hf_module import TransformersModel
-from realhf.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
+from realhf.sample_ids import groups_of
 
 
 def compute_outputs(

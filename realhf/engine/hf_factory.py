@@ -114,8 +114,8 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
             logging.set_verbosity(verbosity)
     if wrong := sorted(info["mismatched_keys"]):
         name, there, here = wrong[0]
-        what = f"tensor {name} has shape {tuple(there)}"
-        raise ValueError(f"{directory}: {what}; the config says {tuple(here)}")
+        raise ValueError(
+            f"{directory}: tensor {name} has shape {tuple(there)}; the config says {tuple(here)}")
     missing = sorted(n for n in info["missing_keys"] if config.head == "lm" or not n.startswith("score."))
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -141,8 +141,9 @@ def _build(config: TransformersConfig, *, dtype: Any) -> Any:
         dtype = dtype or import_module("torch").float32
         return auto.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        what = f"transformers makes no {config.head} model of a {config.family} config"
-        raise ValueError(f"{what}: {_line(error)}") from error
+        raise ValueError(
+            f"transformers makes no {config.head} model of a {config.family} config: "
+            f"{_line(error)}") from error
 
 
 def _hf_config(config: TransformersConfig) -> Any:

@@ -80,8 +80,9 @@ def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
     found = {}
     for name, one in sets.items():
         if isinstance(given, Mapping) and not _NAME.fullmatch(name):
-            legal = "letters, digits, '.', '_' and '-', and begin with a letter or a digit"
-            raise ValueError(f"eval_dataset has a set named {name!r}: a name must have {legal}")
+            raise ValueError(
+                f"eval_dataset has a set named {name!r}: a name must have letters, digits, '.', '_' and '-', "
+                "and begin with a letter or a digit")
         evaluation = one if isinstance(one, Evaluation) else Evaluation(one)
         check_types(evaluation.dataset, f"{set_field(name)}.")
         found[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
-from realhf.half_units import needs_float32
+from realhf.half_precision import needs_float32
 from realhf.region import row_blocks
 
 

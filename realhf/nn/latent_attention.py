@@ -14,7 +14,7 @@ from realhf.attention.choose import attention_backend
 from realhf.attention.interface import AttentionKind
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
-from realhf.half_units import widened
+from realhf.half_precision import widened
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, attend_in_parts
 from realhf.nn.lora import Adapted, adapted_linear

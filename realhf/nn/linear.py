@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.chunk_sizes import SMALL_PRODUCT
-from realhf.half_units import widened
+from realhf.half_precision import widened
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
-from realhf.half_units import needs_float32
+from realhf.half_precision import needs_float32
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.nn.linear import linear

@@ -16,7 +16,7 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group, exchange_rows, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
-from realhf.half_units import widened
+from realhf.half_precision import widened
 from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation

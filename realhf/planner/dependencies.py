@@ -79,8 +79,8 @@ def arrivals(
     """Return for each copy of trained weights how long after training it is complete.
 
     A rank makes its copies one after the other. If replicas share the optimizer, a copy that an earlier one
-    covers costs nothing (runtime/actions.py); otherwise the home is complete at once. A layout that is None
-    is not decided: that copy and later ones count 0 seconds, which is less than they take.
+    covers costs nothing (runtime/compile/actions.py); otherwise the home is complete at once. A layout that
+    is None is not decided: that copy and later ones count 0 seconds, which is less than they take.
     """
     role = problem.model_role(trainer)
     done: dict[tuple[str | None, ContiguousLayout], float] = {}

@@ -5,8 +5,8 @@ when its bounds (`memory_bounds.py`) do not decide whether a plan fits.
 
 A rank always holds the parameters of the roles whose home it is part of, with the optimizer of trained ones
 unless it is offloaded, copies of the roles that it runs in other layouts, and its communicators. Equal shards
-of frozen weights from one source count once (`runtime/engine_store.py`). A rank runs one call at a time, so
-only the largest call is added. Gradients exist during train steps only.
+of frozen weights from one source count once (`runtime/weights/engine_store.py`). A rank runs one call at a
+time, so only the largest call is added. Gradients exist during train steps only.
 
 Arrays have one entry per rank of the cluster.
 """

@@ -22,7 +22,7 @@ from realhf.profiling.clock import Clock, nothing
 from realhf.profiling.memory import device_bytes
 from realhf.profiling.sizes import Sizes
 from realhf.realloc.execute import Reallocator
-from realhf.runtime.exchange import Exchange, Routing, Source
+from realhf.runtime.samples.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = (SAMPLE_BYTES - 8) // 4  # Besides the ids.

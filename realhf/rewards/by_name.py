@@ -24,8 +24,9 @@ def reward_by_name(name: str, *, answer_key: str) -> Any:
     if path.endswith(".py"):
         return _from_file(Path(path), function)
     if name not in SHIPPED:
-        legal = f"legal are {', '.join(SHIPPED)} and FILE.py:FUNCTION"
-        raise UserError(f"--reward {name!r}{did_you_mean(name, list(SHIPPED))}: {legal}")
+        raise UserError(
+            f"--reward {name!r}{did_you_mean(name, list(SHIPPED))}: "
+            f"legal are {', '.join(SHIPPED)} and FILE.py:FUNCTION")
     return SHIPPED[name](answer_key)
 
 

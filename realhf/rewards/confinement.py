@@ -81,8 +81,8 @@ def confine(
     machine = platform.machine()
     numbers = system_calls(machine)
     if platform.system() != "Linux" or numbers is None:
-        this = f"{platform.system()} on {machine}"
-        raise Unprotected(f"it needs Linux on x86_64 or aarch64, and this is {this}")
+        raise Unprotected(
+            f"it needs Linux on x86_64 or aarch64, and this is {platform.system()} on {machine}")
     abi = _landlock_version() if landlock else 0
     try:
         is_hidden = _drop_rights() or abi > 0

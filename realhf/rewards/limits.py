@@ -23,7 +23,8 @@ class RewardLimits:
     def __post_init__(self) -> None:
         check_types(self, "reward_limits.")
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            what = f"reward_limits.timeout_seconds is {self.timeout_seconds}"
-            raise ValueError(f"{what}: it must be above 0, or None for no limit")
+            raise ValueError(
+                f"reward_limits.timeout_seconds is {self.timeout_seconds}: "
+                "it must be above 0, or None for no limit")
         if self.retries < 0:
             raise ValueError(f"reward_limits.retries is {self.retries}: it must not be negative")

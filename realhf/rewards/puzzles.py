@@ -65,8 +65,9 @@ class ReasoningGym:
         """Return the name of an entry's dataset. Raises UserError."""
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(name, str):
-            what = f"column {self.metadata_key!r} has {str(metadata)[:80]!r}"
-            raise UserError(f"ReasoningGym: {what}: it must be an object with a source_dataset")
+            raise UserError(
+                f"ReasoningGym: column {self.metadata_key!r} has {str(metadata)[:80]!r}: "
+                "it must be an object with a source_dataset")
         return name
 
 

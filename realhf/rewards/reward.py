@@ -83,11 +83,12 @@ def rewards_of(given: RewardFunctions) -> tuple[Reward, ...]:
     labels = [reward.label for reward in rewards]
     for label, count in Counter(labels).items():
         if count > 1:
-            rule = "give them names by Reward(f, name=...)"
-            raise UserError(f"{count} reward functions are named {label!r}: {rule}")
+            raise UserError(
+                f"{count} reward functions are named {label!r}: give them names by Reward(f, name=...)")
         if label in _METRICS:
-            taken = f"metrics reward/{label} are those of all rewards together"
-            raise UserError(f"a reward function is named {label!r}: {taken}; use Reward(f, name=...)")
+            raise UserError(
+                f"a reward function is named {label!r}: metrics reward/{label} are those of all rewards "
+                "together; use Reward(f, name=...)")
     return rewards
 
 
@@ -137,8 +138,7 @@ def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
         raise UserError(
             f"reward function {name}: {positional[0]} is positional only, and all are passed by name")
     if not takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
-        lacks = "has no parameter `completions` or `completion_ids`"
-        raise UserError(f"reward function {name} {lacks}: {_FORM}")
+        raise UserError(f"reward function {name} has no parameter `completions` or `completion_ids`: {_FORM}")
     return parameters
 
 

@@ -94,8 +94,9 @@ class Sandbox:
             unprotected = self._run(job, stdin, protected=False)
             if isinstance(unprotected, Execution):
                 return unprotected
-        rule = "set Sandbox.allow_unprotected only for code that you trust"
-        raise UserError(f"the sandbox cannot protect this machine: {execution}; {rule}")
+        raise UserError(
+            f"the sandbox cannot protect this machine: {execution}; "
+            "set Sandbox.allow_unprotected only for code that you trust")
 
     def _run(self, job: dict[str, Any], stdin: str, *, protected: bool) -> Execution | str:
         """Run a job; return what is missing if there is no protection."""

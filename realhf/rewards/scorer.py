@@ -194,8 +194,9 @@ class Scorer:
         """Return the values of a call with what it has logged."""
         for column, given in log.extra.items():
             if len(given) != len(values):
-                what = f"passed {len(given)} values to log_extra({column!r})"
-                raise UserError(f"reward function {self.name} {what} for {len(values)} samples")
+                raise UserError(
+                    f"reward function {self.name} passed {len(given)} values to log_extra({column!r}) for "
+                    f"{len(values)} samples")
         means = {name: sum(all_values) / len(all_values) for name, all_values in log.metrics.items()}
         extra = [{column: given[i] for column, given in log.extra.items()} for i in range(len(values))]
         return Scored(values, [means for _ in values], extra)
@@ -211,16 +212,17 @@ class Scorer:
         if is_list and len(scores) == len(ids):
             return
         returned = f"{len(scores)} values" if is_list else type(scores).__name__
-        samples = f"{len(ids)} samples ({ids[0]} to {ids[-1]})"
-        rule = "it must return a list with one number per completion"
-        raise UserError(f"reward function {self.name} returned {returned} for {samples}: {rule}")
+        raise UserError(
+            f"reward function {self.name} returned {returned} for {len(ids)} samples ({ids[0]} to "
+            f"{ids[-1]}): it must return a list with one number per completion")
 
     def _check_finite(self, scores: Sequence[Any], answers: Answers) -> None:
         """Raise UserError that names the first sample whose score is neither None nor a finite number."""
         for i, score in enumerate(scores):
             if score is not None and not _is_finite(score):
-                returned = f"returned {score!r} for {_sample_words(answers, i)}"
-                raise UserError(f"reward function {self.name} {returned}: it must be a finite number")
+                raise UserError(
+                    f"reward function {self.name} returned {score!r} for {_sample_words(answers, i)}: "
+                    "it must be a finite number")
 
     def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
         """Return the scores, NaN for each that is neither None nor a finite number; warn the first time."""

@@ -133,8 +133,7 @@ class RewardCall:
             self._has_warned_of_none = True
             samples = f"{len(none)} of {len(ids)} samples (sample {none[0]} first)"
             if len(self._scorers) == 1:
-                who = f"reward function {self._scorers[0].name} returned None"
-                warn(f"{who} for {samples}: None counts as 0")
+                warn(f"reward function {self._scorers[0].name} returned None for {samples}: None counts as 0")
             else:
                 warn(f"all reward functions returned None for {samples}: the score is 0")
 

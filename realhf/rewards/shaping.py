@@ -177,8 +177,7 @@ def name_of(shaping: Any) -> str:
 def check_shaping(field: str, shaping: Any, *, needs: str = "") -> None:
     """Raise ValueError unless the value of a field is an object that can be called, with this attribute."""
     if isinstance(shaping, type):
-        made = f"{shaping.__name__}(...)"
-        raise ValueError(f"{field} is the class {shaping.__name__}: give an object, {made}")
+        raise ValueError(f"{field} is the class {shaping.__name__}: give an object, {shaping.__name__}(...)")
     if not callable(shaping) or (needs and not hasattr(shaping, needs)):
         rule = f"a function with the attribute {needs!r}" if needs else "a function"
         raise ValueError(f"{field} is {shaping!r}: it must be {rule}")

@@ -26,13 +26,13 @@ from realhf.dist.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.realloc.pieces import Piece
 from realhf.region import Region
-from realhf.runtime.actions import role_of
-from realhf.runtime.home_state import HomeState
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import Program
-from realhf.runtime.sample_store import SampleStore
-from realhf.step_program import StepRunner
+from realhf.runtime.compile.actions import role_of
+from realhf.runtime.compile.program import Program
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.samples.sample_store import SampleStore
+from realhf.runtime.weights.home_state import HomeState
+from realhf.runtime.weights.model_store import ModelStore
+from realhf.steps.step_runner import StepRunner
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"
@@ -76,8 +76,9 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
             why = one_line(faults[0])
             warn(f"checkpoint {path} is not used: {why}")
     if paths:
-        what = f"{Path(paths[0]).parent} has no undamaged checkpoint"
-        raise UserError(f"{what}: restore the files, or remove its checkpoints to begin anew")
+        raise UserError(
+            f"{Path(paths[0]).parent} has no undamaged checkpoint: "
+            "restore the files, or remove its checkpoints to begin anew")
     return None
 
 
@@ -136,8 +137,9 @@ class Checkpointer:
         if self._world.rank == 0:
             trial.rmdir()
             if blind:
-                what = f"rank {blind[0]} does not see {self._directory}, so there are no checkpoints"
-                warn(f"{what}: put --out on a disk that all hosts share")
+                warn(
+                    f"rank {blind[0]} does not see {self._directory}, so there are no checkpoints: "
+                    "put --out on a disk that all hosts share")
         return not blind
 
     def is_due(self, step: int) -> bool:
@@ -335,8 +337,9 @@ def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
     names = sorted(state.name for state in states)
     if names != sorted(checkpoint.manifest.sets):
         have = ", ".join(sorted(checkpoint.manifest.sets))
-        what = f"holds the trained parameters of {have}; the experiment trains {', '.join(names)}"
-        raise UserError(f"checkpoint {checkpoint.path} {what}")
+        raise UserError(
+            f"checkpoint {checkpoint.path} holds the trained parameters of {have}; "
+            f"the experiment trains {', '.join(names)}")
     for state in states:
         if fault := state.difference(checkpoint.manifest.sets[state.name]):
             raise UserError(f"checkpoint {checkpoint.path} is of another model: {fault}")

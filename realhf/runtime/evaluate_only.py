@@ -9,12 +9,12 @@ from realhf.dist import tags
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
 from realhf.experiment import Role
-from realhf.runtime.answer_files import AnswerFiles
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.warnings import check_vocabulary, warnings_of
 from realhf.runtime.evaluations import Evaluations, SetRecord, main_metric, report
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import Program
-from realhf.runtime.warnings import check_vocabulary, warnings_of
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.records.answer_files import AnswerFiles
+from realhf.runtime.weights.model_store import ModelStore
 
 
 def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict[str, Any]:

@@ -16,16 +16,16 @@ from realhf.evaluation.metrics import (
     named_scores,
     sample_metrics,
 )
-from realhf.runtime.actions import dataset_layout
-from realhf.runtime.checks import row_faults_of
-from realhf.runtime.eval_program import EvaluationProgram
-from realhf.runtime.executor import Executor
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import Program
-from realhf.runtime.recorder import merge_metrics
-from realhf.runtime.step_record import StepRecord
-from realhf.runtime.warnings import check_lengths
+from realhf.runtime.compile.actions import dataset_layout
+from realhf.runtime.compile.checks import row_faults_of
+from realhf.runtime.compile.eval_program import EvaluationProgram
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.warnings import check_lengths
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.records.recorder import merge_metrics
+from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"
 """Name of the only part of an evaluation's graph."""
@@ -130,48 +130,47 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     answers: dict[str, list[dict[str, Any]]] = {}
     events: list[dict[str, Any]] = []
     for one, records in zip(sets, zip(*by_rank, strict=True), strict=True):
-        rows = [row for record in records for row in record.answers]
-        if rows:
-            answers[one.name] = rows
-        found = _metrics_of_answers(one, rows)
+        if of_set := [answer for record in records for answer in record.answers]:
+            answers[one.name] = of_set
+        found = _metrics_of_answers(one, of_set)
         found |= merge_metrics([StepRecord(record.record.metrics) for record in records])
         metrics |= {one.prefix + name.removeprefix(_EVAL): value for name, value in found.items()}
         events += [_named(event, one) for record in records for event in record.record.events]
     return EvaluationReport(metrics, answers, events)
 
 
-def _metrics_of_answers(one: EvaluationProgram, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    if not rows:
+def _metrics_of_answers(one: EvaluationProgram, answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if not answers:
         return {}
     evaluation = one.evaluation
-    decides = evaluation.correct_by or next(iter(rows[0].get("scores", ())), None)
-    prompts = [[_scored(row, decides) for row in group] for group in _by_prompt(rows)]
+    decides = evaluation.correct_by or next(iter(answers[0].get("scores", ())), None)
+    prompts = [[_scored(answer, decides) for answer in group] for group in _by_prompt(answers)]
     metrics = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
-    metrics["score"] = mean(known_values(row["score"] for row in rows))
-    if "scores" in rows[0]:
-        metrics = named_scores([row["scores"] for row in rows]) | metrics
-    return metrics | length_metrics(rows)
+    metrics["score"] = mean(known_values(answer["score"] for answer in answers))
+    if "scores" in answers[0]:
+        metrics = named_scores([answer["scores"] for answer in answers]) | metrics
+    return metrics | length_metrics(answers)
 
 
-def _scored(row: Mapping[str, Any], decides: str | None) -> ScoredAnswer:
+def _scored(answer: Mapping[str, Any], decides: str | None) -> ScoredAnswer:
     """Return the answer with the value of the reward that decides; without names, with its score.
 
     A majority compares what the reward has found in the answer, or else the stripped text.
     """
-    value = row["score"] if decides is None else row["scores"][decides]
-    text = row["completion"]
-    vote = row["final_answer"] if "final_answer" in row else text.strip()
+    value = answer["score"] if decides is None else answer["scores"][decides]
+    text = answer["completion"]
+    vote = answer["final_answer"] if "final_answer" in answer else text.strip()
     return ScoredAnswer(math.nan if value is None else value, vote)
 
 
-def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+def _by_prompt(answers: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the answers to each prompt, which have rising numbers."""
     group: list[Mapping[str, Any]] = []
-    for row in rows:
-        if group and row["sample"] <= group[-1]["sample"]:
+    for answer in answers:
+        if group and answer["sample"] <= group[-1]["sample"]:
             yield group
             group = []
-        group.append(row)
+        group.append(answer)
     if group:
         yield group
 

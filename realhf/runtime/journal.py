@@ -10,12 +10,12 @@ from typing import Any
 from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
 from realhf.dist.world import World
-from realhf.runtime.compute import ComputeMeter
-from realhf.runtime.eval_program import EvaluationProgram
+from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
-from realhf.runtime.progress import Progress
-from realhf.runtime.recorder import Recorder, merge_metrics
-from realhf.runtime.step_record import StepRecord
+from realhf.runtime.execute.compute_meter import ComputeMeter
+from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.recorder import Recorder, merge_metrics
+from realhf.runtime.records.step_record import StepRecord
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""

@@ -67,8 +67,9 @@ class StopSignals:
 
     def _announce(self) -> None:
         if not self._is_over.wait(_DELAY_SECONDS):
-            what = "the run saves a checkpoint after this step or the next and ends; a second ends it at once"
-            print(f"realhf: {what}", file=sys.stderr, flush=True)
+            print(
+                "realhf: the run saves a checkpoint after this step or the next and ends; "
+                "a second ends it at once", file=sys.stderr, flush=True)
 
 
 def _received(receiver: socket.socket) -> bytes:

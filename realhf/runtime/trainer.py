@@ -16,29 +16,28 @@ from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
 from realhf.graph import DataflowGraph
-from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
-from realhf.runtime.checks import row_faults_of
-from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
-from realhf.runtime.described import described, to_json
-from realhf.runtime.dry_trace import step_runner
+from realhf.runtime.compile.actions import dataset_layout
+from realhf.runtime.compile.checks import row_faults_of
+from realhf.runtime.compile.experiment_json import described, to_json
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.slow_dtypes import slow_dtypes
+from realhf.runtime.compile.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 from realhf.runtime.evaluations import Evaluations, first_and_last
-from realhf.runtime.executor import Executor
-from realhf.runtime.export import config_fields, files_beside
-from realhf.runtime.host_context import HostContext
+from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.memory_meter import largest_by_call
 from realhf.runtime.journal import Journal
-from realhf.runtime.memory_meter import largest_by_call
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import Program
-from realhf.runtime.progress import Progress
-from realhf.runtime.recorder import Recorder
-from realhf.runtime.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
-from realhf.runtime.slow_dtypes import slow_dtypes
+from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.recorder import Recorder
+from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.trackers import Ending
+from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
 from realhf.runtime.step_decisions import StepDecisions
-from realhf.runtime.step_record import StepRecord
 from realhf.runtime.stop_signals import StopSignals
-from realhf.runtime.trackers import Ending
-from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.weights.export_files import config_fields, files_beside
+from realhf.runtime.weights.model_store import ModelStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Trainer:
         self._activity = world.activity
         self._executor = self._make_executor(loader)
         self._evaluations.start(self._store)
-        self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
+        self._runner = experiment.step_runner(program.graph, self._executor)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
         self._recorder = self._make_recorder(checkpoint, track)
@@ -211,8 +210,8 @@ class Trainer:
         """Raise UserError if step() has not taken the same way on all ranks."""
         digests = self._world.control.all_gather_json(self._runner.digest)
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            rule = "it may depend on agreed values only"
-            raise UserError(f"step() differs between ranks 0 and {others[0]}; {rule}")
+            raise UserError(
+                f"step() differs between ranks 0 and {others[0]}; it may depend on agreed values only")
 
     @property
     def _evaluates(self) -> bool:
@@ -240,8 +239,9 @@ class Trainer:
         if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
             self._executor.flush_caches()
         if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
-            what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
-            warn(f"{what}: what follows may differ in last bits")
+            warn(
+                "cache_on_update is 'keep' and the run was told to stop between two checkpoints: "
+                "what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)

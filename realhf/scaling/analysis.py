@@ -104,8 +104,8 @@ def fit_curve(curve: Curve, settings: FitSettings) -> Fit:
     _require_points(curve, len(compute))
     start = curve.start if settings.start is None else settings.start
     if score.max() <= start:
-        what = f"no score is above that of the start, {start:g}"
-        raise UserError(f"{curve.name}: {what}: there is no rise to fit")
+        raise UserError(
+            f"{curve.name}: no score is above that of the start, {start:g}: there is no rise to fit")
     ceiling = settings.ceiling
     if ceiling is None:
         is_share = min(score.min(), start) >= 0 and score.max() <= 1
@@ -124,9 +124,9 @@ def fit_curve(curve: Curve, settings: FitSettings) -> Fit:
 def _require_points(curve: Curve, count: int) -> None:
     """Raise UserError if these are too few points to fit."""
     if count < MIN_POINTS:
-        kept = f"{count} points besides the start are left to fit"
-        rule = f"there must be at least {MIN_POINTS} (`eval_every` says how often a run is evaluated)"
-        raise UserError(f"{curve.name}: {kept}: {rule}")
+        raise UserError(
+            f"{curve.name}: {count} points besides the start are left to fit: "
+            f"there must be at least {MIN_POINTS} (`eval_every` says how often a run is evaluated)")
 
 
 def _bootstrap(

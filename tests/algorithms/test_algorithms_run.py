@@ -22,7 +22,7 @@ from realhf import (
 )
 from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import column_key
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import common, role, some_reward, write_task
 

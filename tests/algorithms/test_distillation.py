@@ -20,7 +20,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.runtime.host_context import HostContext
+from realhf.runtime.execute.host_context import HostContext
 from realhf.transformers_config import TransformersConfig
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch

@@ -9,7 +9,7 @@ import transformers
 
 from realhf import Distillation, Role
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, common, role, some_reward, write_task
 

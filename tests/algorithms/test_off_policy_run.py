@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import make_experiment, write_task

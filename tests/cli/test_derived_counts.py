@@ -13,8 +13,8 @@ from realhf.layout import Layout
 from realhf.learning_rates import learning_rate
 from realhf.lora import LoraConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.exchange import Routing, assign
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.samples.exchange import Routing, assign
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, role, write_task
 

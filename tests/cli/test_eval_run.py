@@ -11,7 +11,7 @@ from realhf import GRPO, DatasetConfig, Evaluation, OptimizerConfig, Role, Sampl
 from realhf.cli.main import main
 from realhf.cli.run_settings import find_run, read_settings
 from realhf.dist.world import World
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.hub import model_repository

@@ -10,12 +10,12 @@ from realhf.engine.pipeline import one_forward_one_backward
 from realhf.micro_batch import (
     attention_share,
     balance,
-    groups_of,
     micro_batches,
     padded_micro_batches,
 )
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.sample_ids import groups_of
 
 
 def _simulate(num_micro_batches, num_stages):

@@ -9,7 +9,7 @@ import torch
 from realhf.data.batch import Batch
 from realhf.dist.world import World
 from realhf.errors import UserError
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, role, write_task

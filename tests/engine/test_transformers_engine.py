@@ -31,7 +31,7 @@ from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner.enumeration import find_strategies
 from realhf.realloc.execute import Reallocator
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.transformers_config import TransformersConfig
 from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan

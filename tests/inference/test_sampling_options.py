@@ -13,7 +13,7 @@ from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
-from realhf.runtime.actions import spec_of
+from realhf.runtime.compile.actions import spec_of
 from realhf.transformers_config import TransformersConfig
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (

@@ -25,7 +25,7 @@ from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.engine.reference import ragged_rows
 from tests.engine.training import minibatch

@@ -15,8 +15,8 @@ from realhf.layout import Layout
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.runtime.engine_store import engine_class
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.weights.engine_store import engine_class
 from tests.megatron.test_curves import hf_config
 from tests.runtime.tiny import make_experiment, role, write_task
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf import half_units
+from realhf import half_precision
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
@@ -27,7 +27,7 @@ PRODUCTS += ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 
 @pytest.fixture
 def without_units(monkeypatch):
-    monkeypatch.setattr(half_units, "_has_units", lambda dtype: False)
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: False)
 
 
 def _random(*shape, seed=0):
@@ -138,6 +138,6 @@ def test_no_product_of_16_bits_is_left(without_units, name, lora):
 
 
 def test_units_are_used_where_they_are(monkeypatch):
-    monkeypatch.setattr(half_units, "_has_units", lambda dtype: True)
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
     found, *_ = _train_and_generate("qwen2", "bfloat16", None)
     assert found != []

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from realhf import half_units
+from realhf import half_precision
 from realhf.calls import (
     Generate,
     LogProbs,
@@ -98,7 +98,7 @@ def measure(world: Any, case: Case) -> Any:
 
     It treats every CPU as one with bfloat16 units; CPUs without them also hold some operands in float32.
     """
-    with patch.object(half_units, "_has_units", lambda dtype: True):
+    with patch.object(half_precision, "_has_units", lambda dtype: True):
         return _measure(world, case)
 
 

@@ -18,7 +18,7 @@ from realhf.planner.rates import Rates, Span
 from realhf.planner.search_space import SearchSpace
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
-from realhf.runtime.actions import ParameterSet, _copies
+from realhf.runtime.compile.actions import ParameterSet, _copies
 
 CONFIG = ModelConfig("llama", 32000, 512, 1536, 8, 8, 4, 64)
 SPEC = model_spec(CONFIG)

@@ -13,7 +13,7 @@ from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Rewa
 from realhf.cli.planning_problem import problem_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.micro_batch import groups_of, micro_batches
+from realhf.micro_batch import micro_batches
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
@@ -23,7 +23,8 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.scoring_time import ScoringTime
 from realhf.planner.slowest_replica import Rollout, decode_steps
-from realhf.runtime.exchange import Routing, assign
+from realhf.runtime.samples.exchange import Routing, assign
+from realhf.sample_ids import groups_of
 
 PROMPT = 100
 LENGTHS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf import half_units
+from realhf import half_precision
 from realhf.attention.reference import ReferenceAttention
 from realhf.cluster import ACCELERATORS, Cluster, Link
 from realhf.dist.parallel import ParallelGroups
@@ -173,7 +173,7 @@ class _OneKernel(ReferenceAttention):
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_kernels_are_counted_from_the_code(has_experts, decodes, monkeypatch):
     """A CPU without bfloat16 units would multiply in float32, with conversions that no GPU needs."""
-    monkeypatch.setattr(half_units, "_has_units", lambda dtype: True)
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
     moe = MoeConfig(8, 2, 32) if has_experts else None
     counts = []
     for layers in (1, 2):

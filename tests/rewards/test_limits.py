@@ -16,7 +16,7 @@ from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.rewards.reward import reward_columns
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task

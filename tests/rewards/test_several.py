@@ -19,7 +19,7 @@ from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of
 from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task

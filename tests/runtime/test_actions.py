@@ -17,7 +17,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
-from realhf.runtime.actions import (
+from realhf.runtime.compile.actions import (
     RANK_0,
     Reallocate,
     Receive,
@@ -25,10 +25,10 @@ from realhf.runtime.actions import (
     Send,
     compile_actions,
 )
-from realhf.runtime.executor import Executor
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.weights.model_store import ModelStore
 from tests.runtime.tiny import make_experiment, write_task
 
 WORLD_SIZE = 6

@@ -11,10 +11,10 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc import schedule
 from realhf.realloc.schedule import make_schedule
-from realhf.runtime.actions import parameter_specs
-from realhf.runtime.agreement import require_equal_programs
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.actions import parameter_specs
+from realhf.runtime.compile.equal_programs import require_equal_programs
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.weights.model_store import ModelStore
 from tests.runtime.tiny import make_experiment, write_task
 
 LAYOUTS = {"actor_generate": "d4@0-3", "ref_forward": "t2@2-3", "actor_train": "d2t2@0-3"}

@@ -14,10 +14,10 @@ from realhf.model_flops import ModelFlops
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.compute import DEVICE_SECONDS, FLOPS, ComputeMeter, generate_flops
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.compute_meter import DEVICE_SECONDS, FLOPS, ComputeMeter, generate_flops
 from realhf.runtime.journal import Journal
-from realhf.runtime.program import compile_program
-from realhf.runtime.step_record import StepRecord
+from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task

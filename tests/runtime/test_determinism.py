@@ -13,8 +13,8 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.determinism import RECORD, record_surroundings
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.determinism import RECORD, record_surroundings
 from tests.cli_tools import REALHF, Command, untimed, write_experiment, write_plan
 from tests.runtime.tiny import make_experiment, write_task
 

@@ -24,10 +24,10 @@ from realhf import (
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.compile.program import compile_evaluation, compile_program
+from realhf.runtime.compile.warnings import warnings_of
 from realhf.runtime.evaluations import first_and_last
-from realhf.runtime.program import compile_evaluation, compile_program
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.warnings import warnings_of
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 

@@ -9,9 +9,9 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Outbox
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.runtime.exchange import Exchange, Routing, Source, assign
-from realhf.runtime.executor import StepRecord
-from realhf.runtime.recorder import merge_metrics
+from realhf.runtime.execute.executor import StepRecord
+from realhf.runtime.records.recorder import merge_metrics
+from realhf.runtime.samples.exchange import Exchange, Routing, Source, assign
 
 NUM_CASES = 40
 KEYS = (("tokens", "flags", "text"), ("logp", "half", "states"), ("score", "matrix", "rows"))

@@ -11,7 +11,7 @@ from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.runtime.host_call import call_host_function
+from realhf.runtime.execute.host_call import call_host_function
 
 
 def _run(function, *, outputs=("made",), **columns):

@@ -12,7 +12,7 @@ from realhf import FunctionCall, HostFunction, SamplingConfig
 from realhf.checkpoint.run_state import Manifest
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, untimed
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task

@@ -18,11 +18,11 @@ from realhf.cli.overrides import override
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.region import region_size
-from realhf.runtime.actions import parameter_specs
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.actions import parameter_specs
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.compile.warnings import other_bases
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.warnings import other_bases
+from realhf.runtime.weights.model_store import ModelStore
 from tests.cli_tools import TIMED
 from tests.nn.tiny import build
 from tests.runtime.tiny import HF_CONFIG, Recorder, make_experiment, recording, write_task

@@ -12,7 +12,7 @@ from realhf.errors import UserError
 from realhf.inference import cache_limit
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl, untimed
 from tests.runtime.tiny import make_experiment, role, write_task

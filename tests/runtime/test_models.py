@@ -7,14 +7,14 @@ from safetensors.torch import load_file
 from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime import models
-from realhf.runtime.actions import Reallocate, Run
-from realhf.runtime.executor import Executor
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.actions import Reallocate, Run
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.transfers import PostingStream
+from realhf.runtime.weights import model_store
+from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.weights.transfers import PostingStream
 from tests.runtime.tiny import make_experiment, write_task
 
 TRAIN = "d2t2@0-3"
@@ -100,12 +100,12 @@ def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train)
 
 
 def _train_with_one_posting_thread(world, *arguments):
-    make = models.make_transfers
-    models.make_transfers = PostingStream
+    make = model_store.make_transfers
+    model_store.make_transfers = PostingStream
     try:
         return _train(world, *arguments)
     finally:
-        models.make_transfers = make
+        model_store.make_transfers = make
 
 
 @pytest.mark.parametrize("generate", ["t2@0-1", "d2@2-3"])

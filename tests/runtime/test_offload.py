@@ -14,12 +14,12 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.executor import Executor
-from realhf.runtime.host_context import HostContext
-from realhf.runtime.models import ModelStore
-from realhf.runtime.offload import OffloadedWeights
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.executor import Executor
+from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.weights.offload import OffloadedWeights
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import make_experiment, role, write_task
 

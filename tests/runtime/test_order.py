@@ -5,10 +5,10 @@ import torch
 
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime import models
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.transfers import PostingStream
+from realhf.runtime.weights import model_store
+from realhf.runtime.weights.transfers import PostingStream
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, fault_of
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
@@ -38,12 +38,12 @@ def _run(world, task, layouts, max_lag, by_nccl):
         return Trainer(program, world, quiet=True).run().metrics, recorder.steps, []
     store = torch.distributed.PrefixStore(f"order {layouts} {max_lag}", world._store)
     nccl = NcclWorld(rank=world.rank, size=world.size, store=store, shared_memory=False)
-    make = models.make_transfers
-    models.make_transfers = PostingStream
+    make = model_store.make_transfers
+    model_store.make_transfers = PostingStream
     try:
         return Trainer(program, nccl, quiet=True).run().metrics, recorder.steps, nccl.log.posts
     finally:
-        models.make_transfers = make
+        model_store.make_transfers = make
 
 
 @pytest.mark.parametrize(("layouts", "max_lag"), RUNS)

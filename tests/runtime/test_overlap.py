@@ -9,7 +9,7 @@ import pytest
 
 from realhf import FunctionCall, HostFunction
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task
 

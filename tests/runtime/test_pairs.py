@@ -23,7 +23,7 @@ from realhf import (
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task

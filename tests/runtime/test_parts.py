@@ -17,9 +17,8 @@ from realhf.calls import HostFunction
 from realhf.experiment import Experiment, lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.param_spec import is_sharded
-from realhf.part_executor import Samples
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
-from realhf.runtime.actions import (
+from realhf.runtime.compile.actions import (
     Reallocate,
     Receive,
     Redistribute,
@@ -27,8 +26,9 @@ from realhf.runtime.actions import (
     compile_parts,
     outside_producers,
 )
-from realhf.runtime.copy_versions import CopyVersions
-from realhf.runtime.dry_trace import checked_parts, step_runner
+from realhf.runtime.compile.step_trial import checked_parts
+from realhf.runtime.weights.copy_versions import CopyVersions
+from realhf.steps.part_executor import Samples
 from tests.runtime.test_actions import ROLES, SPECS, WORLD_SIZE, _deposits, _random_case, _random_layout
 
 
@@ -70,7 +70,7 @@ class Case:
 
     def _record(self):
         experiment = self.experiment
-        runner = step_runner(experiment, self.graph, _Recorder(self.operations), steps=experiment.steps)
+        runner = experiment.step_runner(self.graph, _Recorder(self.operations))
         for step in range(1, experiment.steps + 1):
             self.operations.append(("begin", step, step == experiment.steps))
             for _ in range(1 + (experiment.max_lag if step == 1 else 0)):

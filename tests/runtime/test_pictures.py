@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realhf.runtime.pictures import held_out_curves, steps_to_draw, without_waits
+from realhf.runtime.records.pictures import held_out_curves, steps_to_draw, without_waits
 
 
 def event(step: int, rank: int, kind: str, start: float, end: float, **more: Any) -> dict[str, Any]:

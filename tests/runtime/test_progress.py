@@ -10,8 +10,8 @@ from realhf import DatasetConfig, Evaluation
 from realhf.dist.activity import Activity
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
-from realhf.runtime.progress import Progress
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task
 

@@ -14,7 +14,7 @@ from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
 from tests.runtime.test_invariance import ROLE_CALLS

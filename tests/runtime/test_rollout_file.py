@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.runtime.rollout_file import RolloutFile
+from realhf.runtime.records.rollout_file import RolloutFile
 
 
 def rollout(prompt: int, *, followed: bool = False, size: int = 200) -> dict:

@@ -12,8 +12,8 @@ from realhf.data.order import row_order
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
-from realhf.runtime.rollout_file import merged
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.records.rollout_file import merged
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.test_invariance import ROLE_CALLS

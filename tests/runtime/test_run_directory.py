@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realhf.errors import UserError
-from realhf.runtime.run_directory import (
+from realhf.runtime.records.run_directory import (
     LOCK,
     RunDirectory,
     check_run_directory,
@@ -33,7 +33,7 @@ def test_many_runs_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
 
 def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
     code = (
-        "import sys, pathlib; from realhf.runtime.run_directory import RunDirectory;"
+        "import sys, pathlib; from realhf.runtime.records.run_directory import RunDirectory;"
         "d = RunDirectory(pathlib.Path(sys.argv[1])); print('claimed', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]

@@ -8,7 +8,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.layout import Layout
-from realhf.runtime.sample_store import SampleStore
+from realhf.runtime.samples.sample_store import SampleStore
 
 COLUMNS = {
     "generate": ("tokens", "finished"),

@@ -14,9 +14,9 @@ from realhf.data.loader import load_tokenizer
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.compile.warnings import warnings_of
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.warnings import warnings_of
 from tests.runtime.test_lag import assert_close
 from tests.runtime.tiny import CHARACTERS, make_experiment, write_task
 

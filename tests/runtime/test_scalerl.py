@@ -26,7 +26,7 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
 from tests.runtime.test_lag import assert_close

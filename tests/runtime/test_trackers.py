@@ -12,7 +12,7 @@ import pytest
 
 from realhf.cli.main import main
 from realhf.errors import UserError
-from realhf.runtime.trackers import Trackers, _Sender, mlflow_name, tracker_names
+from realhf.runtime.records.trackers import Trackers, _Sender, mlflow_name, tracker_names
 from tests.cli_tools import REALHF, Command, read_jsonl, wait_until, write_experiment
 
 SETTINGS = {"steps": 2, "checkpoint_every": 1, "batch_size": 2, "group_size": 2, "eval_every": 2}

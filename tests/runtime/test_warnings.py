@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig, half_units
+from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig, half_precision
 from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
-from realhf.runtime.program import compile_program
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.compile.warnings import warnings_of
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.warnings import warnings_of
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, write_task
 
 
@@ -65,11 +65,11 @@ def test_a_dtype_in_which_the_cpu_is_slow(task, capsys, monkeypatch):
     """The native engine computes in float32 there; transformers' classes do not."""
     ours = replace(role(task), dtype="bfloat16")
     theirs = replace(ours, engine="transformers")
-    monkeypatch.setattr(half_units, "_has_units", lambda dtype: False)
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: False)
     (what,) = _warnings(capsys, "sft", task, actor=theirs)
     assert what.startswith("actor.dtype is bfloat16, for which this CPU has no units")
     assert _warnings(capsys, "sft", task, actor=ours) == []
-    monkeypatch.setattr(half_units, "_has_units", lambda dtype: True)
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
     assert _warnings(capsys, "sft", task, actor=theirs) == []
 
 

@@ -33,10 +33,11 @@ from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
-from realhf.micro_batch import attention_share, groups_of, micro_batches
+from realhf.micro_batch import attention_share, micro_batches
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards, pairs
+from realhf.sample_ids import groups_of
 
 
 class MegatronEngine(Engine):

@@ -1,0 +1,352 @@
+"""Compiles a graph and a plan into a list of actions, which every rank executes in the same order."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import networkx as nx
+
+from realhf.dist.tags import FIRST_INPUT
+from realhf.engine.hf_factory import class_spec
+from realhf.experiment import Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import Layout
+from realhf.lora import adapter_spec
+from realhf.model_config import ModelConfig
+from realhf.param_spec import ModelSpec, is_sharded, model_spec
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.realloc.schedule import moves_nothing
+from realhf.transformers_config import TransformersConfig
+
+RANK_0 = Layout.parse("d1@0")
+"""Layout of host calls without an entry in the plan, and of the call that records an evaluation."""
+
+
+@dataclass(frozen=True)
+class Reallocate:
+    """Copies a parameter set (see ParameterSet) from one layout to another. Sets go by their names.
+
+    With a `rate`, the target set follows the source set: target = rate * source + (1 - rate) * target. With
+    `sharded`, the source is the optimizer's copy, of which every replica has a part. With `ahead`, the copy
+    is for the next step, so it may run while other calls do.
+    """
+
+    source_set: str
+    source: Layout
+    target_set: str
+    target: Layout
+    rate: float | None = None
+    sharded: bool = False
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """Sends those outputs of one producer (None: the dataset) that a call reads, without waiting.
+
+    They go from the heads of the producer's layout to ranks of the call's layout.
+    """
+
+    call: FunctionCall
+    producer: str | None
+    source: Layout
+    keys: tuple[str, ...]
+    target: Layout
+    tag: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receives the inputs of a call and distributes the samples among the ranks of its layout.
+
+    With `filtered`, some inputs may lack samples, and only those that all inputs have are received.
+    """
+
+    call: FunctionCall
+    sends: tuple[Send, ...]
+    target: Layout
+    tag: int
+    filtered: bool = False
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Distributes the unfinished samples of a generating call anew among the ranks of its layout."""
+
+    call: FunctionCall
+    layout: Layout
+    tag: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs a call on the ranks of its layout."""
+
+    call: FunctionCall
+    layout: Layout
+
+
+Action = Reallocate | Send | Receive | Redistribute | Run
+_ADAPTERS = ".lora"
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """Parameters of a role that move as a unit: its weights (named as the role) or its adapters.
+
+    The weights of role actor are the set "actor"; its adapters are the set "actor.lora".
+    """
+
+    name: str
+    role: str
+    trained: bool
+    follows: str | None = None  # The role of whose weights the set is the moving average.
+    follow_rate: float = 0.0  # Share of the followed weights in each update.
+    weights_source: tuple[str | bool, ...] = ()  # Frozen weights of one source are equal; () for adapters.
+    engine: str = "native"
+
+    @property
+    def is_adapters(self) -> bool:
+        return self.name != self.role
+
+    def is_sharded(self, home: Layout) -> bool:
+        """Return whether train steps update only the optimizer's copy, of which each replica has a part.
+
+        Megatron-Core's optimizer gathers the parts itself.
+        """
+        return self.trained and self.engine != "megatron" and is_sharded(home)
+
+    def layout_of(self, call: FunctionCall, layout: Layout) -> Layout:
+        """Return the layout of the copy with which a call runs: the native engine generates for all."""
+        needs_copy = self.engine == "megatron" and call.kind == "generate"
+        return replace(layout, engine="native") if needs_copy else layout
+
+
+def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
+    """Return the parameter sets of all roles, by name. The weights under adapters are frozen."""
+    sets: dict[str, ParameterSet] = {}
+    for name, role in roles.items():
+        trained = role.optimizer is not None
+        sets[name] = ParameterSet(
+            name, name, trained and role.lora is None, role.follows, role.follow_rate, role.weights_source,
+            role.engine)
+        if role.lora is not None:
+            sets[adapters_of(name)] = ParameterSet(adapters_of(name), name, trained)
+    return sets
+
+
+def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
+    """Return the parameter tables of all sets, by name."""
+    specs: dict[str, ModelSpec] = {}
+    for name, role in roles.items():
+        config = role.config()
+        specs[name] = spec_of(config)
+        if (lora := role.resolved_lora()) is not None:
+            specs[adapters_of(name)] = adapter_spec(config, lora)
+    return specs
+
+
+def spec_of(config: ModelConfig) -> ModelSpec:
+    """Return the parameter table of a native model or of a transformers class."""
+    return class_spec(config) if isinstance(config, TransformersConfig) else model_spec(config)
+
+
+def role_of(set_name: str) -> str:
+    """Return the role to which the parameter set of this name belongs."""
+    return set_name.removesuffix(_ADAPTERS)
+
+
+def adapters_of(role: str) -> str:
+    """Return the name of the set of a role's adapters."""
+    return role + _ADAPTERS
+
+
+def complete_plan(
+    plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout], *, offloaded: Collection[str] = ()
+) -> ExecutionPlan:
+    """Return the plan with omitted calls added: host calls on rank 0, others at the home of their role."""
+    calls = dict(plan.calls)
+    for call in graph.calls:
+        layout = RANK_0 if call.kind == "host" else homes.get(call.role or "")
+        if layout is not None:
+            calls.setdefault(call.name, CallPlan(layout, offload=call.role in offloaded))
+    return ExecutionPlan(calls, plan.predicted)
+
+
+def dataset_layout(graph: DataflowGraph, plan: ExecutionPlan) -> Layout:
+    """Return the layout of the dataset: the first head of the first call that reads from it."""
+    keys = set(graph.inputs)
+    readers = (plan[call.name].layout for call in graph.order if not keys.isdisjoint(call.inputs))
+    return Layout.parse(f"d1@{next(readers, RANK_0).heads[0]}")
+
+
+def compile_actions(
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    roles: Mapping[str, Role],
+    homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec],
+    *,
+    first_tag: int = FIRST_INPUT,
+) -> tuple[Action, ...]:
+    """Return the actions of a graph whose only part has all of its calls, see `compile_parts`."""
+    parts = {"step": [call.name for call in graph.order]}
+    return compile_parts(graph, plan, roles, homes, specs, parts, first_tag=first_tag)["step"]
+
+
+def compile_parts(
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    roles: Mapping[str, Role],
+    homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec],
+    parts: Mapping[str, Sequence[str]],
+    *,
+    first_tag: int = FIRST_INPUT,
+    in_rounds: bool = False,
+) -> dict[str, tuple[Action, ...]]:
+    """Return the actions of each part, with its calls in topological order. `specs` are `parameter_specs`.
+
+    Inputs that are made outside a part are sent at its beginning. A call's outputs for the same part are sent
+    directly after it and received where they are used, so that no rank waits for one that is busy. What a
+    train step has changed is reallocated directly after it: for later calls of the part, and ahead for the
+    next run of every part. With `in_rounds`, generating calls continue their unfinished samples.
+
+    There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
+    and every rank executes the parts in the same order.
+    """
+    tags = count(first_tag)
+    filtered = _filtered_calls(graph)
+    receives = {call.name: _receive(call, graph, plan, tags, filtered) for call in graph.order}
+    compiler = _PartCompiler(graph, plan, homes, specs, parameter_sets(roles), receives)
+    members = {part: [call for call in graph.order if call.name in names] for part, names in parts.items()}
+    compiled = {}
+    for part, calls in members.items():
+        redistribute_tags = {
+            call.name: next(tags) for call in calls if in_rounds and call.kind == "generate"}
+        compiled[part] = compiler.actions(calls, list(members.values()), redistribute_tags)
+    return compiled
+
+
+def outside_producers(part: Sequence[Action]) -> list[Send]:
+    """Return those sends of a part whose samples were made outside it."""
+    made = {action.call.name for action in part if isinstance(action, Run)}
+    return [action for action in part if isinstance(action, Send) and action.producer not in made]
+
+
+def _filtered_calls(graph: DataflowGraph) -> set[str]:
+    """Return the calls that filter samples, and those that work on what such calls have kept."""
+    filters = {call.name for call in graph.of_kind("host") if call.work and call.work.filters}
+    return filters.union(*(nx.descendants(graph.nx_graph, name) for name in filters))
+
+
+@dataclass(frozen=True)
+class _PartCompiler:
+    """Compiles the parts of one graph under one plan."""
+
+    graph: DataflowGraph
+    plan: ExecutionPlan
+    homes: Mapping[str, Layout]
+    specs: Mapping[str, ModelSpec]
+    sets: Mapping[str, ParameterSet]
+    receives: Mapping[str, Receive]
+
+    def actions(
+        self, calls: Sequence[FunctionCall], all_parts: Sequence[Sequence[FunctionCall]],
+        redistribute_tags: Mapping[str, int],
+    ) -> tuple[Action, ...]:  # fmt: skip
+        """Return the actions of a part; generating calls with a tag continue unfinished samples."""
+        names = {call.name for call in calls}
+        sends = [send for call in calls for send in self.receives[call.name].sends]
+        actions: list[Action] = [send for send in sends if send.producer not in names]
+        for role in dict.fromkeys(call.role for call in calls if call.role is not None):
+            for params in self.sets.values():
+                if params.role == role:
+                    actions += self._reallocations(params.name, calls)
+        for i, call in enumerate(calls, start=1):
+            layout = self.plan[call.name].layout
+            actions.append(self.receives[call.name])
+            if (tag := redistribute_tags.get(call.name)) is not None:
+                actions.append(Redistribute(call, layout, tag))
+            actions.append(Run(call, self._copy_of(call)))
+            actions += [send for send in sends if send.producer == call.name]
+            for name in self._updated_by(call):
+                actions += self._after_update(name, call, calls[i:], all_parts)
+        return tuple(actions)
+
+    def _copy_of(self, call: FunctionCall) -> Layout:
+        """Return the layout of the copy of the weights with which a call runs."""
+        layout = self.plan[call.name].layout
+        return layout if call.role is None else self.sets[call.role].layout_of(call, layout)
+
+    def _updated_by(self, call: FunctionCall) -> list[str]:
+        """Return the parameter sets that a call changes."""
+        if call.kind != "train_step":
+            return []
+        return [
+            params.name for params in self.sets.values()
+            if params.follows == call.role or (params.role == call.role and params.trained)
+        ]  # fmt: skip
+
+    def _after_update(
+        self, name: str, train: FunctionCall, later: Sequence[FunctionCall],
+        all_parts: Sequence[Sequence[FunctionCall]],
+    ) -> list[Reallocate]:  # fmt: skip
+        """Return the reallocations of a set that a train step has just changed."""
+        actions: list[Reallocate] = []
+        if self.sets[name].follows is not None:
+            assert train.role is not None, "only models are trained"
+            home = self.homes[train.role]
+            actions += _copies(self.sets[train.role], home, [home], self.specs[name])
+            actions.append(
+                Reallocate(train.role, home, name, self.homes[name], self.sets[name].follow_rate))
+        actions += self._reallocations(name, later)
+        if not any(name in self._updated_by(call) for call in later):
+            actions += self._reallocations(name, *all_parts, ahead=True)
+        return actions
+
+    def _reallocations(
+        self, name: str, *parts: Sequence[FunctionCall], ahead: bool = False
+    ) -> list[Reallocate]:
+        """Return copies of a set to the layouts of each part's calls, up to the one that next updates it."""
+        role = self.sets[name].role
+        users: list[FunctionCall] = []
+        for calls in parts:
+            updates = (i for i, call in enumerate(calls, start=1) if name in self._updated_by(call))
+            users += calls[: next(updates, len(calls))]
+        layouts = dict.fromkeys(self._copy_of(call) for call in users if call.role == role)
+        return _copies(self.sets[name], self.homes[role], list(layouts), self.specs[name], ahead=ahead)
+
+
+def _copies(
+    params: ParameterSet, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
+) -> list[Reallocate]:
+    """Return the reallocations that update the copies in these layouts.
+
+    A set that trains on several replicas starts from the optimizer's shards. A later copy comes from an
+    earlier one if nothing has to move between the two; this makes gathering the home copy free in some plans.
+    """
+    name = params.name
+    if not params.is_sharded(home):
+        return [Reallocate(name, home, name, layout, ahead=ahead) for layout in layouts if layout != home]
+    copies: list[Reallocate] = []
+    for layout in layouts:
+        equal = (copy.target for copy in copies if moves_nothing(spec, source=copy.target, target=layout))
+        earlier = next(equal, None)
+        copies.append(
+            Reallocate(name, earlier or home, name, layout, sharded=earlier is None, ahead=ahead))
+    return copies
+
+
+def _receive(
+    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int],
+    filtered: Collection[str],
+) -> Receive:  # fmt: skip
+    by_producer: dict[str | None, list[str]] = {}
+    for key in call.inputs:
+        producer = graph.producer(key)
+        by_producer.setdefault(None if producer is None else producer.name, []).append(key)
+    layouts = {p: dataset_layout(graph, plan) if p is None else plan[p].layout for p in by_producer}
+    target = plan[call.name].layout
+    sends = [Send(call, p, layouts[p], tuple(keys), target, next(tags)) for p, keys in by_producer.items()]
+    return Receive(call, tuple(sends), target, next(tags), not by_producer.keys().isdisjoint(filtered))

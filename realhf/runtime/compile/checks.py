@@ -1,0 +1,378 @@
+"""Checks of an experiment and a plan, each of which raises ValueError at the first fault. Free of torch."""
+
+import inspect
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from realhf.calls import TokenLimits, TopLogProbs, longest_response
+from realhf.checkpoint.peft import open_adapters
+from realhf.checkpoint.read import check_tensors, open_checkpoint
+from realhf.data.dataset import DatasetConfig, column_of, load_rows, reads_pairs
+from realhf.data.rows import RowFault
+from realhf.data.vocabulary import first_difference
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.hub import is_incomplete
+from realhf.lora import adapter_spec
+from realhf.megatron_config import check_installed
+from realhf.plan import ExecutionPlan
+from realhf.runtime.compile.actions import spec_of
+from realhf.runtime.compile.sampling_checks import check_sampling
+from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+
+
+def check_numbers(experiment: Experiment) -> None:
+    """Raise ValueError if a number of the experiment's fields is too small, or does not fit another."""
+    experiment.checkpoint_period()
+    for name in ("steps", "batch_size", "group_size", "log_every", "keep_checkpoints"):
+        if getattr(experiment, name) < 1:
+            raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
+    for name in ("eval_every", "export_every", "keep_checkpoint_every", "seed"):
+        if getattr(experiment, name) < 0:
+            raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
+    experiment.check_lag()
+
+
+def check_role_names(roles: Mapping[str, Role]) -> None:
+    """Raise ValueError if a role's name has a dot, as the names of adapter sets have."""
+    if dotted := [name for name in roles if "." in name]:
+        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
+
+
+def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless what `Experiment.graph` returned is a graph whose calls suit the roles."""
+    if not isinstance(graph, DataflowGraph):
+        raise ValueError(
+            f"{type(experiment).__name__}.graph() returned {type(graph).__name__}: "
+            "it must return a DataflowGraph")
+    check_inputs(graph)
+    group_size = experiment.group_size
+    if reads_pairs(graph.inputs) and group_size != 2:
+        raise ValueError(
+            f"group_size is {group_size}: it must be 2, as the graph reads pairs: "
+            "the samples of a prompt are a chosen and a rejected completion")
+    for call in graph.calls:
+        _check_call(call, roles, batch_size=experiment.batch_size, group_size=group_size)
+
+
+def check_inputs(graph: DataflowGraph) -> None:
+    """Raise ValueError if a call has no inputs."""
+    for call in graph.calls:
+        if not call.inputs:
+            raise ValueError(
+                f"call {call.name!r} has no inputs: it must read at least one key, "
+                "from which it learns what samples there are")
+
+
+def check_evaluation(graph: DataflowGraph) -> None:
+    """Raise ValueError if the calls of an evaluation yield nothing that is logged."""
+    if graph.producer("score") is None and not graph.of_kind("host"):
+        raise ValueError(
+            "eval_graph() has nothing to log: a call must write `score`, or a host call must return metrics")
+
+
+def _check_call(
+    call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int, group_size: int
+) -> None:
+    call.require_work()
+    if call.kind == "host":
+        _check_host_function(call)
+    if call.work.num_minibatches > batch_size:
+        minibatches = call.work.num_minibatches
+        raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
+    if group_size % (compared := call.work.group_size):
+        raise ValueError(
+            f"group_size is {group_size}: it must be a multiple of {compared}, "
+            f"as call {call.name!r} has a loss that compares {compared} samples of a prompt")
+    if call.role is None:
+        return
+    if call.role not in roles:
+        raise ValueError(f"call {call.name!r} is for role {call.role!r}: there are {', '.join(roles)}")
+    role = roles[call.role]
+    if call.kind == "train_step" and role.optimizer is None:
+        raise ValueError(
+            f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: "
+            "give it one, Role(..., optimizer=OptimizerConfig())")
+    routers = ("router_aux_loss_coef", "router_z_loss_coef")
+    if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
+        raise ValueError(
+            f"call {call.name!r}: router losses need engine native; {call.role}.engine is {role.engine}")
+    if call.kind == "generate" and call.work.interruption is not None:
+        _check_phrase(call, role)
+    head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
+    if role.head != head:
+        raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
+    if isinstance(call.work, TopLogProbs) and call.work.k > (size := role.config().vocab_size):
+        raise ValueError(
+            f"call {call.name!r}: k is {call.work.k}: "
+            f"it must be at most {size}, the vocabulary of {call.role}")
+
+
+def _check_phrase(call: FunctionCall, role: Role) -> None:
+    """Raise ValueError if the model has no such token as an inserted phrase, or ends at one."""
+    config = role.config()
+    for token in call.work.interruption.phrase:
+        if token in config.eos_token_ids or token >= config.vocab_size:
+            what = "the model ends answers at" if token in config.eos_token_ids else "the model does not have"
+            raise ValueError(f"interruption.phrase has the token {token}, which {what}: use another text")
+
+
+def _check_host_function(call: FunctionCall) -> None:
+    """Raise ValueError unless the function can be called with a batch and a context."""
+    function = call.work.function
+    if not callable(function):
+        raise ValueError(f"call {call.name!r}: its work is {function!r}, which is no function")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(
+            f"call {call.name!r}: {name} cannot be called with two arguments, "
+            f"the batch and the context ({error})") from error
+    except ValueError:  # Some functions written in C do not tell their parameters.
+        return
+
+
+def check_roles(roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless every role's files can be read and used with its settings."""
+    for name, role in roles.items():
+        _check_model(name, role)
+        _check_adapters(name, role)
+        if role.follows is not None:
+            _check_follower(name, role, roles)
+
+
+def _check_model(name: str, role: Role) -> None:
+    try:
+        config = role.config()
+        if config.moe is not None:
+            config.moe.check_groups()
+        spec = spec_of(config)
+        if role.optimizer is not None:
+            spec.config.to_hf()  # Raises if the trained model could not be exported.
+    except ValueError as error:
+        raise ValueError(f"{name}.model: {error}") from error
+    _check_dtype(name, role)
+    if role.engine == "megatron":
+        try:
+            check_installed()
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
+        if role.optimizer is not None and role.optimizer.offload:
+            raise ValueError(
+                f"{name}.optimizer.offload is true: the megatron engine keeps its optimizer's state on the "
+                "device; set it to false")
+    if role.random_init:
+        return
+    directory = role.model_path()
+    if is_incomplete(directory):
+        return  # A run downloads the rest.
+    if not _has_weights(directory):
+        raise ValueError(
+            f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
+            f"directory, or set {name}.random_init"
+        )
+    try:
+        if role.engine != "transformers":
+            open_checkpoint(directory, spec)
+        else:  # transformers checks the rest when it loads them.
+            check_tensors(directory, spec)
+    except ValueError as error:
+        raise ValueError(f"{name}.model: {error}") from error
+
+
+def _check_dtype(name: str, role: Role) -> None:
+    """Raise ValueError if the role has no legal dtype, or one in which it cannot be trained."""
+    try:
+        dtype = role.weights_dtype
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+    if role.engine == "megatron" and dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"{name}.dtype is {dtype}: the megatron engine has float32 and bfloat16")
+    if role.optimizer is not None and dtype == "float16":
+        origin = "" if role.dtype is not None else f" (from config.json of {role.model})"
+        raise ValueError(
+            f"{name}.dtype is float16{origin}: training in it needs loss scaling, "
+            "which realhf does not have; set it to bfloat16 or float32")
+
+
+def _has_weights(directory: Path) -> bool:
+    """Return whether there are weights; pickled ones count, as the loader explains how to convert them."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
+
+
+def _check_adapters(name: str, role: Role) -> None:
+    try:
+        if (lora := role.resolved_lora()) is not None:
+            spec = adapter_spec(role.config(), lora)
+            if lora.adapter is None and role.optimizer is None:
+                raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
+            if role.random_init and role.optimizer is not None and not lora.export_merged:
+                raise ValueError(
+                    "lora: adapters of random weights fit no model that is kept: train from a model "
+                    "directory, or set lora.export_merged"
+                )
+            if lora.adapter is not None and not is_incomplete(Path(lora.adapter)):
+                open_adapters(Path(lora.adapter), spec)
+    except ValueError as error:
+        where = "" if str(error).startswith("lora") else "lora.adapter: "
+        raise ValueError(f"{name}.{where}{error}") from error
+
+
+def _check_follower(name: str, role: Role, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless the role, a moving average, can follow the role that it names."""
+    if role.dtype in ("bfloat16", "float16"):
+        raise ValueError(f"{name}.dtype is {role.dtype}: a moving average would stand still; use float32")
+    leader = roles.get(role.follows or "")
+    if leader is not None and leader.engine != role.engine:
+        raise ValueError(
+            f"{name}.engine is {role.engine}: it follows {role.follows}, which has {leader.engine}")
+    if leader is None or leader.optimizer is None:
+        raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
+    if leader.lora is not None:
+        raise ValueError(f"{name}.follows is {role.follows!r}: a role that trains adapters has no followers")
+    if role.config() != leader.config():
+        raise ValueError(f"{name}.model has another shape than {role.follows}.model, which it follows")
+
+
+def check_plan(
+    graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], offloaded: Collection[str]
+) -> None:
+    """Raise ValueError unless the calls can run in their layouts, and those of the `offloaded` roles, which
+    must be frozen, and no others have `offload`."""
+    for call in graph.calls:
+        _check_layout(call, plan, roles)
+    for call in graph.calls:
+        if plan[call.name].offload:
+            _check_is_frozen(call, roles)
+    for call in graph.calls:
+        if call.role is not None and plan[call.name].offload != (call.role in offloaded):
+            raise ValueError(
+                f"calls.{call.name}.offload is {str(plan[call.name].offload).lower()}: "
+                f"all calls of role {call.role!r} must have the same")
+
+
+def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, Role]) -> None:
+    layout = plan[call.name].layout
+    if call.kind == "host" and not call.work.splittable and layout.dp > 1:
+        raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
+    if call.role is not None:
+        try:
+            config = roles[call.role].config()
+            (config.check_generation_layout if call.kind == "generate" else config.check_layout)(layout)
+        except ValueError as error:
+            raise ValueError(f"calls.{call.name}: {error}") from error
+
+
+def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless the call, which is planned with `offload`, has weights that never change."""
+    where = f"calls.{call.name}.offload"
+    if call.role is None:
+        raise ValueError(f"{where}: a host call has no weights to offload")
+    if roles[call.role].engine == "megatron":
+        raise ValueError(f"{where}: the megatron engine of role {call.role!r} does not offload")
+    if roles[call.role].optimizer is not None:
+        raise ValueError(f"{where}: role {call.role!r} has an optimizer; only frozen roles can offload")
+    if roles[call.role].follows is not None:
+        raise ValueError(f"{where}: role {call.role!r} follows another; only frozen roles can offload")
+
+
+def check_data(
+    experiment: Experiment, roles: Mapping[str, Role],
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
+) -> None:  # fmt: skip
+    """Raise ValueError unless the models have enough positions for the datasets and fit the tokenizer.
+
+    The datasets and the graphs that read them go by the names of the experiment's fields.
+    """
+    _check_positions(datasets, roles)
+    for _, graph in datasets.values():
+        check_sampling(graph, roles)
+    _check_tokenizer(experiment, roles)
+
+
+def _check_positions(
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]], roles: Mapping[str, Role]
+) -> None:
+    """Raise ValueError if a sequence can become longer than a model has positions."""
+    new = max(longest_response(graph) for _, graph in datasets.values())
+    calls = [call for _, graph in datasets.values() for call in graph.calls]
+    for name in {call.role for call in calls if call.role is not None}:
+        limit = spec_of(roles[name].config()).config.num_positions
+        long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
+                for key, (dataset, _) in datasets.items()
+                if limit is not None and dataset.max_prompt_tokens + new > limit]  # fmt: skip
+        if limit is not None and long:
+            raise ValueError(
+                f"{name}.model has {limit} positions, and responses may have {new} tokens: "
+                + (f"set {' and '.join(long)} to at most {limit - new}" if limit > new else
+                   f"set sampling.max_new_tokens below {limit}")
+            )
+
+
+def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
+    """Check all rows of a dataset, of large files a sample, and return them; `name` is the field's name.
+
+    Raises ValueError if the graph cannot read them.
+    """
+    try:
+        if name != "dataset" and len(config.parts) > 1:
+            raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
+        return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
+    except ValueError as error:
+        raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
+
+
+def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
+    """Return the functions that say what is wrong with a row, of the losses and host calls that have one."""
+    readers = [call.work.loss for call in graph.of_kind("train_step")]
+    readers += [call.work.function for call in graph.of_kind("host")]
+    limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
+    readers += [TokenLimits(column_of(key)) for key in limits if graph.producer(key) is None]
+    return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
+
+
+def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError if there is no tokenizer, or if a model was made for another one."""
+    directory = Path(experiment.tokenizer_dir())
+    if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
+        raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")
+    ours = directory / "tokenizer.json"
+    for name, role in roles.items():
+        if role.random_init or not ours.is_file():
+            continue
+        theirs = role.model_path() / "tokenizer.json"
+        if not theirs.is_file():
+            continue
+        if (differing := first_difference(ours, theirs)) is not None:
+            number, here, there = differing
+            raise ValueError(
+                f"{name}.model {role.model} was made for another tokenizer than {directory}, whose tokens it "
+                f"would get: token {number} is {there!r} there and {here!r} here"
+            )
+
+
+def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless the experiment's parts and its step program suit the graph."""
+    _check_kept_caches(experiment, graph, roles)
+    checked_parts(experiment, graph)
+    try_step_program(experiment, graph)
+
+
+def _check_kept_caches(
+    experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]
+) -> None:
+    """Raise ValueError if caches cannot be kept between rounds, or would be dropped at times of the clock."""
+    keeping = [call for call in graph.of_kind("generate") if call.work.cache_on_update == "keep"]
+    if not keeping or experiment.num_rounds == 1:
+        return
+    for role in (call.role for call in keeping if call.role is not None):
+        if roles[role].engine == "transformers":
+            why = "the transformers engine keeps no cache"
+            raise ValueError(f"cache_on_update is 'keep', and {why}: set it to 'recompute'")
+    if experiment.checkpoint_period()[1]:
+        every = experiment.checkpoint_every
+        why = "a checkpoint drops the caches that cache_on_update 'keep' keeps, which changes last bits"
+        raise ValueError(f"checkpoint_every is {every!r}: {why}, so it must be a number of steps, or 0")

@@ -1,0 +1,145 @@
+"""Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
+
+import inspect
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import networkx as nx
+
+from realhf.errors import UserError
+from realhf.experiment import Experiment
+from realhf.graph import DataflowGraph
+
+_MAX_OPERATIONS = 10_000
+"""Most operations of a step; a program with more is taken to loop for ever."""
+_MAX_SECONDS = 20.0
+"""Longest trial of a step, which only counts."""
+
+
+def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, Sequence[str]]:
+    """Return the experiment's parts.
+
+    Raises ValueError unless each call is in exactly one, and the parts can run one after the other.
+    """
+    parts = experiment.parts(graph)
+    if not isinstance(parts, Mapping) or any(isinstance(names, str) for names in parts.values()):
+        raise ValueError("parts() must return a dict: part name -> a list of the names of its calls")
+    listed = [name for names in parts.values() for name in names]
+    names = [call.name for call in graph.calls]
+    if unknown := [name for name in listed if name not in names]:
+        raise ValueError(f"parts() lists the call {unknown[0]!r}: there are {', '.join(names)}")
+    for name in names:
+        if name not in listed:
+            raise ValueError(f"parts() leaves out the call {name!r}: each belongs to one part")
+        if (count := listed.count(name)) > 1:
+            raise ValueError(f"parts() lists the call {name!r} {count} times: each belongs to one part")
+    part_of = {name: part for part, members in parts.items() for name in members}
+    edges = {(part_of[a], part_of[b]) for a, b in graph.nx_graph.edges}
+    between = nx.DiGraph(edge for edge in edges if edge[0] != edge[1])
+    if not nx.is_directed_acyclic_graph(between):
+        cycle = [edge[0] for edge in nx.find_cycle(between)]
+        raise ValueError(f"parts() has parts that need one another: {' -> '.join([*cycle, cycle[0]])}")
+    generating = [call.name for call in graph.of_kind("generate")]
+    if experiment.num_rounds > 1 and len(generating) > 1:
+        raise ValueError(
+            f"rounds is {experiment.num_rounds}: more than one need a single generating call, "
+            f"and there are {' and '.join(generating)}")
+    for name in generating if experiment.num_rounds > 1 else ():
+        if near := [reader for reader in graph.nx_graph.successors(name) if part_of[reader] == part_of[name]]:
+            raise ValueError(
+                f"rounds is {experiment.num_rounds}: call {near[0]!r} would get unfinished answers of "
+                f"{name!r}, so parts() must put it elsewhere")
+    return parts
+
+
+def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
+    """Run a few steps of the step program without data, up to the end of a short run; return its operations.
+
+    It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
+    examples of HostFunctions. Raises ValueError if the program fails, or never ends.
+    """
+    _check_signature(experiment)
+    fields = vars(experiment).copy()
+    operations: list[str] = []
+    steps = min(experiment.steps, experiment.max_lag + 3)
+    for keeps in (True, False):
+        executor = _DryExecutor(graph, keeps=keeps)
+        runner = experiment.step_runner(graph, executor, steps=steps)
+        for _ in range(steps + experiment.max_lag):
+            executor.num_left = _MAX_OPERATIONS
+            with _time_limit():
+                runner.execute(experiment.step)
+        operations = operations or executor.operations
+    for name, value in vars(experiment).items():
+        if value is not fields.get(name):
+            raise UserError(
+                f"step() changes {name} of the experiment, which no checkpoint holds: "
+                f"keep it in run.state[{name!r}]")
+    return operations
+
+
+def _check_signature(experiment: Experiment) -> None:
+    try:
+        inspect.signature(experiment.step).bind(None)
+    except TypeError as error:
+        raise ValueError(f"step() must take one argument, the step runner ({error})") from error
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise UserError if a trial takes long; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise UserError(f"step() has not ended after {_MAX_SECONDS:g} s in a trial: does it loop for ever?")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, _MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _DryExecutor:
+    """A PartExecutor that executes nothing."""
+
+    def __init__(self, graph: DataflowGraph, *, keeps: bool) -> None:
+        self.operations: list[str] = []
+        self.num_left = 0
+        self._graph = graph
+        self._keeps = keeps
+        self._prompts: dict[int, Sequence[int]] = {}
+
+    def run(
+        self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
+        updates: Mapping[str, int], state: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._prompts[operation] = prompts
+
+    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
+        """Send nothing, as there are no samples."""
+
+    def kept(self, call: str, operation: int) -> list[int]:
+        return list(self._prompts[operation]) if self._keeps else []
+
+    def decision(self, call: str, operation: int) -> Any:
+        return self._graph[call].work.example
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        """Free nothing, as there are no samples."""
+
+    def note(self, number: int, text: str, digest: str) -> None:
+        self.operations.append(text)
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise UserError(f"step() has not ended after {_MAX_OPERATIONS} operations, the last: {text}")
+
+    def log(self, metric: str, value: float) -> None:
+        """Drop the metric, as a trial has no record."""

@@ -1,0 +1,264 @@
+"""Warnings at the start of a run, about settings that may be meant but often are not. Free of torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from realhf.calls import Generate, longest_response
+from realhf.checkpoint.peft import CONFIG_FILE
+from realhf.data.dataset import LOADER_KEYS, column_of
+from realhf.data.tokenized import MixedRows, TokenizedRows
+from realhf.errors import UserError
+from realhf.experiment import Role
+from realhf.graph import DataflowGraph
+from realhf.hub import cached_name, find_model
+from realhf.model_config import ModelConfig
+from realhf.runtime.compile.actions import spec_of
+from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.sampling_checks import off_policy
+from realhf.transformers_config import TransformersConfig
+
+_SCHEDULE = (
+    "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
+    "log_every", "expected", "rollouts",
+)  # fmt: skip
+"""Fields that a resumed run may change without training another model."""
+
+
+def warnings_of(
+    program: Program, rows: TokenizedRows | MixedRows | None,
+    held_out: Mapping[str, TokenizedRows | MixedRows | None],
+) -> list[str]:
+    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it.
+
+    `held_out` are those of the evaluations, by the names of the sets.
+    """
+    parts = [("dataset", program.graph, rows)]
+    parts += [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
+    found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    found += off_policy(program.graph)
+    if rows is not None:
+        found += _repeated_rows(program, rows)
+    for name, graph, some in parts:
+        found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        for where, part in named_parts(name, some):
+            found += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
+            found += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            found += [*_beyond_positions(program.roles, graph, where, part),
+                      *_unknown_end(program.roles, graph, where, part)]
+    return list(dict.fromkeys(found))
+
+
+def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple[str, TokenizedRows]]:
+    """Return the rows of each part of a data set, with its name for messages."""
+    parts = () if rows is None else rows.parts
+    return [(name if len(parts) == 1 else f"{name}.parts[{i}]", part) for i, part in enumerate(parts)]
+
+
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning, if any, that names the fields by which a resumed experiment is another one."""
+    flat = [dict(leaves(fields)) for fields in (before, now)]
+    changes = [
+        f"{name} was {flat[0].get(name)!r} and is {flat[1].get(name)!r}"
+        for name in dict.fromkeys((*flat[0], *flat[1]))
+        if name.partition(".")[0] not in _SCHEDULE and flat[0].get(name) != flat[1].get(name)
+    ]
+    return [f"the run continues as another experiment: {', '.join(changes)}"] if changes else []
+
+
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every field that is no mapping itself."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
+    """Raise UserError if a model has no embedding for the tokenizer's largest token id."""
+    for name, role in roles.items():
+        if largest >= (size := role.config().vocab_size):
+            raise UserError(
+                f"tokenizer {tokenizer} has token ids up to {largest}, "
+                f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
+            )
+
+
+def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
+    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions.
+
+    Rows that are read later are checked then.
+    """
+    limits = {
+        name: spec_of(roles[name].config()).config.num_positions
+        for name in sorted({call.role for call in graph.calls if call.role is not None})
+    }
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if known:
+        name = min(known, key=lambda role: known[role])
+        for part in rows.parts:
+            part.require_at_most(known[name], f"{name}.model has learned {known[name]} positions")
+
+
+def other_bases(roles: Mapping[str, Role]) -> list[str]:
+    """Return warnings about adapters that seem to be made for another model than their role's.
+
+    Only the last parts of paths are compared, as paths differ between machines.
+    """
+    found: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
+    for name, role in roles.items():
+        if role.random_init or role.lora is None or role.lora.adapter is None:
+            continue
+        adapter = role.lora.adapter
+        ours = role.base_name()
+        settings = json.loads((find_model(adapter) / CONFIG_FILE).read_text())
+        theirs = settings.get("base_model_name_or_path")
+        if not isinstance(theirs, str) or not theirs:
+            continue
+        names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
+        if Path(cached_name(Path(theirs)) or theirs).name not in names:
+            what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
+            found.setdefault((adapter, ours), what)
+    return list(found.values())
+
+
+def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
+    """Yield warnings about changed settings of generation that only the native engine has."""
+    for call in graph.of_kind("generate"):
+        if call.role is None or roles[call.role].engine != "transformers":
+            continue
+        names = ("kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
+        if changed := [name for name in names if getattr(call.work, name) != getattr(Generate, name)]:
+            yield f"{call.role}.engine is transformers, which does not have {' and '.join(changed)}"
+
+
+def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if count := rows.num_too_long:
+        limit = f"max_prompt_tokens {rows.config.max_prompt_tokens}"
+        yield f"{name}: {_share(count, rows)} are left out, as their prompts are longer than {limit}"
+    if count := rows.num_long_completions:
+        limit = f"max_completion_tokens {rows.config.max_completion_tokens}"
+        yield f"{name}: {_share(count, rows)} are left out, as their completions are longer than {limit}"
+    if count := rows.num_cut:
+        yield f"{name}: {count} prompts or completions are cut, as they are longer than their limit"
+
+
+def _share(count: int, rows: TokenizedRows) -> str:
+    """Return how many of the tokenised rows these are, in words."""
+    tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
+    return f"{count} of {rows.num_tokenized} {tried}"
+
+
+def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about columns that a call reads and that are null in some rows."""
+    known = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
+    for key in known:
+        if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
+            yield (
+                f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
+                f"first in {rows.place_of(null[0])}")
+
+
+def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if count := rows.num_unlike_prompt:
+        yield (
+            f"{name}: in {count} rows the chat template writes another beginning with the completion than "
+            "for the prompt alone; the loss counts from the first token that differs")
+
+
+def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if equal := rows.equal_pairs():
+        yield (
+            f"{name}: {rows.config.rejected_key} is the same as {rows.config.chosen_key} in {len(equal)} of "
+            f"{len(rows.rows)} rows, first in {rows.place_of(equal[0])}")
+
+
+def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if unknown := rows.unknown():
+        yield (
+            f"{name}: {len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know, "
+            f"first {rows.file_place_of(unknown[0])}: the model reads an unknown token")
+
+
+def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
+    size = program.experiment.batch_size
+    count = sum(part.num_in_file - part.num_left_out for part in rows.parts)
+    if size > count:
+        yield (
+            f"batch_size is {size}, and there are {count} rows in dataset: "
+            "each step has some rows more than once")
+
+
+def _idle_ranks(program: Program) -> Iterator[str]:
+    parts = [(one.graph, one.plan) for one in program.evaluations]
+    parts += [(program.graph, program.plan)] if program.parts else []
+    busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
+    if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
+        which = f"rank {idle[0]} has" if len(idle) == 1 else f"{len(idle)} ranks ({_listed(idle)}) have"
+        yield f"{which} no call in the plan and will do nothing, of {program.num_ranks} ranks"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ..." if len(ranks) > 8 else shown
+
+
+def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
+    for call in graph.of_kind("generate"):
+        has_stops = call.work.sampling.stop or call.work.sampling.stop_token_ids
+        if call.role is not None and not has_stops and not roles[call.role].config().eos_token_ids:
+            yield (
+                f"{call.role}.model has no eos_token_id in config.json or generation_config.json: "
+                f"every answer runs to sampling.max_new_tokens {call.work.sampling.max_new_tokens}")
+
+
+def _unknown_end(
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
+) -> Iterator[str]:
+    """Yield warnings about completions that end in a token at which the model's answers do not end."""
+    if "response_mask" not in rows.keys:
+        return
+    for role in sorted({call.role for call in graph.calls if call.role is not None}):
+        known = roles[role].config().eos_token_ids
+        ours = rows.tokenizer.eos_token_id
+        sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
+        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in known]
+        if known and not ends:
+            yield (
+                f"{name}: no completion ends in one of the tokens {', '.join(map(str, known))}, "
+                f"at which {role}.model stops (eos_token_id); the tokenizer's eos token is {ours}")
+
+
+def _greedy(program: Program) -> Iterator[str]:
+    generating = program.graph.of_kind("generate")
+    count = program.experiment.group_size
+    if program.parts and count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
+        yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
+
+
+def _beyond_positions(
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
+) -> Iterator[str]:
+    """Yield warnings about sequences with more positions than a rotary model was made for."""
+    new = longest_response(graph)
+    for role in sorted({call.role for call in graph.calls if call.role is not None}):
+        limit = _positions(roles[role].config())
+        if limit is not None and rows.longest + new > limit:
+            yield (
+                f"{role}.model was made for {limit} positions (max_position_embeddings), but a sequence may"
+                f" have {rows.longest + new}: {rows.longest} from {name} and sampling.max_new_tokens {new}")
+
+
+def _positions(config: ModelConfig) -> int | None:
+    """Return the number of positions for which a rotary model was made, scaling included; None if unknown."""
+    limit = config.hf.get("max_position_embeddings")
+    is_known = not isinstance(config, TransformersConfig) or config.has_table
+    if not is_known or config.positions != "rope" or not isinstance(limit, int):
+        return None
+    key = "original_max_position_embeddings"
+    limits = [limit]
+    for rope in config.rope_kinds().values():
+        limits.append(int((rope.get(key) or config.hf.get(key) or limit) * float(rope.get("factor") or 1)))
+    return max(limits)

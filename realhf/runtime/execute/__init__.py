@@ -1,0 +1,1 @@
+"""Executes the actions of a step on a rank, and measures its memory and compute."""

@@ -1,0 +1,94 @@
+"""MemoryMeter: makes room for each call on this rank, and measures its memory beside what was predicted."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from realhf.dist.world import World
+from realhf.runtime.compile.actions import Run
+from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.weights.engine_store import EngineKey, EngineStore
+
+_COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
+"""Last words of the parts of roles (as in "actor gradients") that are counted on a CPU."""
+_METRICS = {"perf/memory_bytes/": "measured", "perf/predicted_memory_bytes/": "predicted"}
+_USABLE = 0.95
+"""Share of a GPU's memory that a call and the caches beside it may take."""
+
+
+class MemoryMeter:
+    """Adds to the event of each call the bytes that were in use while it ran.
+
+    On CUDA they are the most that torch's allocator has given out at a time, `max_memory_allocated`. On a CPU
+    processes share memory, and nobody counts temporary tensors. So there the bytes are counted that the
+    engines of this rank hold at the end of the call, and those of the call's cache: without activations and
+    logits. Predicted bytes are the sum of the same parts.
+    """
+
+    def __init__(self, world: World, engines: EngineStore, predicted: PredictedMemory) -> None:
+        self._device = world.device
+        self._rank = world.rank
+        self._engines = engines
+        self._predicted = predicted
+
+    @contextmanager
+    def of_call(self, action: Run, event: dict[str, Any]) -> Iterator[None]:
+        """Release memory that the call does not need; measure while the context lasts."""
+        self._make_room(action)
+        on_cuda = self._device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        parts = self._engines.memory()
+        if action.call.kind == "generate":
+            engine = self._engines[self._engine_key(action)]
+            parts["kv_cache"] = max(0, engine.last_cache_bytes - parts.get("cache", 0))
+        event["memory"] = {part: size for part, size in parts.items() if size}
+        event["memory_bytes"] = sum(parts.values())
+        if on_cuda:
+            event["memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        predicted = self._predicted.get(action.call.name, {}).get(self._rank)
+        if predicted is not None:
+            is_compared = _is_allocated if on_cuda else _is_counted
+            event["predicted_memory_bytes"] = round(
+                sum(size for part, size in predicted.items() if is_compared(part)))
+
+    def _make_room(self, action: Run) -> None:
+        """Release gradients that the call does not need, and caches beside which it might not fit."""
+        key = self._engine_key(action)
+        self._engines.release("gradients", besides=key if action.call.kind == "train_step" else None)
+        if self._device.type != "cuda":
+            return
+        predicted = self._predicted.get(action.call.name, {}).get(self._rank)
+        cache = self._engines.memory().get("cache", 0)
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        if predicted is None or sum(predicted.values()) + cache > _USABLE * total:
+            self._engines.release("cache", besides=key if action.call.kind == "generate" else None)
+
+    def _engine_key(self, action: Run) -> EngineKey:
+        assert action.call.role is not None
+        return action.call.role, action.layout
+
+
+def _is_allocated(part: str) -> bool:
+    """Return whether a predicted part is memory that torch's allocator gives out."""
+    return part != "communicators"
+
+
+def _is_counted(part: str) -> bool:
+    """Return whether a predicted part is counted on a CPU: states of roles, and caches."""
+    return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
+
+
+def largest_by_call(history: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return for each call the most bytes of a rank in any step, `measured` and perhaps `predicted`."""
+    found: dict[str, dict[str, float]] = {}
+    for metrics in history:
+        for name, value in metrics.items():
+            for prefix, key in _METRICS.items():
+                if name.startswith(prefix):
+                    of_call = found.setdefault(name.removeprefix(prefix), {})
+                    of_call[key] = max(of_call.get(key, 0.0), value)
+    return found

@@ -1,0 +1,1 @@
+"""What a run writes and shows: metrics, events, answers, pictures, and the directory that holds them."""

@@ -1,0 +1,79 @@
+"""AnswerFiles: the files of a run directory that hold the answers of evaluations, on rank 0."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from realhf.runtime.compile.kept_answers import SHOWN
+
+_LAST = "eval.jsonl"
+_ALL = "evals"
+"""The folder with a file for each evaluation: evals/step_N.jsonl, or evals/SET/step_N.jsonl."""
+
+
+class AnswerFiles:
+    """The writer of eval.jsonl and of evals/.
+
+    A run that continues after the step `last` keeps the files up to it, those of its earlier directory
+    included, and drops later ones, which it will write anew.
+    """
+
+    def __init__(self, directory: Path, *, last: int = -1, earlier: Path | None = None) -> None:
+        self._directory = directory
+        if earlier is not None and earlier.resolve() != directory.resolve():
+            self._copy(earlier)
+        for path in self._files(directory):
+            if _step(path) > last:
+                path.unlink()
+
+    def _copy(self, earlier: Path) -> None:
+        """Copy the answers of the run that this one continues in another directory."""
+        for path in [*self._files(earlier), *earlier.glob(_LAST)]:
+            target = self._directory / path.relative_to(earlier)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+    def _files(self, directory: Path) -> list[Path]:
+        return [path for path in sorted((directory / _ALL).rglob("step_*.jsonl")) if _step(path) >= 0]
+
+    def write(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the answers of the evaluation after a step, by set, each file at once or not at all.
+
+        Scores of failed rewards are null. eval.jsonl gets the first answer to each prompt.
+        """
+        last = []
+        for name, of_set in answers.items():
+            known = [{"set": name} | _without_nan(answer) for answer in of_set]
+            _write(self._directory / _ALL / name / f"step_{step}.jsonl", known)
+            firsts = [answer for answer in known if answer["sample"] == 0]
+            shown = [{key: answer[key] for key in SHOWN if key in answer} for answer in firsts]
+            last += [answer | ({"set": name} if name else {}) for answer in shown]
+        if last:
+            _write(self._directory / _LAST, last)
+
+
+def _write(path: Path, answers: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    part.replace(path)
+
+
+def _step(path: Path) -> int:
+    """Return the step of a file; -1 if its name has none."""
+    number = path.stem.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer with null in the place of numbers that are NaN."""
+    parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
+             if row.get(key) is not None}  # fmt: skip
+    return {**row, "score": _known(row["score"]), **parts}
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and isnan(value) else value

@@ -1,0 +1,171 @@
+"""Claims run directories, so that no two runs write into the same one. Free of torch."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from realhf.checkpoint.names import MANIFEST, find_checkpoints, step_of
+from realhf.errors import UserError
+
+LOCK = "run.lock"
+"""A file in the run directory that rank 0 keeps locked during the run; it names rank 0's process and host."""
+_RUNS = Path("runs")
+
+
+def check_run_directory(out: Path, *, option: str = "--out", resumes: bool = False) -> None:
+    """Raise UserError unless a run may write here: the directory is new, or its run recorded no step.
+
+    A run that `resumes` may continue the one in the directory.
+    """
+    try:
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{option} {out} is a file: name a directory")
+        if not resumes and _has_record(out):
+            raise UserError(
+                f"{option} {out} already holds a run: add --resume to continue it, "
+                "choose another directory or remove it")
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    except OSError as error:
+        raise UserError(f"{option} {out}: {error.strerror}") from error
+    if not nearest.is_dir():
+        raise UserError(f"{option} {out}: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {out}: there is no permission to write in {nearest}")
+
+
+def _has_record(out: Path) -> bool:
+    return (out / "metrics.jsonl").exists() and "\n" in (out / "metrics.jsonl").read_text()
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run to continue, the directory in which it goes on, and its checkpoints by step, the newest first."""
+
+    run: Path
+    out: Path
+    checkpoints: Mapping[int, Path]
+
+
+def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
+    """Return what `--resume` and `--out` name; by default the newest run of the experiment file `stem`.
+
+    `resume` is a run directory, a checkpoint, or empty for the run directory `out`. A checkpoint continues
+    in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
+    """
+    if resume == "" and out is None:
+        owners = {lock: _read_owner(lock.read_text()) for lock in _RUNS.glob(f"*/{LOCK}")}
+        locks = [lock for lock, owner in owners.items() if owner.get("experiment") == stem]
+        if not locks:
+            raise UserError(f"--resume: no directory in {_RUNS}/ has a run of {stem}: name one with --out")
+        out = max(locks, key=lambda lock: lock.stat().st_mtime).parent
+    source = Path(resume) if resume else out
+    assert source is not None
+    if not (source / "checkpoints").is_dir() and find_checkpoints(source):
+        source = source.absolute().parent
+    if not source.is_dir():
+        raise UserError(f"--resume: {source} is no directory: name a run directory or one of its checkpoints")
+    if (source / MANIFEST).is_file():
+        step = step_of(source) or 0
+        run = source.absolute().parent.parent
+        checkpoints = {step: source}
+    else:
+        run = source
+        checkpoints = find_checkpoints(source / "checkpoints")
+    if out is None:
+        out = run
+    if out.resolve() != run.resolve():
+        check_run_directory(out)
+    elif later := [s for s in find_checkpoints(out / "checkpoints") if s > max(checkpoints, default=0)]:
+        raise UserError(
+            f"--resume {source}: the run has a checkpoint of step {later[0]}: "
+            "branch off to a new directory (--out), or remove the later checkpoints")
+    return Resumption(run, out, checkpoints)
+
+
+def find_restarted(out: Path | None) -> Path | None:
+    """Return the run directory that an earlier start of this torchrun has claimed: `out`, or one in runs/.
+
+    torchrun's id of the run tells; if it has none ("none"), the number of restarts must be above 0.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id == "none" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    for lock in sorted(_RUNS.glob(f"*/{LOCK}")) if out is None else [out / LOCK]:
+        if lock.is_file() and _read_owner(lock.read_text()).get("run_id") == run_id:
+            return lock.parent
+    return None
+
+
+def new_run_directory(stem: str) -> Path:
+    """Make and return runs/STEM, or runs/STEM-2 and so on if that exists; no other process gets the same."""
+    check_run_directory(_RUNS, option="run directory")
+    number = 1
+    while True:
+        out = _RUNS / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            out.mkdir(parents=True)
+            return out
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"run directory {out} cannot be made: {error.strerror}") from error
+
+
+class RunDirectory:
+    """A run directory that this process holds until it ends."""
+
+    def __init__(self, out: Path, *, stem: str = "", resumes: bool = False) -> None:
+        """Claim `out` for the experiment file `stem`.
+
+        Raises UserError when it is in use, cannot be written, or holds a run that is not to be resumed.
+        """
+        check_run_directory(out, resumes=resumes)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            self._lock = (out / LOCK).open("a+")
+        except OSError as error:
+            raise UserError(
+                f"--out {out}: {error.filename or out} cannot be made: {error.strerror}") from error
+        try:
+            _lock(self._lock)
+        except BlockingIOError as error:
+            raise UserError(f"--out {out} is in use by another run{_owner(self._lock)}") from error
+        check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
+        self._lock.truncate(0)
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
+        self._lock.write(json.dumps(owner) + "\n")
+        self._lock.flush()
+        self.path = out.absolute()  # A reward function may change the current directory.
+
+    def release(self) -> None:
+        self._lock.close()
+
+
+def _lock(file: TextIO) -> None:
+    """Lock the file if its file system can. Raises BlockingIOError if another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+
+
+def _owner(file: TextIO) -> str:
+    file.seek(0)
+    owner = _read_owner(file.read())
+    return f", process {owner['pid']} on {owner['host']}" if owner else ""
+
+
+def _read_owner(text: str) -> dict[str, Any]:
+    """Return what a lock file says of its owner; empty if the owner has not written it yet."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}

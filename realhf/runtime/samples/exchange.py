@@ -1,0 +1,205 @@
+"""Exchange: sends samples from the ranks that hold a call's inputs to the ranks that run it.
+
+Every head of the source sends its samples to one rank of the target as soon as it has them, without waiting.
+When all ranks of the target are free, they tell each other the ids and lengths of the samples that they have
+received, derive the same assignment of samples to data shards, and send one packed message to every rank that
+lacks some of its samples. Samples are small beside parameters, so they go from host memory to host memory
+over the control group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import Outbox
+from realhf.dist.world import World
+from realhf.layout import Layout, even_split
+from realhf.micro_batch import balance
+from realhf.sample_ids import groups_of
+
+Locations = dict[int, tuple[int, int]]
+"""Maps a sample id to the rank that holds the sample, and to its index there."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Columns that the heads of one layout have computed, sent under `tag`.
+
+    `batch` is this rank's part; None if it is no head.
+    """
+
+    layout: Layout
+    batch: Batch | None
+    tag: int
+
+    def receivers(self, target: Layout) -> dict[int, int]:
+        """Return for each head the rank of the target that gets its samples: itself if it is one of them."""
+        ranks = target.ranks
+        return {h: h if h in target else ranks[i % len(ranks)] for i, h in enumerate(self.layout.heads)}
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
+
+    It may have no columns, if a head has none since a restart; those of the first holder are known.
+    """
+
+    holders: tuple[int, ...]
+    batch: Batch | None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Rules for assigning samples, whose groups (see `sample_ids`) no mini-batch splits.
+
+    A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
+    are assigned. With `equal_costs`, samples cost the same; otherwise they cost their tokens.
+    """
+
+    group_size: int = 1
+    num_minibatches: int = 1
+    keep_groups: bool = False
+    filtered: bool = False
+    equal_costs: bool = False
+
+
+def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
+    """Return sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
+    ids = sorted(costs)
+    groups = [[ids[i] for i in group] for group in groups_of(ids, routing.group_size)]
+    minibatches = []
+    for i in range(routing.num_minibatches):
+        chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
+        units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
+        parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
+        minibatches.append([[s for u in part for s in units[u]] for part in parts])
+    return minibatches
+
+
+class Exchange:
+    """Moves Batches between layouts; the outbox keeps its messages until they are received."""
+
+    def __init__(self, world: World, outbox: Outbox) -> None:
+        self._rank = world.rank
+        self._control = world.control
+        self._outbox = outbox
+
+    def send(self, source: Source, target: Layout) -> None:
+        """Send this rank's part of a source to a rank of the target. Every head calls this."""
+        receiver = source.receivers(target)[self._rank]
+        if receiver != self._rank:
+            assert source.batch is not None, "a head has a part"
+            data = source.batch.pack()
+            self._outbox.add(self._control.send_bytes(data, [receiver], tag=source.tag))
+
+    def receive(
+        self, sources: Sequence[Source], target: Layout, routing: Routing, *, tag: int
+    ) -> list[Batch]:
+        """Return this rank's samples, one Batch per mini-batch. Every rank of the target calls this."""
+        inputs = [self._collect(source, target) for source in sources]
+        costs, located, inputs = self._locate(inputs, target, tag, routing)
+        assignment = assign(costs, dp=target.dp, routing=routing)
+        shards = [[s for minibatch in assignment for s in minibatch[dp]] for dp in range(target.dp)]
+        wanted = {rank: shards[target.coordinate(rank).dp] for rank in target.ranks}
+        for arrived, where in zip(inputs, located, strict=True):
+            self._send_wanted(arrived, where, wanted, tag)
+        mine = wanted[self._rank]
+        found = zip(inputs, located, strict=True)
+        parts = [self._gather(arrived, where, mine, tag) for arrived, where in found]
+        whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
+        sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
+        return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
+
+    def _collect(self, source: Source, target: Layout) -> _Arrived:
+        """Return the samples that were sent to this rank, together with those that it has computed itself."""
+        receivers = source.receivers(target)
+        pieces = []
+        for head in (head for head, receiver in receivers.items() if receiver == self._rank):
+            if head == self._rank:
+                assert source.batch is not None, "a head has a part"
+                pieces.append(source.batch)
+            else:
+                pieces.append(Batch.unpack(self._control.recv_bytes(head, tag=source.tag)))
+        return _Arrived(tuple(dict.fromkeys(receivers.values())), Batch.concat(pieces) if pieces else None)
+
+    def _locate(
+        self, inputs: Sequence[_Arrived], target: Layout, tag: int, routing: Routing
+    ) -> tuple[dict[int, float], list[Locations], list[_Arrived]]:
+        """Return costs of samples (tokens of their longest column, at least 1) and locations by input.
+
+        Return the inputs, too, with a holder that has columns as the first of each, if there is one.
+        """
+        holders = sorted({holder for arrived in inputs for holder in arrived.holders})
+        mine = [_costs(batch) if batch is not None and batch.fields else None
+                for batch in (arrived.batch for arrived in inputs)]  # fmt: skip
+        if self._rank in holders:
+            others = [rank for rank in target.ranks if rank != self._rank]
+            self._outbox.add(self._control.send_json(mine, others, tag=tag))
+        costs: dict[int, float] = {}
+        located: list[Locations] = [{} for _ in inputs]
+        with_columns: list[set[int]] = [set() for _ in inputs]
+        for holder in holders:
+            theirs = mine if holder == self._rank else self._control.recv_json(holder, tag=tag)
+            for where, known, part in zip(located, with_columns, theirs, strict=True):
+                if part is not None:
+                    known.add(holder)
+                for index, (sample_id, cost) in enumerate(part or ()):
+                    where[sample_id] = (holder, index)
+                    costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
+        for where in located:
+            if routing.filtered:
+                costs = {sample_id: cost for sample_id, cost in costs.items() if sample_id in where}
+            else:
+                assert where.keys() == costs.keys(), "two inputs have different samples"
+        ordered = [
+            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
+            for arrived, known in zip(inputs, with_columns, strict=True)
+        ]  # fmt: skip
+        return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
+
+    def _send_wanted(
+        self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int
+    ) -> None:
+        """Send every rank those samples that it wants and this rank holds."""
+        if arrived.batch is None:
+            return
+        receivers: dict[tuple[int, ...], list[int]] = {}
+        for receiver, ids in wanted.items():
+            if receiver != self._rank and _sends_to(arrived, self._rank, where, ids):
+                receivers.setdefault(tuple(_rows(where, ids, self._rank)), []).append(receiver)
+        for rows, ranks in receivers.items():
+            data = arrived.batch.select(rows).pack()
+            self._outbox.add(self._control.send_bytes(data, ranks, tag=tag))
+
+    def _gather(self, arrived: _Arrived, where: Locations, ids: list[int], tag: int) -> Batch:
+        """Return the samples `ids`, from this rank and from other holders."""
+        pieces = []
+        for holder in arrived.holders:
+            if holder == self._rank:
+                assert arrived.batch is not None, "a holder has a part"
+                pieces.append(arrived.batch.select(_rows(where, ids, holder)))
+            elif _sends_to(arrived, holder, where, ids):
+                pieces.append(Batch.unpack(self._control.recv_bytes(holder, tag=tag)))
+        whole = Batch.concat(pieces)
+        position = {sample_id: i for i, sample_id in enumerate(whole.ids)}
+        return whole.select([position[s] for s in ids])
+
+
+def _costs(batch: Batch) -> list[tuple[int, float]]:
+    lengths = [column.lengths for column in batch.fields.values() if isinstance(column, Packed)]
+    longest = [max(sizes) for sizes in zip(*lengths, strict=True)] or [1] * len(batch)
+    return [(sample_id, float(size)) for sample_id, size in zip(batch.ids, longest, strict=True)]
+
+
+def _rows(where: Locations, ids: Sequence[int], rank: int) -> list[int]:
+    """Return the indices on `rank` of those of `ids` that it holds, in the order of `ids`."""
+    return [where[s][1] for s in ids if where[s][0] == rank]
+
+
+def _sends_to(arrived: _Arrived, holder: int, where: Locations, ids: Sequence[int]) -> bool:
+    """Return whether `holder` sends a message to a rank that wants `ids`.
+
+    The first holder always does, as an empty shard learns its columns from this message.
+    """
+    return holder == arrived.holders[0] or any(where[s][0] == holder for s in ids)

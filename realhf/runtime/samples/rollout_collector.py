@@ -1,0 +1,240 @@
+"""RolloutCollector: describes on each rank what its calls have made of the prompts that are kept to read.
+
+No sample moves for it. A rank that has scored an answer tells its score, the rank that has sampled it tells
+its length, the rank that reads the dataset tells the prompt; rank 0 joins them (see `rollout_file.merged`).
+"""
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from realhf.data.batch import Batch
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, DatasetMixture, column_of
+from realhf.data.loader import Loader, MixedLoader
+from realhf.data.order import block_counts, mixture_position, row_order
+from realhf.data.responses import in_response, response_lengths
+from realhf.dist.world import World
+from realhf.graph import DataflowGraph
+from realhf.rollout_log import RolloutLog
+from realhf.runtime.compile.actions import dataset_layout
+from realhf.runtime.compile.program import Program
+from realhf.runtime.samples.sample_store import SampleStore
+from realhf.sample_ids import prompt_of, samples_of
+
+DATASET_KEYS = ("prompt", DATASET_ROW)
+"""Keys of the dataset that every rollout has."""
+_SEQUENCE = ("sequence_ids", "response_mask")
+_OF_ANSWERS = (*_SEQUENCE, "finished", "versions")
+_OF_SCORES = ("score", "reward_scores", "reward_extra", "completion")
+_ADVANTAGES = "advantages"
+_DIGITS = 6
+"""Significant digits of numbers: they differ between plans by the order of floating-point sums only."""
+
+
+class RolloutCollector:
+    """Collects what this rank knows of the kept answers of a step, as JSON objects.
+
+    An answer is kept in the step in which it is scored; in graphs without scores, in which it is trained on.
+    """
+
+    def __init__(
+        self, log: RolloutLog, graph: DataflowGraph, parts: Mapping[str, Collection[str]], *, group_size: int,
+        seed: int, rows_of: Callable[[Sequence[int]], Sequence[int]], followed: Collection[int],
+        read: Callable[[Sequence[int]], Batch] | None,
+    ) -> None:  # fmt: skip
+        """`parts` are the names of the calls of each part.
+
+        `read` returns the batch of some prompts, on the rank of the dataset. `rows_of` returns the indices of
+        their rows, and the prompts of the rows `followed` are always kept.
+        """
+        self._log = log
+        self._group_size = group_size
+        self._seed = seed
+        self._rows_of = rows_of
+        self._followed = followed
+        self._read = read
+        self._columns = [key for key in graph.inputs if key not in LOADER_KEYS]
+        self._part_of = {call: part for part, calls in parts.items() for call in calls}
+        scoring = graph.producer("score") or next(iter(graph.of_kind("train_step")))
+        self._scoring_part = self._part_of[scoring.name]
+        self._decodes = graph.producer("completion") is None
+        self._keys: dict[str, list[str]] = {}
+        """Call -> the keys of its outputs that are described."""
+        for key in (*_OF_ANSWERS, *_OF_SCORES, _ADVANTAGES):
+            if (call := graph.producer(key)) is not None:
+                self._keys.setdefault(call.name, []).append(key)
+        self._step = 0
+        self._kept: dict[int, bool] = {}
+        """The prompts that are kept in this step, and whether their rows are followed."""
+
+    def collect(
+        self, part: str, prompts: Sequence[int], samples: SampleStore, context: Any
+    ) -> list[dict[str, Any]]:
+        """Return what this rank knows of the kept prompts after a run of a part on `prompts`."""
+        if context.step != self._step:
+            self._step = context.step
+            self._kept = {}
+        is_scored = part == self._scoring_part
+        if is_scored:
+            self._choose(prompts)
+        kept = [prompt for prompt in prompts if prompt in self._kept]
+        if not kept:
+            return []
+        found = self._describe_prompts(kept) if is_scored and self._read is not None else []
+        ids = set(samples_of(kept, self._group_size))
+        for call, keys in self._keys.items():
+            if is_scored or self._part_of[call] == part:
+                batch = samples.select(call, keys, ids)
+                if batch.ids:
+                    found += self._describe_samples(batch, context)
+        return found
+
+    def _choose(self, prompts: Sequence[int]) -> None:
+        """Add those of the prompts that are kept to the ones of this step."""
+        sampled = self._log.sampled(prompts, step=self._step, seed=self._seed)
+        for prompt, row in zip(prompts, self._rows_of(prompts), strict=True):
+            if row in self._followed or prompt in sampled:
+                self._kept[prompt] = row in self._followed
+
+    def _describe_prompts(self, prompts: Sequence[int]) -> list[dict[str, Any]]:
+        assert self._read is not None
+        batch = self._read(prompts)
+        described = []
+        for i in range(0, len(batch), self._group_size):
+            prompt = prompt_of(batch.ids[i], self._group_size)
+            described.append({
+                "prompt_number": prompt, "followed": self._kept[prompt],
+                "dataset_row": batch[DATASET_ROW][i], "prompt": self._shortened(batch["prompt"][i]),
+                "columns": {column_of(key): self._shortened(batch[key][i]) for key in self._columns
+                            if isinstance(batch[key], list)},
+            })  # fmt: skip
+        return described
+
+    def _shortened(self, value: Any) -> Any:
+        """Return a JSON value, or its text without the middle if it is too long."""
+        if isinstance(value, str):
+            return self._log.shortened(value)
+        text = json.dumps(value, ensure_ascii=False)
+        return value if len(text) <= self._log.max_characters else self._log.shortened(text)
+
+    def _logged(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what rewards have logged of a sample."""
+        return {name: _rounded(value) if isinstance(value, float) else self._shortened(value)
+                for name, value in values.items()}  # fmt: skip
+
+    def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [
+            {"sample": sample, "prompt_number": prompt_of(sample, self._group_size)} for sample in batch.ids]
+        for name, values in self._described_columns(batch, context):
+            for one, value in zip(found, values, strict=True):
+                one[name] = value
+        return found
+
+    def _described_columns(self, batch: Batch, context: Any) -> list[tuple[str, Sequence[Any]]]:
+        """Return names and values of what the columns of a batch tell of its samples."""
+        columns = batch.fields
+        found: list[tuple[str, Sequence[Any]]] = []
+        if "score" in columns:
+            found.append(("score", [_rounded(score) for score in columns["score"].tolist()]))
+        if "reward_scores" in columns:
+            by_name = [{name: _rounded(score) for name, score in scores.items()}
+                       for scores in columns["reward_scores"]]  # fmt: skip
+            found.append(("rewards", by_name))
+        if "reward_extra" in columns:
+            found.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
+        if "completion" in columns:
+            found.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
+        if "response_mask" in columns:
+            found.append(("length", response_lengths(columns["response_mask"]).tolist()))
+        if self._decodes and "sequence_ids" in columns:
+            found.append(("completion", self._decoded(batch, context)))
+        if "finished" in columns:
+            found.append(("finished", [bool(finished) for finished in columns["finished"].tolist()]))
+        if "versions" in columns:
+            found.append(("versions", _spans(columns)))
+        if _ADVANTAGES in columns:
+            found.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
+        return found
+
+    def _decoded(self, batch: Batch, context: Any) -> list[str]:
+        """Return the texts of the responses without special tokens."""
+        mask = batch["response_mask"]
+        pairs = zip(batch["sequence_ids"].split(), mask.like(in_response(mask)).split(), strict=True)
+        responses = [tokens[chosen].tolist() for tokens, chosen in pairs]
+        decode = context.tokenizer.decode
+        return [self._log.shortened(decode(ids, skip_special_tokens=True)) for ids in responses]
+
+
+def keeps_rollouts(program: Program) -> bool:
+    """Return whether answers of training are kept: the experiment wants it, and its graph generates some."""
+    call = program.graph.producer("response_mask")
+    return program.experiment.rollouts.is_on and call is not None and call.kind == "generate"
+
+
+def make_collector(
+    program: Program, world: World, loader: Loader | MixedLoader | None
+) -> RolloutCollector | None:
+    """Return this rank's collector, if answers are kept. Every rank calls this; some have a loader."""
+    if not keeps_rollouts(program):
+        return None
+    experiment = program.experiment
+    log = experiment.rollouts
+    mine = [] if loader is None else [len(part) for part in loader.parts]
+    sizes = max(world.control.all_gather_json(mine))  # Ranks without a loader have an empty list.
+    reads = loader is not None and world.rank in dataset_layout(program.graph, program.plan)
+    return RolloutCollector(
+        log, program.graph, experiment.parts(program.graph), group_size=experiment.group_size,
+        seed=experiment.seed, followed=log.followed(sum(sizes), seed=experiment.seed),
+        rows_of=rows_of_run(experiment.dataset, sizes, seed=experiment.seed),
+        read=loader.batch if loader is not None and reads else None)
+
+
+def rows_of_run(
+    config: DatasetConfig, sizes: Sequence[int], *, seed: int
+) -> Callable[[Sequence[int]], list[int]]:
+    """Return a function from the numbers of prompts to the indices of their rows in a data set.
+
+    `sizes` are the numbers of rows of its parts, whose rows are counted one part after another.
+    """
+    counts = block_counts(config.weights) if isinstance(config, DatasetMixture) else None
+    starts = [0, *accumulate(sizes)]
+
+    def row_of(prompt: int) -> int:
+        part, number = (0, prompt) if counts is None else mixture_position(prompt, counts, seed=seed)
+        shuffle = config.parts[part].shuffle
+        (index,) = row_order(sizes[part], start=number, count=1, seed=seed, shuffle=shuffle)
+        return starts[part] + index
+
+    return lambda prompts: [row_of(prompt) for prompt in prompts]
+
+
+def _spans(columns: Mapping[str, Any]) -> list[list[int] | None]:
+    """Return the lowest and the highest version of the tokens of each response."""
+    spans: list[list[int] | None] = []
+    for versions, mask in zip(columns["versions"].split(), columns["response_mask"].split(), strict=True):
+        sampled = versions[mask != 0]
+        spans.append([int(sampled.min()), int(sampled.max())] if len(sampled) else None)
+    return spans
+
+
+def _mean_advantage(advantages: torch.Tensor) -> float | None:
+    """Return the mean over the tokens that train, whose advantages are neither NaN nor, as in prompts, 0.
+
+    It is None if a failed reward, or an age limit, leaves no token.
+    """
+    values = advantages.double()
+    if values.isnan().any() and not values.nan_to_num().any():
+        return None
+    values = values[~values.isnan() & (values != 0)]
+    return _rounded(values.mean().item()) if len(values) else 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a number with six significant digits; None for NaN, the score of a failed reward."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:z.{_DIGITS}g}")

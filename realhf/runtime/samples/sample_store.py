@@ -1,0 +1,89 @@
+"""SampleStore: the samples that this rank holds, as columns by the call that made them."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from safetensors.torch import load, save
+
+from realhf.data.batch import Batch
+from realhf.layout import Layout, even_split
+from realhf.sample_ids import prompt_of
+
+
+class SampleStore:
+    """The outputs of calls on this rank. Those that are still being generated are kept apart."""
+
+    def __init__(self) -> None:
+        self.complete: dict[str, list[Batch]] = {}
+        self.unfinished: dict[str, Batch] = {}
+
+    def pack(self) -> bytes:
+        """Return all samples in the form of a safetensors file; it is empty without samples.
+
+        Batches without samples are in it, too, as they tell the types of columns.
+        """
+        packed = {f"unfinished/{name}": batch.pack() for name, batch in self.unfinished.items() if batch.ids}
+        if not packed and not any(batch.ids for made in self.complete.values() for batch in made):
+            return b""
+        for name, batches in self.complete.items():
+            packed |= {f"complete/{name}/{i}": batch.pack() for i, batch in enumerate(batches)}
+        return save(packed)
+
+    def unpack(self, data: bytes) -> None:
+        """Add the samples of `pack`."""
+        for key, packed in load(data).items():
+            kind, _, name = key.partition("/")
+            batch = Batch.unpack(packed)
+            if kind == "complete":
+                self.put(name.rpartition("/")[0], batch)
+            else:
+                self.unfinished[name] = Batch.concat([self.unfinished.get(name, Batch([])), batch])
+
+    def deal(self, layouts: Mapping[str, Layout], rank: int, *, group_size: int) -> None:
+        """Keep this rank's share of the samples, after `unpack` has added those of all ranks.
+
+        `layouts` are the layouts of the calls, whose heads get equal shares of whole groups.
+        """
+        for name, batches in self.complete.items():
+            self.complete[name] = [_share(Batch.concat(batches), layouts[name], rank, group_size)]
+        for name, batch in self.unfinished.items():
+            self.unfinished[name] = _share(batch, layouts[name], rank, group_size)
+
+    def put(self, producer: str, batch: Batch) -> None:
+        """Add samples that a call has completed."""
+        kept = [one for one in self.complete.get(producer, []) if one.ids]
+        self.complete[producer] = [*kept, batch] if batch.ids or not kept else kept
+
+    def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
+        """Return these columns of those of the samples that are here, in any order.
+
+        If none is here, the columns are empty; if the producer never had any, there are no columns.
+        """
+        return Batch.concat([_select(batch, keys, ids) for batch in self.complete.get(producer, [Batch([])])])
+
+    def forget(self, ids: Collection[int], *, producers: Collection[str] | None = None) -> None:
+        """Free the memory of these samples, of some calls or of all.
+
+        Columns without samples remain, as they tell their types.
+        """
+        for producer in self.complete if producers is None else self.complete.keys() & producers:
+            batches = self.complete[producer]
+            self.complete[producer] = []
+            for batch in batches:
+                kept = [i for i, sample in enumerate(batch.ids) if sample not in ids]
+                self.put(producer, batch if len(kept) == len(batch) else batch.select(kept))
+
+
+def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
+    """Return the samples of the groups that a rank gets; none if it is no head of the layout."""
+    prompts = sorted({prompt_of(sample, group_size) for sample in batch.ids})
+    heads = layout.heads
+    mine: set[int] = set()
+    if rank in heads:
+        mine = set(prompts[slice(*even_split(len(prompts), len(heads), heads.index(rank)))])
+    return batch.select([i for i, sample in enumerate(batch.ids) if prompt_of(sample, group_size) in mine])
+
+
+def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
+    found = [i for i, sample in enumerate(batch.ids) if sample in ids]
+    picked = batch.pick(keys) if batch.fields else batch
+    return picked if len(found) == len(batch) else picked.select(found)

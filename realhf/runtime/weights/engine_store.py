@@ -1,0 +1,213 @@
+"""EngineStore: constructs and loads this rank's engines, one for each layout of each role."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Literal
+
+import torch
+
+from realhf.calls import OptimizerConfig
+from realhf.dist.group import PeerError
+from realhf.dist.world import World
+from realhf.engine.base import Engine
+from realhf.engine.native import NativeEngine
+from realhf.engine.protocol import DTYPES
+from realhf.engine.transformers import TransformersEngine
+from realhf.errors import UserError
+from realhf.layout import Layout
+from realhf.realloc.pieces import Shards
+from realhf.region import region_size
+from realhf.runtime.compile.actions import Action, Run, adapters_of
+from realhf.runtime.weights.offload import OffloadedWeights
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+
+EngineKey = tuple[str, Layout]
+"""The role and the layout of an engine."""
+
+
+def engine_class(name: str) -> Callable[..., Engine]:
+    """Return the engine of this name, a value of `Role.engine`; Megatron-Core is imported only on demand."""
+    if name == "megatron":
+        found: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
+        return found
+    return {"native": NativeEngine, "transformers": TransformersEngine}[name]
+
+
+class EngineStore:
+    """This rank's engines. Those that hold the same part of equal parameter sets share its memory."""
+
+    def __init__(self, world: World, catalog: ParameterCatalog) -> None:
+        self._world = world
+        self._catalog = catalog
+        self._engines: dict[EngineKey, Engine] = {}
+        self._offloaded: dict[EngineKey, OffloadedWeights] = {}
+
+    def create_homes(self, *, seed: int) -> None:
+        """Construct and load the engines at home. If a rank cannot read its weights, every rank raises."""
+        fault = ""
+        for role, settings in self._catalog.roles.items():
+            home = self._catalog.home(role)
+            self._create(role, home, optimizer=settings.optimizer)
+            if self._world.rank in home:
+                fault = fault or self._load(role, seed=seed)
+        self._raise_on_every_rank(fault)
+
+    def create_copies(self, actions: Sequence[Action]) -> None:
+        """Construct the other engines that run these actions; reallocations will fill in their weights."""
+        for action in actions:
+            if isinstance(action, Run) and action.call.role is not None:
+                self._create(action.call.role, action.layout, optimizer=None)
+
+    def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
+        key = (role, layout)
+        if self._world.rank not in layout or key in self._engines:
+            return
+        catalog = self._catalog
+        settings = catalog.roles[role]
+        memory = None  # The engine allocates its own.
+        equal = self._equal_home(role, layout)
+        if equal is not None:
+            memory = self._engines[equal].flat
+            if equal in self._offloaded:
+                self._offloaded[key] = self._offloaded[equal]
+        elif role in catalog.offloaded:
+            memory = self._unshared_memory(role, layout)
+            self._offloaded[key] = OffloadedWeights(memory)
+        adapters = self._equal_home(adapters_of(role), layout)
+        with self.in_use(key):
+            self._engines[key] = engine_class(layout.engine or settings.engine)(
+                catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
+                memory=memory, lora=catalog.loras[role],
+                adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
+                float32_head=settings.float32_head,
+            )  # fmt: skip
+
+    def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
+        """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
+        regions = self._catalog.specs[role].held_by(layout, self._world.rank)
+        dtype = DTYPES[self._catalog.roles[role].weights_dtype]
+        return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
+
+    def _equal_home(self, name: str, layout: Layout) -> EngineKey | None:
+        """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
+
+        The copy can then share its memory: within a step no call uses a copy while its role trains, and the
+        copy would be updated before its next use anyway.
+        """
+        catalog = self._catalog
+        if name not in catalog.sets:  # The role has no adapters.
+            return None
+        if not layout.engine and catalog.sets[name].engine == "megatron":
+            return None  # Megatron-Core allocates its own memory.
+        for other in (name, *catalog.sets):
+            home = (catalog.sets[other].role, catalog.home(other))
+            if not catalog.may_share(name, other) or home not in self._engines:
+                continue
+            if catalog.is_same_part(name, layout, home[1], rank=self._world.rank):
+                return home
+        return None
+
+    def _load(self, role: str, *, seed: int) -> str:
+        """Load a role's home, unless all of its ranks hold equal weights of an earlier role.
+
+        Return a sentence if something is wrong with the files, else an empty string.
+        """
+        settings = self._catalog.roles[role]
+        home = (role, self._catalog.home(role))
+        is_loaded = self._catalog.is_loaded_earlier(role)
+        with self.in_use(home, written=None if is_loaded else home):
+            engine = self._engines[home]
+            try:
+                if not is_loaded:
+                    source = None if settings.random_init else settings.model_path(weights=True)
+                    engine.load_base(source, seed=seed)
+            except ValueError as error:
+                return f"{role}.model: {error}"
+            try:
+                engine.load_adapters(seed=seed)
+            except ValueError as error:
+                return f"{role}.lora.adapter: {error}"
+        return ""
+
+    def _raise_on_every_rank(self, fault: str) -> None:
+        """Raise if any rank has a fault: UserError on the first such rank, PeerError on the others."""
+        faults = self._world.control.all_gather_json(fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            if self._world.rank == first:
+                raise UserError(fault)
+            raise PeerError(f"rank {first} cannot read its weights")
+
+    def __getitem__(self, key: EngineKey) -> Engine:
+        """Return the engine that holds this rank's shards of a role in a layout."""
+        return self._engines[key]
+
+    def get(self, key: EngineKey) -> Engine | None:
+        """Return the engine, or None if this rank is not in the layout."""
+        return self._engines.get(key)
+
+    def offloaded(self, key: EngineKey) -> OffloadedWeights | None:
+        """Return the weights to load before an engine is used and to release after; None if not offloaded."""
+        return self._offloaded.get(key)
+
+    @contextmanager
+    def in_use(self, *keys: EngineKey, written: EngineKey | None = None) -> Iterator[None]:
+        """Keep the offloaded weights of these engines on the device for as long as the context lasts."""
+        weights_of = {key: self._offloaded[key] for key in keys if key in self._offloaded}
+        for weights in weights_of.values():
+            weights.load()
+        try:
+            yield
+        finally:
+            for key, weights in weights_of.items():
+                weights.release(written=key == written)
+
+    def release(self, what: Literal["gradients", "cache"], *, besides: EngineKey | None) -> None:
+        """Free a part of the memory of all engines but one (see `Engine.release`)."""
+        for key, engine in self._engines.items():
+            if key != besides:
+                engine.release(what)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of each part on this rank, as the planner names the parts.
+
+        Memory that engines share counts for the first of them.
+        """
+        parts: dict[str, int] = {}
+        seen: set[int] = set()
+        for (role, layout), engine in self._engines.items():
+            is_home = layout == self._catalog.home(role)
+            for part, size in engine.memory().items():
+                name = f"{role} {part}" if part != "cache" else part
+                if part in ("weights", "adapters"):
+                    flat = engine.flat if part == "weights" else engine.adapter_flat
+                    if flat.data_ptr() in seen:
+                        continue
+                    seen.add(flat.data_ptr())
+                    name = f"{role} weights" if is_home else f"{role} copy"
+                parts[name] = parts.get(name, 0) + size
+        return parts
+
+    def cache_limits(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the agreed limits of caches as JSON, by role, layout and call."""
+        limits: dict[str, dict[str, dict[str, int]]] = {}
+        for (role, layout), engine in self._engines.items():
+            if engine.cache_limits.agreed:
+                limits.setdefault(role, {})[str(layout)] = engine.cache_limits.agreed
+        return limits
+
+    def restore_cache_limits(self, limits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+        """Take over the limits of a checkpoint under the same plan."""
+        for (role, layout), engine in self._engines.items():
+            engine.cache_limits.restore(limits.get(role, {}).get(str(layout), {}))
+
+    def shards(self, name: str, layout: Layout, *, sharded: bool = False) -> Shards | None:
+        """Return this rank's part of a parameter set in a layout, or of the optimizer's copy if `sharded`."""
+        params = self._catalog.sets[name]
+        engine = self.get((params.role, layout))
+        if engine is None:
+            return None
+        if sharded:
+            return engine.optimizer_shards()
+        return engine.adapter_shards() if params.is_adapters else engine.shards()

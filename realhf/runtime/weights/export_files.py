@@ -1,0 +1,56 @@
+"""Files beside exported weights: the tokenizer, the source's licence and a model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realhf.experiment import Experiment
+from realhf.hub import TERMS_FILES, TOKENIZER_FILES
+from realhf.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from realhf.checkpoint.write import Beside
+
+_GENERATION = "generation_config.json"
+
+
+def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
+    """Return files or texts by name for the export of a role after step `step`."""
+    role = experiment.roles()[name]
+    files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), TOKENIZER_FILES))
+    source = role.model_path()
+    source = source.parent if source.name == "config.json" else source
+    if source.is_dir():
+        files |= _matching(source, TERMS_FILES + (_GENERATION,) * (role.head == "lm"))
+    method = type(experiment).__name__
+    base = None if role.random_init else role.base_name()
+    library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
+    card = _card(name, role.head, method=method, base=base, step=step, library=library)
+    return files | {"README.md": card}
+
+
+def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    paths = (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())
+    return {str(path.relative_to(directory)): path for path in paths}
+
+
+def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str, object]:
+    """Return fields to add to the config.json of an exported model; `pad_token_id` is the tokenizer's.
+
+    transformers scores several sequences at once only if it knows the padding token, as it reads the score at
+    the last token before the padding. A token that also ends responses cannot serve: it would be skipped.
+    """
+    known = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
+    return {"pad_token_id": pad_token_id} if config.head == "score" and not known else {}
+
+
+def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:
+    """Return a model card: metadata for the hub and one sentence."""
+    task = "text-generation" if head == "lm" else "text-classification"
+    fields = [f"base_model: {json.dumps(base)}"] if base else []
+    fields += [f"library_name: {library}", f"pipeline_tag: {task}", f"tags: [realhf, {method.lower()}]"]
+    origin = f"`{base}`" if base else "random weights"
+    text = f"The {name} of a {method} run of realhf, trained from {origin} for {step} step{'s' * (step > 1)}."
+    return "\n".join(["---", *fields, "---", "", f"# {name}", "", text, ""])

@@ -1,0 +1,175 @@
+"""Reallocations: starts and finishes this rank's reallocations, which run beside its calls."""
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from realhf.dist.world import World
+from realhf.engine.protocol import DTYPES
+from realhf.layout import Layout
+from realhf.realloc.bind import Staging
+from realhf.realloc.execute import Reallocator, ReallocStats, schedule_of
+from realhf.realloc.links import Links
+from realhf.runtime.compile.actions import Reallocate
+from realhf.runtime.compile.equal_programs import require_equal_schedules
+from realhf.runtime.weights.copy_versions import Copy
+from realhf.runtime.weights.engine_store import EngineStore
+from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+from realhf.runtime.weights.transfers import Posted, Running, Transfers
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A reallocation in which this rank took part; times are Unix seconds."""
+
+    action: Reallocate
+    stats: ReallocStats
+    start: float
+    end: float
+
+
+@dataclass
+class _Posted:
+    """A reallocation that has been posted, with the weights that stay on the device until it has ended."""
+
+    action: Reallocate
+    start: float
+    work: Posted[ReallocStats]
+    weights: ExitStack
+    moved: Moved | None = field(default=None)
+
+    def result(self) -> Moved:
+        if self.moved is None:
+            stats = self.work.result()
+            end = self.work.posted_at + self.work.seconds()
+            self.moved = Moved(self.action, stats, self.start, end)
+            self.weights.close()
+        return self.moved
+
+
+class Reallocations:
+    """The reallocations in which this rank takes part. All ranks start theirs in the same order."""
+
+    def __init__(
+        self, world: World, catalog: ParameterCatalog, engines: EngineStore, transfers: Transfers,
+        actions: Iterable[Reallocate], *, links: Links,
+    ) -> None:  # fmt: skip
+        """Make the schedules of all `actions` that `start` may be given."""
+        self._rank = world.rank
+        self._catalog = catalog
+        self._engines = engines
+        self._transfers = transfers
+        self._running: dict[Copy, Running[Moved]] = {}
+        self._failure: Exception | None = None
+        self._reallocators: dict[Reallocate, Reallocator] = {}
+        staging = Staging(world.device)
+        mine = dict.fromkeys(_without_ahead(action) for action in actions if self._takes_part(action))
+        arguments = {action: self._arguments(action, links) for action in mine}
+        schedules = {action: schedule_of(**given) for action, given in arguments.items()}
+        # Before ranks meet for their groups, where they would wait for each other forever.
+        require_equal_schedules(world, {_named(action): made.digest for action, made in schedules.items()})
+        for action, given in arguments.items():
+            self._reallocators[action] = Reallocator(
+                **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action],
+                posts=transfers.posts)
+
+    def _role(self, action: Reallocate) -> str:
+        return self._catalog.sets[action.target_set].role
+
+    def _arguments(self, action: Reallocate, links: Links) -> dict[str, Any]:
+        """Return what the schedule of an action is made from."""
+        return {
+            "spec": self._catalog.specs[action.source_set], "source": action.source, "target": action.target,
+            "dtype": DTYPES[self._catalog.roles[self._role(action)].weights_dtype],
+            "sharded": action.sharded, "eta": 1.0 if action.rate is None else action.rate, "links": links,
+        }  # fmt: skip
+
+    def _takes_part(self, action: Reallocate) -> bool:
+        return self._rank in action.source or self._rank in action.target
+
+    def start(self, action: Reallocate) -> None:
+        """Start a reallocation, if this rank takes part in it."""
+        if self._takes_part(action):
+            target = (action.target_set, action.target)
+            assert target not in self._running, "a copy is updated twice at once"
+            if self._transfers.posts:
+                self._running[target] = self._post(action)
+            else:
+                self._running[target] = self._transfers.submit(lambda: self._carry_out(action))
+
+    def _carry_out(self, action: Reallocate) -> Moved:
+        if self._failure is not None:  # The ranks are out of step, so later messages would be mixed up.
+            raise self._failure
+        source = (action.source_set, action.source)
+        target = (action.target_set, action.target)
+        began = time.time()
+        source_shards = self._engines.shards(*source, sharded=action.sharded)
+        target_shards = self._engines.shards(*target)
+        try:
+            with self._engines.in_use(source, target, written=target):
+                stats = self._reallocators[_without_ahead(action)].run(source_shards, target_shards)
+        except Exception as error:
+            self._failure = error
+            raise
+        return Moved(action, stats, began, time.time())
+
+    def _post(self, action: Reallocate) -> _Posted:
+        """Post a reallocation from this thread, once all its ranks have come to it.
+
+        Nothing waits on the device for a rank that is still busy. Weights that are not always on the device
+        are allocated and freed on the stream of the calls.
+        """
+        source = (action.source_set, action.source)
+        target = (action.target_set, action.target)
+        began = time.time()
+        reallocator = self._reallocators[_without_ahead(action)]
+        with ExitStack() as stack:
+            stack.enter_context(self._engines.in_use(source, target, written=target))
+            shards = (self._engines.shards(*source, sharded=action.sharded), self._engines.shards(*target))
+            reallocator.wait_until_ready()
+            work = self._transfers.submit(lambda: reallocator.post(*shards))
+            assert isinstance(work, Posted)
+            return _Posted(action, began, work, stack.pop_all())
+
+    @property
+    def in_flight(self) -> list[list[str]]:
+        """The copies whose reallocations this rank has started and not yet finished, as JSON."""
+        return [[name, str(layout)] for name, layout in self._running]
+
+    def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
+        """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
+
+        The name of a role includes its adapters.
+        """
+        moved = []
+        for set_name, target in list(self._running):
+            if name in (set_name, self._catalog.sets[set_name].role) and layout in (None, target):
+                moved.append(self._running.pop((set_name, target)).result())
+        return moved
+
+    def finish_all_but(self, in_flight: Collection[Sequence[str]]) -> None:
+        """Wait for all running reallocations but these (see `in_flight`)."""
+        kept = [tuple(copy) for copy in in_flight]
+        for name, layout in list(self._running):
+            if (name, str(layout)) not in kept:
+                self._running.pop((name, layout)).result()
+
+    def wait_for_followers(self) -> None:
+        """Wait until the moving averages at home are complete, without finishing their reallocations."""
+        for (name, _), running in self._running.items():
+            if self._catalog.sets[name].follows is not None:
+                running.result()
+
+
+def _without_ahead(action: Reallocate) -> Reallocate:
+    """Return the action that has the same schedule and does not run ahead."""
+    return replace(action, ahead=False)
+
+
+def _named(action: Reallocate) -> str:
+    """Return a reallocation in words, the same on all ranks and different from all others."""
+    target = f" for {action.target_set}" if action.target_set != action.source_set else ""
+    sharded = " (optimizer's copy)" if action.sharded else ""
+    return f"{action.source_set} from {action.source}{sharded} to {action.target}{target}"
