@@ -12,9 +12,8 @@ from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.runtime.compile.actions import Action
-from realhf.runtime.compile.experiment_json import to_json
+from realhf.runtime.compile.experiment_json import leaves, to_json
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.warnings import leaves
 
 _HINTS = {
     "plan": "write one with `realhf plan -o plan.yaml` and give it to all by --plan",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from realhf.experiment import Experiment
@@ -22,3 +23,12 @@ def to_json(config: Any) -> dict[str, Any]:
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
     return json.loads(json.dumps(config, default=form))
+
+
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every field that is no mapping itself."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

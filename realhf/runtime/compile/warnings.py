@@ -15,6 +15,7 @@ from realhf.graph import DataflowGraph
 from realhf.hub import cached_name, find_model
 from realhf.model_config import ModelConfig
 from realhf.runtime.compile.actions import spec_of
+from realhf.runtime.compile.experiment_json import leaves
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy
 from realhf.transformers_config import TransformersConfig
@@ -65,15 +66,6 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         if name.partition(".")[0] not in _SCHEDULE and flat[0].get(name) != flat[1].get(name)
     ]
     return [f"the run continues as another experiment: {', '.join(changes)}"] if changes else []
-
-
-def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every field that is no mapping itself."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:

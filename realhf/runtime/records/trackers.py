@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from realhf.errors import UserError, one_line, warn
+from realhf.runtime.compile.experiment_json import leaves
 
 Ending = Literal["finished", "stopped", "failed"]
 """How a run ends; a stopped one may be resumed."""
@@ -95,7 +96,7 @@ class MlflowTracker:
                 experiment.experiment_id if experiment is not None else self._client.create_experiment(name))
             self.id = self._client.create_run(experiment_id, run_name=directory.name).info.run_id
             params = [
-                Param(mlflow_name(key), str(value)[:_MAX_PARAM_CHARACTERS]) for key, value in _leaves(config)]
+                Param(mlflow_name(key), str(value)[:_MAX_PARAM_CHARACTERS]) for key, value in leaves(config)]
             for i in range(0, len(params), _MAX_PARAMS):
                 self._client.log_batch(self.id, params=params[i : i + _MAX_PARAMS])
 
@@ -255,15 +256,6 @@ class _Sender:
 
 def _metrics(record: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name != "step"}
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and the values of nested settings."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _free_name(name: str, taken: set[str]) -> str:
