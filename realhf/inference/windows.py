@@ -17,7 +17,7 @@ from realhf.inference.steps import Step
 from realhf.kv_blocks import padded_size
 
 MOST_STEPS = 16
-"""A slot that becomes free in a window is filled after it, and the last window may have steps without rows."""
+"""A slot that becomes free in a window is filled after it; the last window may have steps without rows."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Windows:
         """The window of the step that has been planned last."""
 
     def next_step(self, scheduler: Scheduler, samples: RolloutBuffer, *, num_pages: int) -> Step | None:
-        """Return this rank's next step; None if it has none beside those of other ranks, or if all have ended.
+        """Return this rank's next step; None if only other ranks have one, or if all have ended.
 
         `num_pages` is the width of this rank's tables, which does not change in a round.
         """

@@ -28,7 +28,7 @@ class EnginePath:
     gathers: bool = True
     """Whether decode steps gather the tokens of all ranks that share experts, so that their shapes are known;
     else tokens go to the ranks of their experts."""
-    gathered_kernels: int = 10  # Those that gathering adds to `decode_expert_kernels`.
+    gathered_kernels: int = 8  # Those that gathering adds to `decode_expert_kernels`, besides collectives.
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
     reads_blocks: bool = False
     """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie

@@ -108,7 +108,7 @@ def _generate_with_experts(world, layout, directory):
 
 
 def test_experts_on_several_ranks_are_recorded(pool, tmp_path):
-    """All ranks record and replay in the same steps, be they without rows, and after the pool of one rank grew,
+    """All ranks record and replay in the same steps: also without rows, and after the pool of one rank grew,
     which drops what it had recorded."""
     write_model(
         tmp_path, "qwen3-moe", eos_token_id=[5, 11, 23], max_position_embeddings=256, initializer_range=0.4)
