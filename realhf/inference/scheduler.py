@@ -59,8 +59,7 @@ class Scheduler:
 
         Return None when all samples have ended; and, for a step that may not have `prefills`, when no row can
         run.
-        """| None:
-        """Return the next step, or None when all samples have ended. `update` must be called in between."""
+        """
         self._restart_long_rows()
         self._grow()
         copies = self._start_rows()

@@ -97,7 +97,7 @@ SHARES = [[(40, 60), (41, 60), (5, 60)], [(3, 9)]]
 
 
 def _count(world, layout):
-    """Return this rank's steps, the JSON documents that it has gathered in its ep group, and its tokens."""
+    """Return this rank's steps, the agreements on windows in its ep group, and its tokens."""
     parsed = Layout.parse(layout)
     if world.rank not in parsed:
         return None
@@ -108,7 +108,12 @@ def _count(world, layout):
     group = engine.groups.ep_control
     gathers, steps = [], []
     gather = type(group).all_gather_json
-    group.all_gather_json = lambda document: gathers.append(document) or gather(group, document)
+
+    def counted(document):
+        gathers.extend([document] if steps and isinstance(document, list) else [])
+        return gather(group, document)
+
+    group.all_gather_json = counted
     outputs = ("sequences", "mask", "logprobs", "finished")
     work = Generate(SamplingConfig(max_new_tokens=60, ignore_eos=True))
     call = FunctionCall("gen", "generate", ("prompts", "limits"), outputs, role="actor", work=work)
@@ -127,10 +132,11 @@ def _count(world, layout):
 
 @pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
 def test_ranks_agree_once_in_a_window(pool, layout):
-    """The prompts have a step of their own. 59 steps follow, in four windows."""
+    """After the step of the prompts there are 59 steps, in four windows; then all ranks agree that they have
+    ended."""
     results = [result for result in pool.run(_count, layout) if result is not None]
     num_cohorts = Layout.parse(layout).pp
     for num_steps, num_gathers, _ in results:
         assert num_steps == 60
-        assert num_gathers <= num_cohorts * (1 + 4 + 1)
+        assert num_gathers == num_cohorts * (4 + 1)
     assert sorted(length for *_, lengths in results for length in lengths) == [9, 60, 60, 60]
