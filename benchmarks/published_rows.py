@@ -12,7 +12,7 @@ from realhf.model_config import ModelConfig
 from realhf.planner.engine_paths import EnginePath
 
 NEMO = EnginePath(
-    kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded="always",
+    kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded=True, gathers=False,
     pads_stages=True, splits_experts=False, overlap=1.0,
 )  # fmt: skip
 """Training by Megatron-Core with Transformer Engine, which launches two products for each of a rank's 16

@@ -10,7 +10,7 @@ one step later.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,7 @@ from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import ParkedRow, Prompt, Step
 from realhf.inference.transfers import Download, StepUpload, upload
-from realhf.kv_blocks import padded_size
+from realhf.inference.windows import Windows
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 
@@ -94,8 +94,7 @@ class Cohort:
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
         self._last: _Started | None = None
-        self._in_lockstep = self._parallel.ep.size > 1
-        """Whether some other rank of the ep group may still have samples."""
+        self._windows = Windows(self._parallel.ep_control)
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._leased: list[int] = []
@@ -107,7 +106,7 @@ class Cohort:
         """
         rows = [] if self._kept is None else [row for row in self._kept.rows if not row.waits]
         possible = [*(row.group for row in rows), *self._begun, *waiting]
-        if not possible:
+        if not possible and self._parallel.ep.size == 1:
             return
         sizes = CacheSizes(possible, self._limits)
         if self._kept is None:
@@ -142,25 +141,24 @@ class Cohort:
 
         The messages of a step are in flight until the next call.
         """
+        if self._scheduler is None:
+            return False
         self._wait_for_sent()
         last = self._last
         is_read = last is None or self._receive(last)
-        if not is_read and self._scheduler is not None and self._scheduler.may_reclaim:
+        if not is_read and self._scheduler.may_reclaim:
             assert last is not None
             is_read = self._read_late(last, following=None)
-        step = None if self._scheduler is None else self._scheduler.plan()
-        is_running = step is not None
-        if self._in_lockstep:
-            is_running = any(self._parallel.ep_control.all_gather_json(is_running))
-            self._in_lockstep = is_running
+        step = self._windows.next_step(self._scheduler, self.samples, num_pages=self._row_pages)
+        is_running = self._windows.now.num_steps > 0
         self._last = None
         if step is not None:
             self._last = self._compute(step)
         elif is_running:  # Another rank of the ep group has a step.
-            self._model(self._input(torch.zeros(0, dtype=torch.long, device=self._device), []), [])
+            self._pass(Step([], [], []), {})
         if not is_read and last is not None:
             self._read_late(last, following=self._last)
-        if step is None:
+        if not is_running:
             self._finish()
         return is_running
 
@@ -269,8 +267,9 @@ class Cohort:
             arrays["prompt_T"] = np.array([i for chunk in step.chunks for i in chunk.tokens], np.int64)
         if self._pool.backends is not None:
             if step.rows:
-                padded = num_rows if self._graphs is None else padded_size(num_rows)
-                arrays |= self._tables.advance_pages(padded, self._row_pages)
+                window = self._windows.now
+                padded = num_rows if self._graphs is None else window.num_rows
+                arrays |= self._tables.advance_pages(padded, window.num_pages)
             if chunks := self._paged_chunks(step):
                 arrays |= chunk_arrays(chunks, page_size=self._tables.block_size)
         return arrays
@@ -284,38 +283,56 @@ class Cohort:
 
     def _pass(self, step: Step, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
-        drawn. A recorded pass decodes the rows if there is one, and a second pass then prefills the chunks.
+        drawn.
+
+        A recorded pass decodes the rows if there is one, and a second pass then prefills the chunks. So it is
+        with experts on several ranks, where rows are gathered, and an empty step takes part in both passes.
         """
-        last_tokens = numbers["sample_S"][:0]
+        last_tokens = self.samples.tokens[:0, 0]
         if step.rows:
             last_tokens = self.samples.tokens[numbers["row_B"], numbers["last_column_B"]]
         x = self._input(last_tokens, [numbers["prompt_T"]] if step.chunks else [])
         num_rows = len(step.rows)
-        parts = []
-        if num_rows and self._graphs is not None:
-            hidden = self._graphs(x[:num_rows], numbers)
-            # Other cohorts overwrite it, perhaps before it has been sent.
-            parts = [hidden if self._parallel.is_last_stage else hidden.clone()]
-            x = x[num_rows:]
-            num_rows = 0
-        if num_rows or step.chunks:
-            parts.append(self._model.advance(x, self._pool.cache, self._segments(step, numbers, num_rows)))
-        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        window = self._windows.now
+        if self._graphs is None and self._parallel.ep.size == 1:
+            hidden = self._extend(x, self._segments(step, numbers))
+        else:
+            parts = [self._decode(x[:num_rows], step, numbers)] if window.num_rows else []
+            if window.prefills:
+                chunks = replace(step, rows=[])
+                parts.append(self._extend(x[num_rows:], self._segments(chunks, numbers)))
+            hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not self._parallel.is_last_stage:
             self._sent.append(self._parallel.pp.post([(self._parallel.at.pp + 1, hidden.contiguous())], []))
             return hidden
         return hidden[numbers["last_S"]] if step.chunks else hidden
 
-    def _segments(
-        self, step: Step, numbers: dict[str, torch.Tensor], num_rows: int
-    ) -> list[Segment]:
-        """Return the segments of a pass over rows, if there are any, and the chunks."""
+    def _decode(self, x: torch.Tensor, step: Step, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Compute the rows of a step; other ranks of the ep group may have more or fewer of them."""
+        window = self._windows.now
+        if self._graphs is None:
+            with self._model.gathering(window.num_rows):
+                return self._extend(x, self._segments(replace(step, chunks=[]), numbers))
+        if not step.rows:
+            numbers = self._graphs.padding(window.num_rows, window.num_pages)
+        hidden = self._graphs(x, numbers)
+        # Other cohorts overwrite it, perhaps before it has been sent.
+        return hidden if self._parallel.is_last_stage else hidden.clone()
+
+    def _extend(self, x: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+        """Run tokens through this stage; without any, only its experts compute something."""
+        if not segments:
+            return self._model(x, [])
+        return self._model.advance(x, self._pool.cache, segments)
+
+    def _segments(self, step: Step, numbers: dict[str, torch.Tensor]) -> list[Segment]:
+        """Return the segments of a pass over the rows of a step, if there are any, and the chunks."""
         size = self._tables.block_size
         backends = self._pool.backends
         if backends is None:
-            return list(cpu_segments(self._tables if num_rows else None, step.chunks, page_size=size))
+            return list(cpu_segments(self._tables if step.rows else None, step.chunks, page_size=size))
         segments: list[Segment] = []
-        if num_rows:
+        if step.rows:
             longest = int(self._tables.lens[self._tables.running()].max())
             segments.append(paged_rows(backends, numbers, page_size=size, longest=longest))
         if chunks := self._paged_chunks(step):

@@ -57,8 +57,9 @@ def recorder(device: torch.device) -> Record | None:
 class DecodeGraphs:
     """The decoding passes of one cache, whose page 0 is spare: padding rows write to it.
 
-    They hold the addresses of the cache and of the model's weights. All ranks of a tp group have the same
-    rows, so that they record a shape in the same step.
+    They hold the addresses of the cache and of the model's weights. Passes with collectives must be recorded
+    in the same step on all ranks: those of a tp group have the same rows, and those of an ep group agree on
+    the shapes (windows.py) and on what they have recorded (PagePool.match_graphs).
     """
 
     def __init__(
@@ -80,6 +81,19 @@ class DecodeGraphs:
         """Whether the weights are still where the passes read them."""
         return self._addresses == self._model.addresses
 
+    @property
+    def known(self) -> list[tuple[int, ...]]:
+        """The shapes of tables that have run, each with 1 if it is recorded and else 0."""
+        return sorted((*shape, int(shape in self._replays)) for shape in self._inputs)
+
+    def padding(self, num_rows: int, num_pages: int) -> dict[str, Tensor]:
+        """Return the arrays of BlockTables.advance_pages for padding only."""
+        device = self._model.flat.device
+        zeros_B = torch.zeros(num_rows, dtype=torch.long, device=device)
+        table_BM = torch.zeros((num_rows, num_pages), dtype=torch.int32, device=device)
+        lens_B = torch.ones(num_rows, dtype=torch.int32, device=device)
+        return dict(zip(PAGED_ROWS, (zeros_B, zeros_B, lens_B, table_BM), strict=True))
+
     def __call__(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
         """Decode the rows of BlockTables.advance_pages, which are in `numbers`; return hidden_BH, valid until
         the next call.
@@ -99,10 +113,12 @@ class DecodeGraphs:
             return compute()[: len(x)]
         if shape not in self._replays:
             self._replays[shape] = self._record(compute)
-        if self._model.groups.tp.size > 1:  # Its collectives may not run beside earlier posts.
-            self._model.groups.world.activity.communicators.join()
+        groups = self._model.groups
+        if max(groups.tp.size, groups.ep.size) > 1:  # Collectives may not run beside earlier posts.
+            groups.world.activity.communicators.join()
         return self._replays[shape]()[: len(x)]
 
     def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
         rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)
-        return self._model.advance(x, self._cache, [rows])
+        with self._model.gathering(len(x)):
+            return self._model.advance(x, self._cache, [rows])

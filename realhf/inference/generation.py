@@ -3,8 +3,8 @@
 Under pipeline parallelism the samples form one cohort per stage, so that all stages work at the same time.
 All ranks of a replica run all cohorts.
 
-Under expert parallelism the ranks of an ep group pass through the experts together: ranks without tokens take
-part in the passes of the others with an empty batch.
+Under expert parallelism the ranks of an ep group pass through the experts together, in windows of steps whose
+shapes they have agreed on (windows.py).
 
 Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
@@ -136,6 +136,8 @@ class Generation:
             waiting = queue.put([group for cohort in cohorts for group in cohort.rest])
             for cohort in cohorts:
                 cohort.start(waiting)
+            if self._pool is not None and self._model.groups.ep.size > 1:
+                self._pool.match_graphs(self._model.groups.ep_control)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
         self._made = [cohort.samples for cohort in cohorts]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from realhf.attention.interface import AttentionBackend
+from realhf.dist.group import Group
 from realhf.inference.decode_graphs import DecodeGraphs, Record, recorder
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
@@ -57,11 +58,24 @@ class PagePool:
             self._graphs = DecodeGraphs(self._model, self.cache, self.backends, self._record)
         return self._graphs
 
+    def match_graphs(self, group: Group) -> None:
+        """Drop the recorded passes if other ranks of an ep group (over gloo) have recorded others.
+
+        They may have lost theirs, for example when their pools grew. All ranks then record anew, in the same
+        steps.
+        """
+        graphs = self.graphs
+        known = group.all_gather_json(None if graphs is None else graphs.known)
+        if any(other != known[0] for other in known):
+            self._graphs = None
+
     def lease(self, count: int, *, page_size: int) -> list[int]:
         """Return `count` pages of `page_size` tokens, for which the pool grows if it must.
 
-        Pages that others have keep their contents.
+        Pages that others have keep their contents. Without any page, there is still the spare one.
         """
+        if count == 0 and self._cache is not None:
+            return []
         lacking = count - len(self._free)
         if self._cache is None or (page_size != self._cache.block_size and not self._num_leased):
             self.release()

@@ -232,6 +232,11 @@ class RolloutBuffer:
         """Return the most tokens that each of these samples may get in this round."""
         return np.minimum(self._most, self._most_drawn[numbers] - self.num_drawn[numbers])
 
+    def num_left(self, numbers: Sequence[int]) -> list[int]:
+        """Return how many more tokens each of these samples may get in this round."""
+        lefts: list[int] = (self.limits(numbers) - self.lengths[numbers]).tolist()
+        return lefts
+
     def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index in `tokens` and `logprobs` of each sample's next token, or of the one `back`
         positions before."""

@@ -54,19 +54,35 @@ class Scheduler:
         self.num_restarts = 0
         """Rows that gave up their blocks and were computed again."""
 
-    def plan(self) -> Step | None:
-        """Return the next step, or None when all samples have ended. `update` must be called in between."""
+    def plan(self, *, prefills: bool = True) -> Step | None:
+        """Return the next step; `update` must be called before the next one.
+
+        Return None when all samples have ended; and, for a step that may not have `prefills`, when no row can
+        run.
+        """
         self._restart_long_rows()
         self._grow()
         copies = self._start_rows()
         self._grow()
-        chunks = self._chunks()
+        chunks = self._chunks() if prefills else []
         if not self._rows and not chunks:
-            assert not (self._queue or self._ready or self._resumed), "samples wait, but nobody can begin"
+            waits = self._queue or self._ready or self._resumed
+            assert not (prefills and waits), "samples wait, but nobody can begin"
             return None
         self._last_slots = self._tables.running().tolist()
         self._last = Step(copies, [self._rows[slot] for slot in self._last_slots], chunks)
         return self._last
+
+    @property
+    def begun(self) -> list[int]:
+        """The samples that need no prompt to be prefilled before they decode."""
+        waiting = [sample for prompt in self._ready for sample in prompt.waiting]
+        return [*self._rows.values(), *(row.sample for row in self._resumed), *waiting]
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that can run in the next steps if no prompt is prefilled."""
+        return min(self._tables.num_slots, len(self.begun))
 
     @property
     def may_reclaim(self) -> bool:

@@ -9,7 +9,7 @@ key-value heads, V part of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
-from realhf.nn.moe import Moe, RouterLosses
+from realhf.nn.moe import Moe, RouterLosses, gathering
 from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
@@ -71,6 +71,10 @@ class Transformer(ShardedParameters):
         adapters = self.adapters.of_weights(self, layer) if self.adapters is not None else {}
         self._adapted += adapters.values()
         return Block(self.config, self.of_layer(layer), layer, self.groups, adapters)
+
+    def gathering(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Return a context in which experts on several ranks gather tokens; see moe.gathering."""
+        return gathering((block.mlp for block in self.blocks), num_tokens)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
@@ -199,11 +203,10 @@ class Transformer(ShardedParameters):
 
     @property
     def recordable(self) -> bool:
-        """Whether a CUDA graph can record `advance`: it waits neither for the host nor for ranks that may
-        compute something else."""
+        """Whether a CUDA graph can record `advance`, because it never waits (see `gathering`)."""
         by_length = self._rope is not None and self._rope.by_length
         layers = [block.mlp for block in self.blocks if isinstance(block.mlp, Moe)]
-        return self.groups.ep.size == 1 and not by_length and all(layer.has_kernels for layer in layers)
+        return not by_length and all(layer.has_kernels for layer in layers)
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ what real processes allocate.
 
 import math
 
-from realhf.kv_blocks import tokens_for
+from realhf.kv_blocks import padded_size, tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
@@ -113,7 +113,9 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
         merged=merged,
         messages=0.0 if strategy.pp == 1 else pieces.hidden_bytes(pass_tokens) * 2,
     )
-    activations = pieces.forward_temporaries(pass_tokens)
+    # Decoding gathers the rows of all ranks that share experts (nn/moe.py).
+    gathered = padded_size(rows) * strategy.ep if strategy.ep > 1 else 0
+    activations = pieces.forward_temporaries(max(pass_tokens, gathered))
     moments = {"block": base._replace(activations=activations)}
     if pieces.is_last:
         # Logits in a wide dtype; scaled logits, exponentials and sums in float64.

@@ -24,9 +24,11 @@ class EnginePath:
     decode_kernels: int
     decode_expert_kernels: int
     kernels_per_expert: int = 0  # Those of each expert that runs by itself, in training and prefill.
-    recorded: str = "never"
-    """Which decode steps replay recorded kernels, so that the host launches none: `never`, `local` (where
-    experts are not spread over ranks) or `always`."""
+    recorded: bool = False  # Whether decode steps replay recorded kernels, so that the host launches none.
+    gathers: bool = True
+    """Whether decode steps gather the tokens of all ranks that share experts, so that their shapes are known;
+    else tokens go to the ranks of their experts."""
+    gathered_kernels: int = 8  # Those that gathering adds to `decode_expert_kernels`, besides collectives.
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
     reads_blocks: bool = False
     """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
@@ -49,13 +51,9 @@ class EnginePath:
         """Return the path of the engine that trains a model, if this is that of the native engine."""
         return MEGATRON if isinstance(config, MegatronConfig) else self
 
-    def records(self, *, is_local: bool) -> bool:
-        """Return whether decode steps are recorded; `is_local`: experts are not spread over ranks."""
-        return self.recorded == "always" or (self.recorded == "local" and is_local)
-
 
 OUR_CUDA = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded="local"
+    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True
 )
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""

@@ -4,6 +4,8 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 SKEW = 0.5
 """Standard deviation of the experts' shares of tokens, relative to their mean. Routers without a balancing
 loss, as in reinforcement learning, favour experts: with 0.5, 16 experts a rank and 8 ranks, the busiest rank
@@ -11,20 +13,25 @@ has 1.2 times the mean. Training Qwen3-235B on H100s is 1.24 times slower than w
 (github.com/yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3: 295 against 237 TFLOP/s)."""
 
 
-@lru_cache(maxsize=1 << 12)
-def busiest_load(num_tokens: float, num_ranks: int, num_experts: int) -> float:
+@lru_cache
+def _quantile(num_ranks: int) -> float:
+    """Return the expected maximum of so many normal numbers, about the (n - 3/8) / (n + 1/4) quantile (Blom
+    1958)."""
+    return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+
+
+def busiest_load(num_tokens: Any, num_ranks: int, num_experts: int) -> Any:
     """Return the expected load of the busiest rank, relative to the mean.
 
-    `num_tokens` routed tokens fall on ranks at random, and the ranks' shares differ by the mean skew of their
-    experts. The expected maximum of n normal numbers is about the (n - 3/8) / (n + 1/4) quantile (Blom 1958).
+    `num_tokens` routed tokens (a number, or an array) fall on ranks at random, and the ranks' shares differ
+    by the mean skew of their experts.
     """
     if num_ranks == 1:
         return 1.0
-    by_chance = (num_ranks - 1) / max(num_tokens, 1.0)
+    by_chance = (num_ranks - 1) / np.maximum(num_tokens, 1.0)
     by_skew = SKEW**2 * num_ranks / num_experts
     deviation = (by_chance + by_skew) ** 0.5
-    quantile = NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
-    return min(float(num_ranks), 1 + quantile * deviation)
+    return np.minimum(float(num_ranks), 1 + _quantile(num_ranks) * deviation)
 
 
 def used_experts(num_experts: int, num_per_token: int, num_tokens: Any) -> Any:

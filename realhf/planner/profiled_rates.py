@@ -206,7 +206,7 @@ class ProfiledRates(Rates):
         if tp.size > 1:
             communication += 2 * self.all_reduce(0.0, tp)
         if ep.size > 1:
-            communication += 2 * self.all_to_all(0.0, ep)
+            communication += self.all_reduce(0.0, ep)
         communication = np.minimum(communication, seconds / 2)
         return seconds - communication, communication
 

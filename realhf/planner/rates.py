@@ -26,6 +26,7 @@ from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
 _EXCHANGED_PASSES = 4  # The part of EnginePath.expert_passes that is on the far side of an exchange.
+_MASKED_PASSES = 2  # Those that clear the rows of other ranks' experts, which a rank that gathers moves, too.
 _SMALLEST_TILE = 16  # Rows of the smallest tile of a grouped product.
 
 
@@ -291,8 +292,7 @@ class Rates(LinkRates):
         shape = block_shape(role.config)
         n = tp.size
         path = self.path
-        recorded = path.records(is_local=ep.size == 1)
-        padded = padded_sizes(rows) if recorded else rows
+        padded = padded_sizes(rows) if path.recorded else rows
         depth = shape.whole + shape.split / n
         compute = self.matmul(role, tokens=padded, params=shape.dense / n, depth=depth)
         communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
@@ -301,11 +301,13 @@ class Rates(LinkRates):
             experts, moved, exchanged = self._decode_experts(role, tp, ep, rows=padded)
             compute = compute + experts + self.traffic(moved)
             communication = communication + exchanged
-            kernels += shape.moe_share * path.decode_expert_kernels
+            gathers = path.gathers and ep.size > 1
+            kernels += shape.moe_share * (path.decode_expert_kernels + gathers * path.gathered_kernels)
         read = self._cache_bytes(role, n, rows=rows, context=context, shared=shared)
         scores = rows * context * shape.decode_attention / n / (self.peak(role) * self.efficiencies.matmul)
         compute = compute + np.maximum(scores, read / self._memory)
-        return self._launched(compute, kernels, recorded=recorded, waits=ep.size > 1), communication
+        waits = ep.size > 1 and not path.gathers
+        return self._launched(compute, kernels, recorded=path.recorded, waits=waits), communication
 
     def _cache_bytes(
         self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray,
@@ -321,21 +323,26 @@ class Rates(LinkRates):
     def _decode_experts(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return the same as `_experts`, for decode steps of `rows` on each rank, whose loads are taken to be
-        even."""
+        """Return the same as `_experts`, for decode steps of `rows` on each rank."""
         c = role.config
         moe = c.moe
         assert moe is not None
         shape = block_shape(c)
         n = tp.size
-        used = used_experts(moe.num_experts, moe.num_experts_per_token, rows * ep.size) / ep.size
-        routed = rows * moe.num_experts_per_token
+        per_token = moe.num_experts_per_token
+        used = used_experts(moe.num_experts, per_token, rows * ep.size) / ep.size
+        routed = rows * per_token * busiest_load(rows * per_token * ep.size, ep.size, moe.num_experts)
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
             depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
         row = c.hidden_size * role.itemsize
-        exchange = 2 * self.all_to_all(routed * row, ep)
-        moved = (self.path.expert_passes - (_EXCHANGED_PASSES if ep.size == 1 else 0)) * routed * row
+        if self.path.gathers and ep.size > 1:
+            exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.
+            passes = self.path.expert_passes - _EXCHANGED_PASSES + _MASKED_PASSES
+            moved = passes * rows * ep.size * per_token * row
+        else:
+            exchange = 2 * self.all_to_all(routed * row, ep)
+            moved = (self.path.expert_passes - (_EXCHANGED_PASSES if ep.size == 1 else 0)) * routed * row
         return shape.moe_share * products, shape.moe_share * moved, shape.moe_share * exchange
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:

@@ -97,5 +97,6 @@ class Rows:
     @torch.no_grad()
     def decode(self, *, steps: int) -> None:
         """Run the same decode step `steps` times, without its head."""
-        for _ in range(steps):
-            self._model.advance(self._ids_B, self._cache, [self.segment])
+        with self._model.gathering(len(self._ids_B)):
+            for _ in range(steps):
+                self._model.advance(self._ids_B, self._cache, [self.segment])

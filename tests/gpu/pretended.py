@@ -5,7 +5,7 @@ counts when the host waits for it.
 Tensors are told apart by their memory. Only this thread sees the device, its backward passes included.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from realhf.attention.cpu import CpuAttention
@@ -23,6 +23,8 @@ from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
 from realhf.attention.triton_paged import TritonAttention
+from realhf.dist.group import Group
+from realhf.dist.world import World
 from realhf.inference import page_pool
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 
@@ -58,6 +60,22 @@ def pretended_device() -> Iterator[torch.device]:
         kernels, ours, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS), called,
     ):  # fmt: skip
         yield CUDA
+
+
+class DeviceWorld(World):
+    """A rank of another World, whose tensors are on the device, and whose groups communicate over gloo."""
+
+    def __init__(self, world: World) -> None:
+        self.__dict__.update(world.__dict__)
+        self.device = CUDA
+        self.memory = None
+
+    def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
+        self.device = CPU
+        try:
+            return super().group(ranks, purpose=purpose)
+        finally:
+            self.device = CUDA
 
 
 class _Marks:
@@ -138,15 +156,34 @@ _WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero", "_unique2", "bincount"
 """Kernels whose results, or arguments, are on the host."""
 
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
 class Tape(TorchDispatchMode):
-    """Records a function and plays it again as a CUDA graph does: the same kernels on the same memory."""
+    """Records a function and plays it again as a CUDA graph does: the same kernels on the same memory. What
+    ranks exchange is a kernel, too."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         super().__init__()
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
         self.num_replays = 0
-        with self:
+        self._collectives = {name: getattr(Group, name) for name in COLLECTIVES}
+        recorded = {name: self._recorded(func) for name, func in self._collectives.items()}
+        with patch.multiple(Group, **recorded), self:
             self.out = compute()
+
+    def _recorded(self, collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a collective that is recorded as a whole."""
+
+        def run(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+            with _disable_current_modes(), patch.multiple(Group, **self._collectives):
+                out = collective(group, tensor)
+            if _MARKS.has(tensor):
+                _MARKS.set(out, there=True)
+            self.kernels.append((collective, (group, tensor), {}, out))
+            return out
+
+        return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in _WAITS, f"{func} cannot be recorded"

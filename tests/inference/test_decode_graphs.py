@@ -9,6 +9,7 @@ from realhf.inference.forward_batch import paged_rows
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends
 from realhf.kv_blocks import padded_size
+from tests.gpu.models import write_model
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
 
@@ -85,6 +86,44 @@ def test_passes_with_collectives_wait_for_earlier_posts(pool, tmp_path):
     found = pool.run(_generate_recorded, "t2@0-1", tmp_path, num_ranks=2)
     assert found[0][0] == expected
     assert all(num_joins == num_replays > 10 for _, num_replays, num_joins in found)
+
+
+_STOPS = [12, 4, 4, 0]
+"""Rank 0 has so many of the 12 samples in each call, and rank 1 has the others."""
+
+
+def _generate_with_experts(world, layout, directory):
+    """Return for each call this rank's tokens, and how many passes have been recorded and replayed so far."""
+    if world.rank > 1:
+        return None
+    engine = engine_of(directory, paged=PagedReference(), world=world, layout=layout, dtype="float32")
+    tapes = recorded(engine, PagedReference())
+    found = []
+    for stop in _STOPS:
+        start, stop = (0, stop) if world.rank == 0 else (stop, None)
+        made, _ = _generate(
+            engine, long_prompts()[start:stop], seed=3, first_id=start, max_new_tokens=40, max_rows=12)
+        found.append((made, len(tapes), sum(tape.num_replays for tape in tapes)))
+    return found
+
+
+def test_experts_on_several_ranks_are_recorded(pool, tmp_path):
+    """All ranks record and replay in the same steps: also without rows, and after the pool of one rank grew,
+    which drops what it had recorded."""
+    write_model(
+        tmp_path, "qwen3-moe", eos_token_id=[5, 11, 23], max_position_embeddings=256, initializer_range=0.4)
+    alone = engine_of(tmp_path, dtype="float32")
+    expected, _ = _generate(alone, long_prompts(), seed=3, max_new_tokens=40)
+    assert len({len(response) for response in expected}) > 3
+    results = pool.run(_generate_with_experts, "e2@0-1", tmp_path)[:2]
+    so_far = [0, 0]
+    grew = []
+    for (first, *counts), (second, *other_counts) in zip(*results, strict=True):
+        assert first + second == expected
+        assert counts == other_counts and counts[1] > so_far[1] + 10
+        grew.append(counts[0] > so_far[0])
+        so_far = counts
+    assert grew == [True, True, False, True]
 
 
 def test_lengths_that_decide_on_angles_are_not_recorded(tmp_path):

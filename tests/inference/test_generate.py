@@ -15,6 +15,7 @@ from realhf.param_spec import model_spec
 from tests.engine.reference import plain_model, ragged_rows
 
 NUM_NEW = 12
+NO_TOKENS = torch.zeros(0, dtype=torch.long)
 
 
 def _prompts():
@@ -47,7 +48,7 @@ def _generate(
         work=work,
     )
     ids = list(range(first_id, first_id + len(prompts)))
-    batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts])})
+    batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts], empty=NO_TOKENS)})
     result = engine.run(call, [batch], micro_batch_tokens=1000).batch
     if not result.fields:
         return None, result

@@ -1,6 +1,7 @@
 """What the host does in a decoding step on a GPU, counted on a device that is not there."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 
@@ -14,7 +15,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import OUTPUTS, tokens, write_model
-from tests.gpu.pretended import pretended_device
+from tests.gpu.pretended import DeviceWorld, pretended_device
 from tests.inference.paged import PagedReference
 
 ROWS, NEW = 5, 40
@@ -22,21 +23,30 @@ READS = "Event.synchronize"
 """The wait for the tokens of the step before."""
 
 
-def _steps(directory, *, dtype="float32", world=None, layout="d1@0", **sampling):
-    """Generate; return after each step what the host has done so far: waits, transfers, replays, launches."""
+def _steps(directory, *, dtype="float32", world=None, layout="d1@0", limits=(NEW,) * ROWS, **sampling):
+    """Generate rows that have limits; return after each step what the host has done so far: waits, transfers,
+    replays, launches, and agreements with other ranks."""
     found = []
+    agreed = []
     with pretended_device() as device:
+        world = World(device=device) if world is None else DeviceWorld(world)
         engine = NativeEngine(
-            model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world or World(device=device),
-            dtype=dtype, paged=PagedReference())
+            model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world, dtype=dtype,
+            paged=PagedReference())
         engine.load(directory, seed=0)
         work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling))
-        call = FunctionCall("gen", "generate", ("prompt_ids",), OUTPUTS, role="actor", work=work)
-        batch = Batch(list(range(ROWS)), {"prompt_ids": Packed.of([tokens(40 + i) for i in range(ROWS)])})
-        with host_traffic() as traffic:
+        call = FunctionCall("gen", "generate", ("prompt_ids", "limits"), OUTPUTS, role="actor", work=work)
+        prompts = Packed.of([tokens(40 + i) for i in range(len(limits))])
+        ids = [100 * world.rank + i for i in range(len(limits))]
+        batch = Batch(ids, {"prompt_ids": prompts, "limits": list(limits)})
+        group = engine.groups.ep_control
+        gather = group.all_gather_json
+        patched = patch.object(group, "all_gather_json", lambda x: agreed.append(x) or gather(x))
+        with patched, host_traffic() as traffic:
 
             def report(_):
-                found.append((list(traffic.waits), traffic.transfers, traffic.replays, traffic.launches))
+                counts = traffic.transfers, traffic.replays, traffic.launches, len(agreed)
+                found.append((list(traffic.waits), *counts))
 
             engine.run(call, [batch], micro_batch_tokens=1000, report=report)
     return found
@@ -52,9 +62,37 @@ def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name
     for (waits, *before), (more_waits, *after) in list(pairwise(steps[5:-2])):
         new = more_waits[len(waits) :]
         assert [wait for wait in new if not wait.startswith(READS)] == []
-        transfers, replays, launches = (b - a for a, b in zip(before, after, strict=True))
+        transfers, replays, launches, _ = (b - a for a, b in zip(before, after, strict=True))
         assert len(new) == 1 and transfers <= 2 and replays == 1
         assert launches < 60
+
+
+def _expert_steps(world, directory, limits):
+    """Return the steps of a rank whose experts are spread over two ranks."""
+    if world.rank > 1:
+        return None
+    return _steps(
+        directory, dtype="bfloat16", world=world, layout="e2@0-1", limits=limits[world.rank])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_nor_do_ranks_that_share_experts(pool, tmp_path, name):
+    """Rank 1 has fewer rows, which end long before those of rank 0; it then decodes padding."""
+    write_model(tmp_path / "model", name, max_position_embeddings=256)
+    short = 12
+    results = pool.run(_expert_steps, tmp_path / "model", [[NEW] * ROWS, [short, short]])
+    for rank, steps in enumerate(results[:2]):
+        assert len(steps) == NEW
+        for number, (before, after) in enumerate(pairwise(steps)):
+            if 5 <= number < NEW - 2:
+                waits = after[0][len(before[0]) :]
+                assert [wait for wait in waits if not wait.startswith(READS)] == []
+                pairs = zip(before[1:], after[1:], strict=True)
+                transfers, replays, launches, _ = (b - a for a, b in pairs)
+                is_idle = rank == 1 and number >= short
+                assert len(waits) == (not is_idle) and transfers <= 2 * (not is_idle)
+                assert replays == 1 and launches < 60
+        assert steps[-1][-1] - steps[0][-1] == 3  # 39 steps: windows of 16, 16 and 7.
 
 
 @pytest.mark.parametrize("sampling", [

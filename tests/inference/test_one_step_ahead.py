@@ -12,8 +12,10 @@ class _Late(_Replay):
     """Tells the scheduler at once which samples have reached their limits, and one step later which of them
     have ended at the tokens in `wanted`."""
 
-    def __init__(self, *args, limits, **options):
+    def __init__(self, *args, limits, window=1, **options):
+        """Prompts are prefilled in the first step of each `window` only."""
         super().__init__(*args, **options)
+        self.window = window
         self.limits = limits
         self.last = None
         self.unread = set()
@@ -25,7 +27,9 @@ class _Late(_Replay):
         finished = set()
         if last is not None:
             finished = self._receive(last)
-        step = self.scheduler.plan()
+        prefills = self.steps % self.window == 0
+        step = self.scheduler.plan(prefills=prefills)
+        assert prefills or step is None or not step.chunks
         self.unread = set()
         if step is not None:
             self._run(step)
@@ -34,7 +38,7 @@ class _Late(_Replay):
         self._copy(self.scheduler.end(finished, parks=(), is_next_planned=step is not None))
         self.knows_all = True
         self.last = step
-        return step is not None
+        return step is not None or not prefills
 
     def _receive(self, last):
         """Append the tokens of the last step; return the samples whose ends the scheduler does not know."""
@@ -75,7 +79,8 @@ def test_every_row_reads_its_own_tokens_and_all_blocks_come_back(seed):
     least = num_blocks(250 + MAX_NEW, BLOCK_SIZE) + 1
     replay = _Late(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=least + rng.choice([0, 3, 200]),
-        prefill_tokens=rng.choice([7, 60, 10_000]), restart_at=None, wanted=ends, limits=limits)
+        prefill_tokens=rng.choice([7, 60, 10_000]), restart_at=None, wanted=ends, limits=limits,
+        window=rng.choice([1, 1, 4, 16]))
     restart = replay.scheduler._restart
 
     def checked(sample):  # A row that loses its blocks is one that goes on.

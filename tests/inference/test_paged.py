@@ -65,7 +65,11 @@ def _same_rows(found, expected):
         torch.testing.assert_close(found[i][2], row[2], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("layout", ["t2@0-1", "t2p2@0-3", "d2p2@0-3", "c2@0-1", "e2@0-1", "e2p2@0-3"])
+LAYOUTS = [
+    "t2@0-1", "t2p2@0-3", "d2p2@0-3", "c2@0-1", "e2@0-1", "e2p2@0-3", "e2t2@0-3", "d4e2@0-3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_change_nothing(pool, versions, layout):
     """In rounds, with slots for a part of the samples and memory for few of them."""
     model = None if layout.startswith("e") else versions

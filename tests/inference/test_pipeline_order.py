@@ -18,6 +18,7 @@ CASE = Case([[A, A, B, B, C, C, B, A], [A, C]], [7], 16, {"max_rows": 6, "prefil
 RUNS = [
     ("p2@0-1", False, False), ("p4@0-3", False, False), ("p4@0-3", True, True), ("d2p2@0-3", True, False),
     ("d2p2@0-3", False, True), ("t2p2@0-3", False, True), ("t2p2@0-3", True, False), ("e2p2@0-3", True, True),
+    ("e2t2@0-3", True, True),
 ]  # fmt: skip
 
 

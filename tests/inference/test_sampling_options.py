@@ -30,6 +30,7 @@ from tests.inference.rounds import (
 )
 from tests.inference.sampling_reference import Reference
 from tests.inference.test_kept_cache import KEEP, _generate
+from tests.inference.test_rounds import assert_same
 from tests.inference.tokenizers import write_tokenizer
 
 MAX_NEW = 20
@@ -226,3 +227,15 @@ def test_the_settings_are_those_of_the_reference():
     tested = {name for sampling in OPTIONS.values() for name in sampling}
     others = {"max_new_tokens", "top_p", "bad_words"}
     assert tested | others == set(SamplingConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("layout", ["e2@0-1", "d4e2@0-3"])
+def test_experts_on_several_ranks_sample_alike(pool, tokenizer, layout):
+    """In rounds that are shorter than a window, and with prompts that move between ranks."""
+    for name, budget in (("stops", 3), ("min_p and penalties", None)):
+        case = _case((None, None), tokenizer, name, budget, limits=LIMITS, max_rows=4)
+        expected, _ = alone(replace(case, options={"tokenizer": tokenizer}))
+        found = {}
+        for rows, _ in pool.run(generate_in_rounds, layout, replace(case, paged=True)):
+            found |= rows
+        assert_same(found, expected)

@@ -77,8 +77,11 @@ class _Replay:
     def history(self, sample):
         return self.prompts[sample] + self.made[sample]
 
+    def plan(self):
+        return self.scheduler.plan()
+
     def step(self):
-        step = self.scheduler.plan()
+        step = self.plan()
         if step is None:
             return False
         for source, target in step.copies:

@@ -27,6 +27,7 @@ from realhf.planner.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
 from realhf.planner.expert_load import SKEW, busiest_load, used_experts
 from realhf.planner.problem import ModelRole
 from realhf.planner.rates import Rates, Span
+from tests.dist.recording import RecordedWorld
 
 ONE = Span(1, 1)
 PAGE = Path(__file__).parents[2] / "docs" / "cost-model.md"
@@ -134,6 +135,22 @@ def test_experts_across_ranks_make_the_host_wait():
     assert seconds[1e-5, 8] - seconds[0.0, 8] == pytest.approx((17 + 17) * 1e-5)
 
 
+def test_decoding_gathers_the_rows_of_all_ranks_that_share_experts():
+    """Each rank receives the hidden states of the 7 others, and sums of as many outputs; the busiest rank
+    multiplies more rows than the mean."""
+    config = ModelConfig.load("qwen3-30b-a3b")
+    ep = Span(8, 8)
+    shape = {"rows": np.full(1, 64.0), "context": np.zeros(1)}
+    rates = Rates(replace(_cluster(), intra_host=Link(1e-30, 1e9)), Efficiencies(), OUR_CUDA)
+    _, exchanged = rates.decode_block(ModelRole(config), ONE, ep, **shape)
+    assert exchanged[0] == pytest.approx(2 * 7 * 64 * config.hidden_size * 2 / 1e9)
+    rates = Rates(_cluster(flops=1e15), Efficiencies(tile=1), OUR_CUDA)
+    alone, spread = (rates.decode_block(ModelRole(config), ONE, span, **shape)[0][0] for span in (ONE, ep))
+    active = 8 * 3 * config.hidden_size * config.moe.expert_width  # Parameters of a token's experts.
+    more = busiest_load(64.0 * 8 * 8, 8, 128) - 1
+    assert more > 0.1 and (spread - alone) * 1e15 == pytest.approx(more * 2 * 64 * active)
+
+
 _NO_KERNELS = (
     "view", "t", "transpose", "unsqueeze", "squeeze", "slice", "select", "split", "detach", "expand", "alias",
     "as_strided", "permute", "unbind", "chunk", "empty", "new_empty", "unflatten", "flatten", "reshape",
@@ -169,9 +186,9 @@ class _OneKernel(ReferenceAttention):
         return found
 
 
-@pytest.mark.parametrize("decodes", [False, True])
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_kernels_are_counted_from_the_code(has_experts, decodes, monkeypatch):
+@pytest.mark.parametrize(("has_experts", "decodes", "ep"), [
+    (False, False, 1), (True, False, 1), (False, True, 1), (True, True, 1), (True, True, 2)])
+def test_kernels_are_counted_from_the_code(has_experts, decodes, ep, monkeypatch):
     """A CPU without bfloat16 units would multiply in float32, with conversions that no GPU needs."""
     monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
     moe = MoeConfig(8, 2, 32) if has_experts else None
@@ -179,7 +196,8 @@ def test_kernels_are_counted_from_the_code(has_experts, decodes, monkeypatch):
     for layers in (1, 2):
         family = "qwen3_moe" if has_experts else "llama"
         config = ModelConfig(family, 64, 64, 96, layers, 4, 2, 16, moe=moe)
-        groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
+        world = World() if ep == 1 else RecordedWorld(0, ep)
+        groups = ParallelGroups.create(world, Layout.parse("d1@0" if ep == 1 else "e2@0-1"))
         model = Transformer(model_spec(config), groups, dtype=torch.bfloat16)
         model.init_random(seed=0)
         ids = torch.arange(24)
@@ -190,13 +208,14 @@ def test_kernels_are_counted_from_the_code(has_experts, decodes, monkeypatch):
                     tables.start(slot, [2 * slot, 2 * slot + 1], length=20)
                 backends = PagedBackends(model, _OneKernel(operators))
                 rows = next_tokens(tables, backends, ids.device)
-                model.advance(ids[:4], KVCache.of(model, 9, 16), [rows])
+                with model.gathering(4):
+                    model.advance(ids[:4], KVCache.of(model, 9, 16), [rows])
             else:
                 model(ids, [12, 12])
         counts.append(len(operators.names))
     kernels = (OUR_CUDA.decode_kernels, OUR_CUDA.decode_expert_kernels) if decodes else (
         OUR_CUDA.kernels, OUR_CUDA.expert_kernels)  # fmt: skip
-    expected = kernels[0] + (kernels[1] if has_experts else 0)
+    expected = kernels[0] + (kernels[1] if has_experts else 0) + OUR_CUDA.gathered_kernels * (ep > 1)
     assert counts[1] - counts[0] == pytest.approx(expected, rel=0.15)
 
 

@@ -1,0 +1,74 @@
+"""Windows: steps whose number and shapes the ranks of an expert-parallel group have agreed on.
+
+These ranks decode different rows and pass through the experts together, so each takes part in the steps of
+the others. They agree before the first step of a window. Inside it, the number of steps and the shapes depend
+on nothing else, and no rank tells another one anything: a rank without rows computes padding until the window
+ends.
+
+Prompts are prefilled only in a window of a single step, because more rows follow it.
+"""
+
+from dataclasses import dataclass
+
+from realhf.dist.group import Group
+from realhf.inference.rollout_buffer import RolloutBuffer
+from realhf.inference.scheduler import Scheduler
+from realhf.inference.steps import Step
+from realhf.kv_blocks import padded_size
+
+MOST_STEPS = 16
+"""A slot that becomes free in a window is filled after it; the last window may have steps without rows."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps of one cohort, which are the same on all ranks of an ep group."""
+
+    num_steps: int = 0  # 0: no rank has anything left.
+    num_rows: int = 0  # Rows of every rank that decode in a step, with padding; 0: none do.
+    num_pages: int = 0  # Width of their tables.
+    prefills: bool = False  # Whether some rank prefills prompts in the step.
+
+
+class Windows:
+    """Plans the steps of a cohort, window by window; a group of one rank has windows of one step."""
+
+    def __init__(self, group: Group) -> None:
+        """`group` has the ranks of an ep group, over gloo."""
+        self._group = group
+        self._num_left = 0
+        self.now = Window()
+        """The window of the step that has been planned last."""
+
+    def next_step(self, scheduler: Scheduler, samples: RolloutBuffer, *, num_pages: int) -> Step | None:
+        """Return this rank's next step; None if only other ranks have one, or if all have ended.
+
+        `num_pages` is the width of this rank's tables, which does not change in a round.
+        """
+        begins = self._num_left == 0
+        step = scheduler.plan(prefills=begins)
+        if begins and self._group.size == 1:
+            num_rows = 0 if step is None else len(step.rows)
+            prefills = step is not None and len(step.chunks) > 0
+            self.now = Window(int(step is not None), _padded(num_rows), num_pages, prefills)
+        elif begins:
+            self.now = self._agree(step, scheduler, samples, num_pages)
+        self._num_left = self.now.num_steps if begins else self._num_left
+        self._num_left = max(0, self._num_left - 1)
+        return step
+
+    def _agree(
+        self, step: Step | None, scheduler: Scheduler, samples: RolloutBuffer, num_pages: int
+    ) -> Window:
+        """Return the window that covers the steps of all ranks of the group."""
+        begun = scheduler.begun
+        own = scheduler.most_rows, max(samples.num_left(begun), default=0), num_pages
+        prefills = step is not None and len(step.chunks) > 0
+        wishes = self._group.all_gather_json([*own, prefills])
+        num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
+        num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
+        return Window(num_steps, _padded(num_rows), num_pages, prefills)
+
+
+def _padded(num_rows: int) -> int:
+    return padded_size(num_rows) if num_rows else 0
