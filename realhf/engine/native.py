@@ -86,7 +86,7 @@ class NativeEngine(Engine):
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
-        if limit.num_bytes is None:
+        if limit.num_bytes is None and work.kv_cache_gib is None:
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
             self.model, work, stream=call.name, limit=limit, pool=self.pages, keeps=keeps)

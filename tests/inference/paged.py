@@ -31,10 +31,11 @@ def write_family(name, directory):
     config.save_pretrained(directory)
 
 
-def engine_of(directory, *, paged=None, world=None, layout="d1@0"):
+def engine_of(directory, *, paged=None, world=None, layout="d1@0", lora=None):
     """Return an engine with a random model of the config in this directory, in float64."""
     spec = model_spec(ModelConfig.load(str(directory)))
-    engine = NativeEngine(spec, Layout.parse(layout), world or World(), dtype="float64", paged=paged)
+    engine = NativeEngine(
+        spec, Layout.parse(layout), world or World(), dtype="float64", paged=paged, lora=lora)
     engine.load(None, seed=0)
     return engine
 

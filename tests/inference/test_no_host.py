@@ -9,7 +9,9 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.interruption import InsertedPhrase
 from realhf.layout import Layout
+from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.gpu.host_traffic import host_traffic
@@ -22,17 +24,23 @@ READS = "Event.synchronize"
 """The wait for the tokens of the step before."""
 
 
-def _steps(directory, *, dtype="float32", world=None, layout="d1@0", **sampling):
-    """Generate; return after each step what the host has done so far: waits, transfers, replays, launches."""
+def _steps(
+    directory, *, dtype="float32", world=None, layout="d1@0", lora=None, calls=1, interruption=None,
+    **sampling,
+):  # fmt: skip
+    """Generate; return after each step of the last of some calls what the host has done so far in it: waits,
+    transfers, replays, launches."""
     found = []
     with pretended_device() as device:
         engine = NativeEngine(
             model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world or World(device=device),
-            dtype=dtype, paged=PagedReference())
+            dtype=dtype, paged=PagedReference(), lora=lora)
         engine.load(directory, seed=0)
-        work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling))
+        work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling), interruption=interruption)
         call = FunctionCall("gen", "generate", ("prompt_ids",), OUTPUTS, role="actor", work=work)
         batch = Batch(list(range(ROWS)), {"prompt_ids": Packed.of([tokens(40 + i) for i in range(ROWS)])})
+        for _ in range(calls - 1):
+            engine.run(call, [batch], micro_batch_tokens=1000)
         with host_traffic() as traffic:
 
             def report(_):
@@ -55,6 +63,22 @@ def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name
         transfers, replays, launches = (b - a for a, b in zip(before, after, strict=True))
         assert len(new) == 1 and transfers <= 2 and replays == 1
         assert launches < 60
+
+
+def test_merged_adapters_are_recorded_once(tmp_path):
+    """In the second call every decoding step replays a pass, and launches little else."""
+    write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
+    steps = _steps(tmp_path / "model", lora=LoraConfig(rank=2, merge=True), calls=2)
+    launches = [after[3] - before[3] for before, after in pairwise(steps[1:])]
+    replays = [after[2] - before[2] for before, after in pairwise(steps[1:])]
+    assert set(replays) == {1} and max(launches) < 60
+
+
+def test_an_inserted_phrase_waits_for_nothing(tmp_path):
+    write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
+    steps = _steps(tmp_path / "model", interruption=InsertedPhrase(6, phrase=(7, 8, 9), end=(5, 6)))
+    assert [wait for wait in steps[-3][0] if not wait.startswith(READS) and "phrase" in wait] == []
+    assert [wait for wait in steps[-3][0][len(steps[2][0]) :] if not wait.startswith(READS)] == []
 
 
 @pytest.mark.parametrize("sampling", [
