@@ -15,11 +15,15 @@ _FULL = 0.9
 
 def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """Return the numbers on the device; from a CPU's own memory, they are not copied."""
-    found = torch.from_numpy(numbers)
+    return upload_tensor(torch.from_numpy(numbers), device)
+
+
+def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device; a CPU's own is not copied."""
     if device.type == "cpu":
-        return found
-    pinned = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(found).to(device, non_blocking=True)
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def run_bounds(sizes: Sequence[int]) -> list[int]:

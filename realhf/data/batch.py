@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from realhf.pinned import upload
+from realhf.pinned import upload, upload_tensor
 
 _JSON = "//json"  # The entry beside the columns, none of which has this name.
 
@@ -46,8 +46,9 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         """Return the values on a device; on a GPU, those of one number per token stay on the host, too."""
-        keeps = device.type == "cuda" and self.values.device.type == "cpu" and self.values.dim() == 1
-        return Packed(self.values.to(device), self.lengths, self.values if keeps else self.on_host)
+        if device.type == "cuda" and self.values.device.type == "cpu" and self.values.dim() == 1:
+            return Packed(upload_tensor(self.values, device), self.lengths, self.values)
+        return Packed(self.values.to(device), self.lengths, self.on_host)
 
     @property
     def host_values(self) -> torch.Tensor:

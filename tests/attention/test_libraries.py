@@ -145,5 +145,16 @@ def test_torch_accepts_the_calls_for_pages(num_kv_heads, kind, num_tokens, max_q
         assert out.shape == q.shape and lse.shape == (num_tokens, 4) and lse.dtype == torch.float32
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_torch_accepts_the_calls_for_parts(is_causal):
+    with FakeTensorMode():
+        cu = torch.zeros(4, dtype=torch.int32, device="cuda")
+        queries, keys = Sequences(cu, (5, 3, 6)), Sequences(cu, (1, 9, 4))
+        q, k, v = (torch.empty(14, 4, 24, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        backend = VarlenAttention(has_pages=True)
+        out, lse = backend.over_part(q, k, v, queries, keys, KINDS[0], is_causal=is_causal)
+        assert out.shape == q.shape and lse.shape == (14, 4) and lse.dtype == torch.float32
+
+
 def test_this_torch_knows_pages_from_2_13_on():
     assert has_pages() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13))
