@@ -72,7 +72,7 @@ def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
     tables = BlockTables(num_slots=1, num_blocks=3, block_size=16, blocks_per_row=2)
     tables.start(0, pool.lease(2, page_size=16), length=3)
     for step, row_pages in enumerate([2, 9, 2, 9, 2, 9]):
-        arrays = tables.advance_pages(1, pool.widen(row_pages))
+        arrays = tables.advance_pages(1, pool.table_width(row_pages))
         numbers = {name: torch.from_numpy(array) for name, array in arrays.items()}
         token = torch.tensor([step])
         rows = paged_rows(pool.backends, numbers, page_size=16)
