@@ -28,7 +28,7 @@ class LoraConfig:
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers of the blocks, by the last part of their names in checkpoints, such as q_proj."""
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
-    merge: bool = False  # Generate with W + scale B A, in memory that is freed afterwards.
+    merge: bool = False  # Generate with W + scale B A, in memory of its own.
     adapter: str | None = None
     """PEFT directory, or the hub's `org/name`, to start from, whose rank, alpha, target modules and rslora
     then apply."""

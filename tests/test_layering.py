@@ -20,6 +20,7 @@ LAYERS = {
     **dict.fromkeys(("errors", "other_libraries", "prepare", "suggest", "units"), 0),
     **dict.fromkeys(("field_types", "hub"), 0.5),
     **dict.fromkeys(NOUNS, 1),
+    "pinned": 1.5,
     **dict.fromkeys(("dist", "data", "half_precision"), 2),
     "realloc": 2.5,
     **dict.fromkeys(("generation_settings", "interruption", "sampling_config"), 2.6),

@@ -1,6 +1,7 @@
 """Shipped model configs: every name loads, and has the number of parameters that its checkpoint has."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from realhf.families import FAMILIES
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.region import region_size
 from realhf.shipped import resolve, shipped_dir
 from tests.families import CASES, MOE_CASES, SIZES
 
@@ -117,3 +119,20 @@ def test_windows_and_rotary_parameters_are_those_that_transformers_reads(name):
         for kind, rope in kinds.items():  # (longrope's boundary is taken from transformers' config.)
             for key in rope.keys() - {"type", "original_max_position_embeddings"}:
                 assert ours[kind][key] == rope[key], (kind, key)
+
+
+@pytest.mark.parametrize("name", [name for name in NUM_PARAMS if ModelConfig.load(name).moe is not None])
+@pytest.mark.parametrize("text", ["d1@0", "t4@0-3", "d8e8@0-7", "d4e4t2@0-7"])
+def test_weights_of_experts_are_aligned(name, text):
+    """torch's grouped kernel wants 16 bytes, or 8 elements in 16 bits; weights elsewhere would be copied."""
+    layout = Layout.parse(text)
+    spec = model_spec(replace(ModelConfig.load(name), num_layers=6))
+    parts = {param.name: param.part for param in spec.params}
+    for rank in (layout.ranks[0], layout.ranks[-1]):
+        starts = {}
+        start = 0
+        for param, region in spec.held_by(layout, rank).items():
+            starts.setdefault((spec.layer_of[param], parts[param]), start)
+            start += region_size(region)
+        experts = {key: start for key, start in starts.items() if key[1].startswith("expert_")}
+        assert len(experts) >= 2 and not any(start % 8 for start in experts.values())

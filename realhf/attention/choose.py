@@ -67,6 +67,13 @@ class CombinedAttention:
         assert self._packed is not None, "it was chosen for pages alone"
         return self._packed.packed(q_TND, k_TKD, v_TKD, at, kind)
 
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert self._packed is not None, "it was chosen for pages alone"
+        return self._packed.over_part(q_TND, k_JND, v_JND, queries, keys, kind, is_causal=is_causal)
+
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,

@@ -65,6 +65,18 @@ class FlashAttention:
         return out_TND, lse_NT.T
 
 
+    @torch.no_grad()
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out_TND, lse_NT, _ = import_module("flash_attn").flash_attn_varlen_func(
+            *padded(q_TND, k_JND, v_JND), cu_seqlens_q=queries.cu, cu_seqlens_k=keys.cu,
+            max_seqlen_q=queries.longest, max_seqlen_k=keys.longest, causal=is_causal, return_attn_probs=True,
+            **_options(kind, (-1, 0 if is_causal else -1)))
+        return cut(out_TND, v_JND.shape[-1]), lse_NT.T
+
+
 def _options(kind: AttentionKind, window: tuple[int, int]) -> dict[str, Any]:
     return {"softmax_scale": kind.scale, "window_size": window, "softcap": kind.softcap or 0.0}
 

@@ -4,23 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.attention import page_sizes
 from realhf.attention.interface import AttentionKind
 
-PAGE_TOKENS = 256
-_DIM_STEP = 8
-_MAX_DIM = 256
+PAGE_TOKENS = page_sizes.FLASH_PAGE_TOKENS
 
 
 def flash_refusal(*, dim: int, value_dim: int, dtype: torch.dtype, paged: bool) -> str | None:
     """Return why the kernels cannot compute this, in words; None if they can."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not in {_name(dtype)}"
-    if max(dim, value_dim) > _MAX_DIM:
-        return f"its heads have at most {_MAX_DIM} dims, not {max(dim, value_dim)}"
-    if paged and (dim != value_dim or dim % _DIM_STEP):
-        return (
-            f"in a cache, keys and values have one dim, a multiple of {_DIM_STEP}, not {dim} and {value_dim}")
-    return None
+    name = str(dtype).removeprefix("torch.")
+    return page_sizes.flash_refusal(dim=dim, value_dim=value_dim, dtype=name, paged=paged)
 
 
 def padded(*tensors: Tensor) -> list[Tensor]:
@@ -28,7 +21,7 @@ def padded(*tensors: Tensor) -> list[Tensor]:
 
     The output then has as many dims, of which those behind the values' own are to be cut off.
     """
-    dim = -(-max(x.shape[-1] for x in tensors) // _DIM_STEP) * _DIM_STEP
+    dim = -(-max(x.shape[-1] for x in tensors) // page_sizes.DIM_STEP) * page_sizes.DIM_STEP
     return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
 
@@ -51,7 +44,3 @@ def window_size(kind: AttentionKind, *, is_decoding: bool = False) -> tuple[int,
     if kind.window is None:
         return (-1, -1 if is_decoding else 0)
     return (kind.window - 1, 0)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -62,6 +62,12 @@ class FlexAttention:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         raise NotImplementedError(f"{self.name} is not used for pages")
 
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        raise NotImplementedError(f"{self.name} is not used for parts of the keys")
+
 
 @cache
 def _function(compiles: bool) -> Callable[..., Any]:

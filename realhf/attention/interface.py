@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.model_config import ModelConfig
+from realhf.pinned import upload
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,8 @@ class Sequences:
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> "Sequences":
         """Return the sequences of these lengths; the copy to a GPU does not wait for it."""
-        cu = torch.tensor((0, *accumulate(lens)), dtype=torch.int32)
-        if device.type == "cuda":
-            pinned = torch.empty(cu.shape, dtype=cu.dtype, device="cpu", pin_memory=True)
-            cu = pinned.copy_(cu)
-        return cls(cu.to(device, non_blocking=True), tuple(lens))
+        cu = np.array((0, *accumulate(lens)), np.int32)
+        return cls(upload(cu, device), tuple(lens))
 
     @property
     def longest(self) -> int:
@@ -104,6 +103,18 @@ class AttentionBackend(Protocol):
         first dims of `k_PLKD`. A kernel may attend to a row's keys in `num_splits` parts, so that few rows
         keep a whole device busy; None leaves the number to it. With 1, a row's result does not depend on
         the other rows. There are no gradients.
+        """
+
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the attention of each sequence's queries to some of its keys, out_TND and lse_TN, for
+        `merge_into`.
+
+        The keys are those of the queries' own tokens if it `is_causal`, and else of earlier tokens. Every
+        sequence has some of both, and as many heads of queries as of keys. `kind` has neither a window nor a
+        soft cap. There are no gradients.
         """
 
 

@@ -1,25 +1,17 @@
 """Merging attention over parts of the keys (Dao et al. 2023, "Flash-Decoding")."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 
-def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return out_TND and lse_TN over all keys, from those over disjoint parts of the keys.
+def merge_into(out_TND: Tensor, lse_TN: Tensor, part_TND: Tensor, part_TN: Tensor) -> None:
+    """Add attention over further keys, `part_TND` with its log-sum-exp `part_TN`, to `out_TND` and `lse_TN`.
 
-    A part may be without keys for some queries, for which its lse is -inf. The parts are taken one by one, so
-    that only one need be in memory.
+    These are changed in place; `out_TND` is in float32 or wider. Where a query has no keys, its log-sum-exp
+    is -inf.
     """
-    iterator = iter(parts)
-    out_TND, lse_TN = next(iterator)
-    dtype = out_TND.dtype
-    out_TND = out_TND.to(torch.promote_types(dtype, lse_TN.dtype))
-    for part_TND, part_TN in iterator:
-        both_TN = torch.logaddexp(lse_TN, part_TN)
-        finite_TN = both_TN.masked_fill(both_TN == -torch.inf, 0)
-        shares = [(lse - finite_TN).exp()[..., None] for lse in (lse_TN, part_TN)]
-        out_TND = out_TND * shares[0] + part_TND * shares[1]
-        lse_TN = both_TN
-    return out_TND.to(dtype), lse_TN
+    both_TN = torch.logaddexp(lse_TN, part_TN)
+    finite_TN = both_TN.masked_fill(both_TN == -torch.inf, 0)
+    out_TND.mul_((lse_TN - finite_TN).exp()[..., None])
+    out_TND.add_(part_TND * (part_TN - finite_TN).exp()[..., None])
+    lse_TN.copy_(both_TN)

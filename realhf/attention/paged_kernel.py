@@ -42,27 +42,11 @@ def attend_to_pages(
     head_M = kv_head * GROUP + m % GROUP
     inside_M = query_M < count
     token_M = (start + query_M).to(tl.int64)
-    position_M = length - count + query_M
-
     first_dims: tl.constexpr = VALUE_DIM if VALUES_IN_KEYS else DIM
-    d = tl.arange(0, BLOCK_D)
     q_M1 = q + token_M[:, None] * q_token + head_M[:, None] * q_head
-    q_MD = tl.load(q_M1 + d[None, :], mask=inside_M[:, None] & (d < first_dims)[None, :], other=0.0)
-    if BLOCK_R > 0:
-        r = first_dims + tl.arange(0, BLOCK_R)
-        q_MR = tl.load(q_M1 + r[None, :], mask=inside_M[:, None] & (r < DIM)[None, :], other=0.0)
-
-    # The keys that any query of the tile sees, and this part of them.
-    last_query = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, count * GROUP - 1) // GROUP
-    stop = length - count + last_query + 1
-    begin = 0
-    if WINDOW > 0:
-        first_seen = length - count + tile * BLOCK_M // GROUP - WINDOW + 1
-        begin = tl.maximum(first_seen, 0) // BLOCK_J * BLOCK_J
-    part = tl.cdiv(tl.cdiv(stop - begin, BLOCK_J), SPLITS) * BLOCK_J
-    begin += split * part
-    stop = tl.minimum(begin + part, stop)
-
+    q_MD = _dims(q_M1, inside_M, 0, first_dims, BLOCK_D)
+    q_MR = _dims(q_M1, inside_M, first_dims, DIM, BLOCK_R) if BLOCK_R > 0 else q_MD
+    begin, stop = _part_of_keys(length - count, count, tile, split, GROUP, WINDOW, SPLITS, BLOCK_M, BLOCK_J)
     most_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     sum_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -71,42 +55,84 @@ def attend_to_pages(
         exists_J = j < stop
         page_J = tl.load(table + row * table_row + j // PAGE, mask=exists_J, other=0).to(tl.int64)
         k_J1 = k + (page_J * k_page + (j % PAGE) * k_token + kv_head * k_head)[:, None]
-        k_JD = tl.load(k_J1 + d[None, :], mask=exists_J[:, None] & (d < first_dims)[None, :], other=0.0)
+        k_JD = _dims(k_J1, exists_J, 0, first_dims, BLOCK_D)
         scores_MJ = tl.dot(q_MD, tl.trans(k_JD), input_precision="ieee")
         if BLOCK_R > 0:
-            k_JR = tl.load(k_J1 + r[None, :], mask=exists_J[:, None] & (r < DIM)[None, :], other=0.0)
+            k_JR = _dims(k_J1, exists_J, first_dims, DIM, BLOCK_R)
             scores_MJ += tl.dot(q_MR, tl.trans(k_JR), input_precision="ieee")
-        scores_MJ *= scale
-        if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
-            scores_MJ = softcap * (2 * tl.sigmoid(2 * scores_MJ / softcap) - 1)
-        scores_MJ *= LOG2_E
-        visible_MJ = exists_J[None, :] & (j[None, :] <= position_M[:, None])
-        if WINDOW > 0:
-            visible_MJ = visible_MJ & (j[None, :] > position_M[:, None] - WINDOW)
-        scores_MJ = tl.where(visible_MJ, scores_MJ, float("-inf"))
-        new_M = tl.maximum(most_M, tl.max(scores_MJ, 1))
-        finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-        weights_MJ = tl.exp2(scores_MJ - finite_M[:, None])
-        factor_M = tl.exp2(most_M - finite_M)
+        scores_MJ = _seen(
+            scores_MJ, length - count + query_M, j, exists_J, scale, softcap, WINDOW, HAS_SOFTCAP)
+        weights_MJ, factor_M, most_M = _weights(scores_MJ, most_M)
         total_M = total_M * factor_M + tl.sum(weights_MJ, 1)
-        if VALUES_IN_KEYS:
-            v_JV = k_JD
-        else:
-            n = tl.arange(0, BLOCK_V)
-            v_J1 = v + (page_J * v_page + (j % PAGE) * v_token + kv_head * v_head)[:, None]
-            v_JV = tl.load(v_J1 + n[None, :], mask=exists_J[:, None] & (n < VALUE_DIM)[None, :], other=0.0)
+        v_J1 = v + (page_J * v_page + (j % PAGE) * v_token + kv_head * v_head)[:, None]
+        v_JV = k_JD if VALUES_IN_KEYS else _dims(v_J1, exists_J, 0, VALUE_DIM, BLOCK_V)
         sum_MV = sum_MV * factor_M[:, None]
         sum_MV += tl.dot(weights_MJ.to(v_JV.dtype), v_JV, input_precision="ieee")
-        most_M = new_M
+    out_M1 = out + split.to(tl.int64) * out_split + token_M[:, None] * out_token + head_M[:, None] * out_head
+    lse_M = lse + split.to(tl.int64) * lse_split + token_M * lse_token + head_M
+    _store(out_M1, lse_M, inside_M, sum_MV, total_M, most_M, VALUE_DIM, BLOCK_V)
 
+
+@triton.jit
+def _dims(at_X1, exists_X, first, stop, BLOCK: tl.constexpr):
+    """Return dims [first, stop) of the vectors at some addresses, as many as fit in a block; zeros beyond."""
+    dims = first + tl.arange(0, BLOCK)
+    return tl.load(at_X1 + dims[None, :], mask=exists_X[:, None] & (dims < stop)[None, :], other=0.0)
+
+
+@triton.jit
+def _part_of_keys(
+    before, count, tile, split, GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Return the range of keys that any query of a tile sees, or a part of it; `before` the row's `count`
+    queries are so many keys."""
+    last_query = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, count * GROUP - 1) // GROUP
+    stop = before + last_query + 1
+    begin = 0
+    if WINDOW > 0:
+        first_seen = before + tile * BLOCK_M // GROUP - WINDOW + 1
+        begin = tl.maximum(first_seen, 0) // BLOCK_J * BLOCK_J
+    part = tl.cdiv(tl.cdiv(stop - begin, BLOCK_J), SPLITS) * BLOCK_J
+    begin += split * part
+    return begin, tl.minimum(begin + part, stop)
+
+
+@triton.jit
+def _seen(
+    scores_MJ, position_M, j, exists_J, scale, softcap, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """Return scaled and capped scores, in powers of 2; -inf for keys that a query does not see."""
+    scores_MJ *= scale
+    if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
+        scores_MJ = softcap * (2 * tl.sigmoid(2 * scores_MJ / softcap) - 1)
+    scores_MJ *= LOG2_E
+    visible_MJ = exists_J[None, :] & (j[None, :] <= position_M[:, None])
+    if WINDOW > 0:
+        visible_MJ = visible_MJ & (j[None, :] > position_M[:, None] - WINDOW)
+    return tl.where(visible_MJ, scores_MJ, float("-inf"))
+
+
+@triton.jit
+def _weights(scores_MJ, most_M):
+    """Return weights beside the highest score so far, the factor of earlier weights, and that score."""
+    new_M = tl.maximum(most_M, tl.max(scores_MJ, 1))
+    finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+    return tl.exp2(scores_MJ - finite_M[:, None]), tl.exp2(most_M - finite_M), new_M
+
+
+@triton.jit
+def _store(
+    out_M1, lse_M, inside_M, sum_MV, total_M, most_M, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Write the outputs and the log-sum-exps of a tile."""
     has_any_M = total_M > 0
     total_M = tl.where(has_any_M, total_M, 1.0)
     n = tl.arange(0, BLOCK_V)
-    out_M1 = out + split.to(tl.int64) * out_split + token_M[:, None] * out_token + head_M[:, None] * out_head
-    result_MV = (sum_MV / total_M[:, None]).to(out.dtype.element_ty)
+    result_MV = (sum_MV / total_M[:, None]).to(out_M1.dtype.element_ty)
     tl.store(out_M1 + n[None, :], result_MV, mask=inside_M[:, None] & (n < VALUE_DIM)[None, :])
-    lse_M = tl.where(has_any_M, (most_M + tl.log2(total_M)) / LOG2_E, float("-inf"))
-    tl.store(lse + split.to(tl.int64) * lse_split + token_M * lse_token + head_M, lse_M, mask=inside_M)
+    tl.store(
+        lse_M, tl.where(has_any_M, (most_M + tl.log2(total_M)) / LOG2_E, float("-inf")), mask=inside_M)
 
 
 @triton.jit

@@ -59,6 +59,21 @@ class ReferenceAttention:
         return out_BQND[row_T, index_T], lse_BQN[row_T, index_T]
 
 
+    @torch.no_grad()
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        found = []
+        split = q_TND.split(queries.lens), k_JND.split(keys.lens), v_JND.split(keys.lens)
+        for q_IND, k_IND, v_IND in zip(*split, strict=True):
+            visible = torch.ones(len(q_IND), len(k_IND), dtype=torch.bool, device=q_IND.device)
+            visible = visible.tril() if is_causal else visible
+            found.append(_attended(q_IND[None], k_IND[None], v_IND[None], visible[None], kind))
+        outs, lses = zip(*found, strict=True)
+        return torch.cat([out[0] for out in outs]), torch.cat([lse[0] for lse in lses])
+
+
 def _visible(query: Tensor, key: Tensor, kind: AttentionKind) -> Tensor:
     """Return whether queries see keys, by their positions."""
     visible = key <= query

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.page_sizes import TRITON_PAGE_TOKENS
 
 _MIN_BLOCK = 16  # Least size of each dim of a product in Triton.
 _MAX_TILE = 64  # Rows of a program, each a query and a head, when it has many queries.
@@ -23,7 +24,7 @@ class TritonAttention:
     """Our own kernel: grouped heads, windows, soft caps, values inside of keys; without gradients."""
 
     name = "realhf's Triton kernel"
-    page_tokens = 16
+    page_tokens = TRITON_PAGE_TOKENS
     in_graph = True
 
     def refuses(
@@ -41,6 +42,12 @@ class TritonAttention:
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
     ) -> Tensor:
         raise NotImplementedError(f"{self.name} has no gradients")
+
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        raise NotImplementedError(f"{self.name} reads pages alone")
 
     @torch.no_grad()
     def paged(

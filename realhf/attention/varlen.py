@@ -54,8 +54,25 @@ class VarlenAttention:
         out_TND, lse_NT = function(
             q_TND, k_PLKD, v_PLKD, at.cu_q, cumulative(at.lens_k), at.max_q, at.max_k,
             window_size=window_size(kind), seqused_k=at.lens_k, block_table=at.table, num_splits=1,
-            return_aux=import_module("torch.nn.attention.varlen").AuxRequest(lse=True), **options)
+            return_aux=_aux_request(), **options)
         return out_TND, lse_NT.T
+
+
+    @torch.no_grad()
+    def over_part(
+        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
+        kind: AttentionKind, *, is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        function, options = _function(kind)
+        out_TND, lse_NT = function(
+            *padded(q_TND, k_JND, v_JND), queries.cu, keys.cu, queries.longest, keys.longest,
+            window_size=(-1, 0 if is_causal else -1), return_aux=_aux_request(), **options)
+        return cut(out_TND, v_JND.shape[-1]), lse_NT.T
+
+
+def _aux_request() -> Any:
+    """Return what makes `varlen_attn` return log-sum-exps, too."""
+    return import_module("torch.nn.attention.varlen").AuxRequest(lse=True)
 
 
 def has_pages() -> bool:

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
+
+from realhf.pinned import upload, upload_tensor
 
 _JSON = "//json"  # The entry beside the columns, none of which has this name.
 
@@ -17,6 +20,8 @@ class Packed:
 
     values: torch.Tensor
     lengths: list[int]
+    on_host: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """The same values in host memory, if they came from there; whoever reads them need not wait for a GPU."""
 
     def __post_init__(self) -> None:
         assert self.values.shape[0] == sum(self.lengths), (self.values.shape, sum(self.lengths))
@@ -34,10 +39,21 @@ class Packed:
 
     def select(self, indices: Sequence[int]) -> "Packed":
         parts = self.split()
-        return Packed.of([parts[i] for i in indices], empty=self.values[:0])
+        found = Packed.of([parts[i] for i in indices], empty=self.values[:0])
+        if self.on_host is not None:
+            found.on_host = self.like(self.on_host).select(indices).values
+        return found
 
     def to(self, device: torch.device) -> "Packed":
-        return Packed(self.values.to(device), self.lengths)
+        """Return the values on a device; on a GPU, those of one number per token stay on the host, too."""
+        if device.type == "cuda" and self.values.device.type == "cpu" and self.values.dim() == 1:
+            return Packed(upload_tensor(self.values, device), self.lengths, self.values)
+        return Packed(self.values.to(device), self.lengths, self.on_host)
+
+    @property
+    def host_values(self) -> torch.Tensor:
+        """The values in host memory."""
+        return self.values.cpu() if self.on_host is None else self.on_host
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], *, empty: torch.Tensor | None = None) -> "Packed":
@@ -109,7 +125,7 @@ def _select(column: Any, indices: Sequence[int]) -> Any:
     if isinstance(column, Packed):
         return column.select(indices)
     if isinstance(column, torch.Tensor):
-        return column[torch.tensor(list(indices), dtype=torch.long, device=column.device)]
+        return column[upload(np.array(indices, np.int64), column.device)]
     return [column[i] for i in indices]
 
 

@@ -155,8 +155,8 @@ class Engine(ABC):
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of the device that each part of this engine takes now, without empty parts.
 
-        They are weights, adapters, gradients, optimizer and cache, as the planner names them. Engines that
-        share weights both count them.
+        They are weights, adapters, gradients, optimizer, cache and merged weights, as the planner names them.
+        Engines that share weights both count them.
         """
         adapters = self._adapters
         states = [] if self._optimizer is None else self._optimizer.held
@@ -165,22 +165,23 @@ class Engine(ABC):
             "adapters": 0 if adapters is None else _held_bytes(adapters.flat),
             "gradients": self._trained.grad_bytes,
             "optimizer": sum(state.nbytes for state in states if state.device == self.flat.device),
-            "cache": self._cache_bytes(),
+            **self.kept,
         }
         return {part: size for part, size in parts.items() if size}
 
     def release(self, *what: Literal["gradients", "cache"]) -> None:
         """Free the memory of parts that come back by themselves when a call needs them.
 
-        Gradients are free between train steps. Of caches, those of rows that have ended are freed; for rows
-        between rounds there is `flush_cache`.
+        Gradients are free between train steps. With the caches of rows that have ended go merged weights; for
+        rows between rounds there is `flush_cache`.
         """
         if "gradients" in what and self._optimizer is not None:
             self._trained.release_grads()
 
-    def _cache_bytes(self) -> int:
-        """Return the bytes of the caches that stay after a call."""
-        return 0
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """The bytes that generations leave for later ones, by part: caches, and merged weights (LoRA)."""
+        return {}
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],

@@ -1,23 +1,28 @@
 """Outputs and losses from the last stage's hidden states, of which a chunk of logits exists at a time."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.autograd import sum_over_group
 from realhf.engine.hf_module import TransformersModel
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
+from realhf.pinned import upload
 from realhf.sample_ids import groups_of
+
+Integers = NDArray[np.int64]
 
 
 def compute_outputs(
     model: Transformer | TransformersModel, hidden_TH: torch.Tensor, tokens: Packed,
     *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False, top: int = 0,
-    ids_TK: torch.Tensor | None = None, row_of_token: torch.Tensor | None = None,
+    ids_TK: torch.Tensor | None = None, row_of_token: Integers | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
 
@@ -25,28 +30,32 @@ def compute_outputs(
     instead only `top_ids` and `top_logprobs` of so many most probable tokens.
 
     Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
-    `row_of_token` says which rows these are, unless there is one row per token.
+    `row_of_token`, on the host, says which rows these are, unless there is one row per token. All indices are
+    computed on the host, which waits for nothing.
     """
-    counts = torch.tensor(tokens.lengths, dtype=torch.long, device=hidden_TH.device)
-    ends = counts.cumsum(0)
     cp = model.groups.cp
     start, stop = token_range(len(tokens.values), cp)
 
-    def states(index_N: torch.Tensor) -> torch.Tensor:
+    def there(index: Integers) -> torch.Tensor:
+        return upload(index, hidden_TH.device)
+
+    def states(index: Integers) -> torch.Tensor:
         """Return the hidden states after these tokens, which rise."""
-        return _Rows.apply(hidden_TH, index_N - start if row_of_token is None else row_of_token[index_N])
+        return _Rows.apply(hidden_TH, there(index - start if row_of_token is None else row_of_token[index]))
 
     def scatter(values_N: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
         zeros = values_N.new_zeros(size, *values_N.shape[1:])
         return sum_over_group(zeros.index_put((positions,), values_N), cp)
 
     if output == "scores":
-        local = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
-        return {"scores": scatter(model.scores(states(ends[local] - 1)), local, len(ends))}
+        ends = np.cumsum(tokens.lengths, dtype=np.int64)
+        local = np.flatnonzero((ends > start) & (ends <= stop))
+        return {"scores": scatter(model.scores(states(ends[local] - 1)), there(local), len(ends))}
     num_tokens = len(tokens.values)
-    positions = wanted(tokens, mask).nonzero()[:, 0]
-    positions = positions[(positions > start) & (positions <= stop)]  # The previous state chooses a token.
-    states_NH = states(positions - 1)
+    chosen = np.flatnonzero(wanted(tokens, mask))
+    chosen = chosen[(chosen > start) & (chosen <= stop)]  # The previous state chooses a token.
+    positions = there(chosen)
+    states_NH = states(chosen - 1)
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
     if top:
@@ -71,11 +80,11 @@ def side_by_side(samples: Batch, keys: Sequence[str]) -> torch.Tensor | None:
     return torch.cat([samples[key].values for key in keys], dim=1) if keys else None
 
 
-def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
+def wanted(tokens: Packed, mask: Packed | None) -> NDArray[np.bool_]:
     """Return which tokens' outputs are wanted: those in the mask that are not the first of their sequence."""
-    wanted_T = torch.ones_like(tokens.values, dtype=torch.bool) if mask is None else mask.values != 0
-    counts = torch.tensor(tokens.lengths, dtype=torch.long, device=wanted_T.device)
-    wanted_T[(counts.cumsum(0) - counts)[counts > 0]] = False
+    wanted_T = np.ones(len(tokens.values), bool) if mask is None else (mask.host_values != 0).numpy()
+    counts = np.array(tokens.lengths, np.int64)
+    wanted_T[(counts.cumsum() - counts)[counts > 0]] = False
     return wanted_T
 
 
@@ -102,11 +111,10 @@ def loss_by_parts(
     limit = model.head.chunk_tokens if by_parts else len(tokens.values)
     if len(tokens.values) <= limit:
         return loss_of(hidden_TH, samples)
-    ends = torch.tensor(tokens.lengths).cumsum(0)
-    counts = wanted(tokens, samples.fields.get("response_mask")).cumsum(0)
-    sums = torch.nn.functional.pad(counts, (1, 0))[ends.to(hidden_TH.device)]
-    starts = [0, *ends.tolist()]
-    bounds = _part_bounds(sums.tolist(), limit, groups=groups_of(samples.ids, group_size))
+    starts = [0, *accumulate(tokens.lengths)]
+    counts = np.append(0, wanted(tokens, samples.fields.get("response_mask")).cumsum())
+    sums = counts[starts[1:]].tolist()
+    bounds = _part_bounds(sums, limit, groups=groups_of(samples.ids, group_size))
     grad_TH = torch.empty_like(hidden_TH)
     values = []
     for first, last in pairwise(bounds):

@@ -11,7 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.data.batch import Packed
@@ -21,6 +23,7 @@ from realhf.errors import UserError
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.vocab_parallel import top_tokens
 from realhf.param_spec import ModelSpec, ParamSpec
+from realhf.pinned import upload
 
 
 class TransformersModel(ShardedParameters):
@@ -124,8 +127,15 @@ class TransformersModel(ShardedParameters):
 
 def token_mask(tokens: Packed) -> Tensor:
     """Return where a right-padded batch of the sequences has tokens: mask_BL."""
-    lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
+    lengths = upload(np.array(tokens.lengths, np.int64), tokens.values.device)
     return torch.arange(max(tokens.lengths, default=0), device=lengths.device) < lengths[:, None]
+
+
+def rows_of_tokens(tokens: Packed) -> NDArray[np.int64]:
+    """Return, on the host, the place of each token in a right-padded batch that is laid end to end."""
+    lengths = np.array(tokens.lengths, np.int64)
+    is_token_BL = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    return np.flatnonzero(is_token_BL)
 
 
 class _Entropy(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """NativeEngine: runs calls on one role's shard of the parallel transformer, on this rank under one layout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +86,7 @@ class NativeEngine(Engine):
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
-        if limit.num_bytes is None:
+        if limit.num_bytes is None and work.kv_cache_gib is None:
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
             self.model, work, stream=call.name, limit=limit, pool=self.pages, keeps=keeps)
@@ -99,6 +99,8 @@ class NativeEngine(Engine):
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
             generation.advance(queue, budget=round_.budget, report=report)
+        if self.pages is None:  # No recorded pass reads the merged weights.
+            self.model.release_merged()
         round_ = round_.after(held)
         made = output_batch(call, *generation.take())
         made = queue.collect_results(made, [*round_.unfinished.ids, *batch.ids])
@@ -119,15 +121,23 @@ class NativeEngine(Engine):
 
     def release(self, *what: Literal["gradients", "cache"]) -> None:
         super().release(*what)
-        pool = vars(self).get("pages")  # An engine that never generated needs no kernels for pages.
-        if "cache" in what and pool is not None and not self._kept:
-            pool.release()
+        if "cache" in what:
+            self.model.release_merged()
+            if self._pool is not None and not self._kept:
+                self._pool.release()
 
-    def _cache_bytes(self) -> int:
-        pool = vars(self).get("pages")
-        if pool is not None:
-            return pool.num_bytes
-        return sum(generation.kept_bytes for generation, _ in self._kept.values())
+    @property
+    def _pool(self) -> PagePool | None:
+        """The pages of an engine that has generated; others need no kernels for pages."""
+        return vars(self).get("pages")
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        if self._pool is not None:
+            cache = self._pool.num_bytes
+        else:
+            cache = sum(generation.kept_bytes for generation, _ in self._kept.values())
+        return {"cache": cache, "merged": self.model.merged_bytes}
 
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int

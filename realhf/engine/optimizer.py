@@ -6,12 +6,13 @@ own. If parameters have the optimizer's dtype, their slice is itself the master 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
+from realhf import chunk_sizes
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
 from realhf.engine.host_optimizer import HostStates, host_tensors
@@ -36,6 +37,33 @@ class _Section(NamedTuple):
     first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
 
 
+class _Window(NamedTuple):
+    """Some of this member's elements of a section, which are updated together."""
+
+    number: int  # Of the section.
+    section: _Section
+    part: slice  # Of the member's chunk.
+
+    def spans(self) -> Iterator[tuple[str, slice]]:
+        """Yield each parameter of which the window has elements, and which of its elements these are."""
+        start = 0
+        for name, boxes in self.section.boxes.items():
+            stop = start + sum(map(region_size, boxes))
+            first, last = max(start, self.part.start), min(stop, self.part.stop)
+            if first < last:
+                yield name, slice(first - self.part.start, last - self.part.start)
+            start = stop
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """The model's parameters."""
+        return self.section.params[self.section.own][self.part]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        return self.section.grads[self.section.own][self.part]
+
+
 class _Parts(NamedTuple):
     """Parts of the parameters with their gradients and AdamW's state, in the same order."""
 
@@ -47,9 +75,9 @@ class _Parts(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """The parts that are updated together: whole slices, and the norms and biases among them.
+    """The parts that are updated together: whole windows, and the norms and biases among them.
 
-    The values of `fixed` stay. Afterwards, `mine` of the model's parameters get those of the slices.
+    The values of `fixed` stay. Afterwards, `mine` of the model's parameters get those of the windows.
     """
 
     whole: _Parts
@@ -109,9 +137,11 @@ class ShardedAdamW:
         self._means = self._zeros()
         self._squares = self._zeros()
         self._host = None
+        self._windows = self._split_into_windows(config.offload)
         if config.offload:
             kinds = [*([self._slices] if self._has_own_copy else []), self._means, self._squares]
-            self._host = HostStates(list(zip(*kinds, strict=True)), model.flat.device)
+            states = [[kind[window.number][window.part] for kind in kinds] for window in self._windows]
+            self._host = HostStates(states, model.flat.device)
         self.reload()
         self.shards = self._by_parameter(self._slices)
         """Parameter name -> this replica's part of the master copy."""
@@ -135,31 +165,43 @@ class ShardedAdamW:
             return list(self._groups.world.zeros(sum(sizes), dtype).split(sizes))
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
 
+    def _split_into_windows(self, is_offloaded: bool) -> list[_Window]:
+        """Return whole sections, or parts of them that pass through the device together."""
+        windows = []
+        for number, section in enumerate(self._sections):
+            count = section.own.stop - section.own.start
+            step = min(max(1, count), chunk_sizes.WINDOW_NUMEL) if is_offloaded else max(1, count)
+            for start in range(0, max(1, count), step):
+                windows.append(_Window(number, section, slice(start, min(start + step, count))))
+        return windows
+
     def _make_updates(self) -> list[_Update]:
-        """Return the updates of a step: one of everything, or one of each section that is on the host."""
+        """Return the updates of a step: one of everything, or one of each window that is on the host."""
         if self._host is None:
-            return [self._update_of(self._sections, self._slices, self._means, self._squares)]
+            return [self._update_of(self._windows, self._slices, self._means, self._squares)]
         updates = []
-        for section, mine, states in zip(self._sections, self._mine, self._host.on_device, strict=True):
+        for window, states in zip(self._windows, self._host.on_device, strict=True):
             *master, mean, square = states
-            updates.append(self._update_of([section], master or [mine], [mean], [square]))
+            updates.append(self._update_of([window], master or [window.mine], [mean], [square]))
         return updates
 
     def _update_of(
-        self, sections: Sequence[_Section], slices: list[torch.Tensor], means: list[torch.Tensor],
+        self, windows: Sequence[_Window], masters: list[torch.Tensor], means: list[torch.Tensor],
         squares: list[torch.Tensor],
     ) -> _Update:  # fmt: skip
-        """Return the update of some sections, whose states lie in the given tensors."""
-        mine = [section.params[section.own] for section in sections]
-        grads = [section.grads[section.own] for section in sections]
-        kinds = [_by_parameter(sections, tensors) for tensors in (slices, grads, means, squares)]
-        names = [name for name in kinds[0] if self._by_name[name].is_vector]
-        params, *others = ([part for name in names for _, part in shards[name]] for shards in kinds)
-        fixed = [part for name, parts in kinds[0].items() for _, part in parts
-                 if not self._by_name[name].trainable]  # fmt: skip
-        return _Update(
-            _Parts(slices, grads, means, squares, _steps_of(slices)),
-            _Parts(params, others[0], others[1], others[2], _steps_of(params)), fixed, mine)
+        """Return the update of some windows, whose states lie in the given tensors."""
+        whole = _Parts(masters, [window.grads for window in windows], means, squares, _steps_of(masters))
+        vectors = _Parts([], [], [], [], [])
+        fixed = []
+        for i, window in enumerate(windows):
+            for name, span in window.spans():
+                if self._by_name[name].is_vector:
+                    for all_parts, tensors in zip(vectors[:4], whole[:4], strict=True):
+                        all_parts.append(tensors[i][span])
+                if not self._by_name[name].trainable:
+                    fixed.append(masters[i][span])
+        vectors.steps.extend(_steps_of(vectors.params))
+        return _Update(whole, vectors, fixed, [window.mine for window in windows])
 
     def _by_parameter(self, slices: Sequence[torch.Tensor]) -> Shards:
         """Return this replica's part of every parameter, as views of one flat tensor per section."""
@@ -277,7 +319,7 @@ class ShardedAdamW:
         if self._host is None:
             self._update(self._updates[0], rate)
         else:
-            self._host.update(lambda section: self._update(self._updates[section], rate))
+            self._host.update(lambda window: self._update(self._updates[window], rate))
         if gather:  # (a no-op for one replica)
             self._gather()
         self._model.forget_grads()

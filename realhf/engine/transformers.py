@@ -19,7 +19,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
-from realhf.engine.hf_module import TransformersModel, token_mask
+from realhf.engine.hf_module import TransformersModel, rows_of_tokens
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -105,7 +105,7 @@ class TransformersEngine(Engine):
             self.model, self.model(tokens, recompute=settings.recompute).flatten(0, 1), tokens,
             mask=samples.fields.get("response_mask"),
             ids_TK=side_by_side(samples, options.pop("token_ids", ())),
-            row_of_token=token_mask(tokens).flatten().nonzero()[:, 0], **options)
+            row_of_token=rows_of_tokens(tokens), **options)
         return settings.finish(outputs, samples)
 
 

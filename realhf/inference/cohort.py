@@ -116,7 +116,7 @@ class Cohort:
             self._kept.make_room(self._begun, self._limits)
             blocks = self._kept.blocks
         self._tables = sizes.tables(self._pool.cache.num_blocks)
-        self._row_pages = self._pool.widen(self._tables.blocks_per_row)
+        self._row_pages = self._pool.table_width(self._tables.blocks_per_row)
         continued = [row.continue_in(self.samples) for row in rows]
         parked = [row for row in continued if isinstance(row, ParkedRow)]
         self.samples.set_last_tokens([row.sample for row in parked])

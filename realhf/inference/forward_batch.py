@@ -5,23 +5,26 @@ M pages of each, N query heads, K key-value heads, D head dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf import chunk_sizes
 from realhf.attention.cpu import masked_attention
-from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.interface import AttentionBackend, AttentionKind, Pages, Sequences
+from realhf.attention.merge import merge_into
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
 from realhf.inference.steps import Chunk
-from realhf.inference.transfers import upload
-from realhf.nn.attention import packed_attention
+from realhf.nn.attention import Expand, packed_attention
 from realhf.nn.packed import Segment, token_positions
+from realhf.pinned import upload
 
 
 class Decode(Segment):
@@ -99,8 +102,11 @@ def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArra
 
 def paged_chunks(
     backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
-) -> PagedTokens:
+) -> Segment:
     """Return pieces of prompts, several of which may have been begun, from `chunk_arrays` on the device."""
+    expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
+    if expanding is not None:
+        return ExpandedPieces(expanding, numbers, chunks)
     longest_piece = max(chunk.stop - chunk.start for chunk in chunks)
     at = Pages(
         numbers["chunk_cu"], longest_piece, numbers["chunk_table"], numbers["chunk_lens"],
@@ -109,6 +115,72 @@ def paged_chunks(
         backends, at, position_T=numbers["chunk_position_T"], length_T=numbers["chunk_length_T"],
         cache_positions_T=numbers["chunk_cache_position_T"],
         longest=max(len(chunk.prompt.tokens) for chunk in chunks))
+
+
+class _Context(NamedTuple):
+    """Cached tokens that precede some consecutive pieces of prompts, all or a part of them."""
+
+    tokens: slice  # The pieces' own tokens in the segment.
+    queries: Sequences  # The pieces.
+    keys: Sequences  # The cached tokens of each.
+    cached_J: Tensor  # Cache positions of the keys.
+
+
+class ExpandedPieces(Segment):
+    """Later pieces of prompts with latent attention, for which keys and values are computed from latents.
+
+    Their tokens attend to one another, and then to the earlier tokens of their prompts, a part at a time, so
+    that the keys and values of no more than EXPANDED_TOKENS of those exist together.
+    """
+
+    from_cache = False
+    expands = True
+
+    def __init__(
+        self, backend: AttentionBackend, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
+    ) -> None:
+        super().__init__(
+            numbers["chunk_position_T"], numbers["chunk_length_T"], numbers["chunk_cache_position_T"],
+            longest=max(len(chunk.prompt.tokens) for chunk in chunks))
+        self._backend = backend
+        self._chunks = chunks
+        self._at = Sequences(numbers["chunk_cu"], tuple(chunk.stop - chunk.start for chunk in chunks))
+        self._contexts: list[_Context] = []
+
+    def attend(
+        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind,
+        expand: Expand | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert expand is not None, "only latents are expanded"
+        self._contexts = self._contexts or self._split(cache.block_size, q_TND.device)
+        latents = cache.pages(layer)[0].flatten(0, 1)
+        over_part = self._backend.over_part
+        narrow_TND, lse_TN = over_part(q_TND, k_TKD, v_TKD, self._at, self._at, kind, is_causal=True)
+        out_TND = narrow_TND.to(lse_TN.dtype)
+        for tokens, queries, keys, cached_J in self._contexts:
+            k_JND, v_JND = expand(latents.index_select(0, cached_J))
+            part = over_part(q_TND[tokens], k_JND, v_JND, queries, keys, kind, is_causal=False)
+            del k_JND, v_JND
+            merge_into(out_TND[tokens], lse_TN[tokens], *part)
+        return out_TND.to(q_TND.dtype)
+
+    def _split(self, page_size: int, device: torch.device) -> list[_Context]:
+        """Return what precedes the pieces, laid end to end and cut into parts."""
+        at = [np.arange(chunk.start) for chunk in self._chunks]
+        blocks = [np.array(chunk.prompt.blocks, np.int64) for chunk in self._chunks]
+        cached = [of[i // page_size] * page_size + i % page_size for of, i in zip(blocks, at, strict=True)]
+        cached_J = upload(np.concatenate(cached), device)
+        spans = list(pairwise(accumulate((chunk.start for chunk in self._chunks), initial=0)))
+        places = list(accumulate(self._at.lens, initial=0))
+        found = []
+        for first in range(0, len(cached_J), chunk_sizes.EXPANDED_TOKENS):
+            last = min(first + chunk_sizes.EXPANDED_TOKENS, len(cached_J))
+            here = [i for i, (start, stop) in enumerate(spans) if start < last and stop > first]
+            lens = [min(spans[i][1], last) - max(spans[i][0], first) for i in here]
+            tokens = slice(places[here[0]], places[here[-1] + 1])
+            queries = Sequences.of([self._at.lens[i] for i in here], device)
+            found.append(_Context(tokens, queries, Sequences.of(lens, device), cached_J[first:last]))
+        return found
 
 
 class ChunkedPrefill(Segment):
@@ -142,10 +214,11 @@ class Prefill(Segment):
     def __init__(
         self, seq_lens: Sequence[int], cache_positions_T: Tensor, *, whole_lens: Sequence[int]
     ) -> None:
-        row_T, position_T, _ = token_positions(seq_lens, cache_positions_T.device)
-        length_T = torch.tensor(whole_lens, device=cache_positions_T.device)[row_T]
+        device = cache_positions_T.device
+        _, position_T, _ = token_positions(seq_lens, device)
+        length_T = upload(np.repeat(np.array(whole_lens, np.int64), seq_lens), device)
         super().__init__(position_T, length_T, cache_positions_T, longest=max(whole_lens))
-        self._at = Sequences.of(seq_lens, cache_positions_T.device)
+        self._at = Sequences.of(seq_lens, device)
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
@@ -167,7 +240,7 @@ def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> 
     """Return the first pieces of some prompts."""
     positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
     whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
-    return Prefill([chunk.stop for chunk in fresh], torch.tensor(positions, device=device),
+    return Prefill([chunk.stop for chunk in fresh], upload(np.array(positions, np.int64), device),
                    whole_lens=whole_lens)  # fmt: skip
 
 

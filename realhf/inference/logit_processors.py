@@ -109,13 +109,13 @@ class TokenHistory:
     def _write(self, row: int, prompt: Sequence[int], num_drawn: int) -> None:
         num_last = self.last_RP.shape[1]
         device = self.last_RP.device
-        tokens = torch.tensor(prompt, dtype=torch.long, device=device)
-        self.last_RP[row] = torch.nn.functional.pad(tokens, (num_last, 0), value=-1)[len(prompt) :]
+        tokens = np.array(prompt, np.int64)
+        self.last_RP[row] = upload(np.pad(tokens, (num_last, 0), constant_values=-1)[len(prompt) :], device)
         for table_RV, some in ((self.counts_RV, tokens[len(prompt) - num_drawn :]), (self.seen_RV, tokens)):
             if num_vocab := table_RV.shape[1]:
                 local = some - self._start
                 local = local[(local >= 0) & (local < num_vocab)]
-                table_RV[row] = local.bincount(minlength=num_vocab).to(table_RV.dtype)
+                table_RV[row] = upload(np.bincount(local, minlength=num_vocab), device)
 
     def _grow(self, count: int) -> None:
         num_rows = len(self.last_RP)
@@ -155,21 +155,21 @@ class LogitProcessors:
     def _flags(self, token_ids: Sequence[int]) -> Tensor:
         """Return which tokens of the shard are among these."""
         vocabulary = torch.arange(self._start, self._stop, device=self._device)
-        return torch.isin(vocabulary, torch.tensor(token_ids, dtype=torch.long, device=self._device))
+        return torch.isin(vocabulary, upload(np.array(token_ids, np.int64), self._device))
 
     def _bias(self, pairs: Sequence[tuple[int, float]]) -> Tensor:
-        bias_V = torch.zeros(self._stop - self._start, dtype=torch.float64)
+        bias_V = np.zeros(self._stop - self._start)
         for token, bias in pairs:
             if self._start <= token < self._stop:
                 bias_V[token - self._start] = bias
-        return bias_V.to(self._device)
+        return upload(bias_V, self._device)
 
     def _word_tensors(self, words: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return words that may end in this shard: their tokens without the last, and the last's place."""
         here = [word for word in words if self._start <= word[-1] < self._stop]
-        prefixes = torch.tensor([list(word[:-1]) for word in here], dtype=torch.long, device=self._device)
-        lasts = [word[-1] - self._start for word in here]
-        return prefixes, torch.tensor(lasts, dtype=torch.long, device=self._device)
+        prefixes = np.array([word[:-1] for word in here], np.int64)
+        lasts = np.array([word[-1] - self._start for word in here], np.int64)
+        return upload(prefixes, self._device), upload(lasts, self._device)
 
     def prepare(self, samples: Samples, numbers: Sequence[int]) -> Tensor | None:
         """Read the newest tokens of the samples that get one in this step; all of these calls come in turn.

@@ -110,7 +110,7 @@ class PagePool:
         self._free = sorted([*self._free, *pages])
         self._num_leased -= len(self._free) - num_free
 
-    def widen(self, row_pages: int) -> int:
+    def table_width(self, row_pages: int) -> int:
         """Return the width of the tables of rows, which have up to `row_pages` pages.
 
         It depends on nothing else: kernels choose by it into how many parts to split keys, and a run that

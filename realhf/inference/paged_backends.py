@@ -1,5 +1,6 @@
 """PagedBackends: which attention backend computes each kind of layer over the pages of a cache."""
 
+from collections.abc import Sequence
 from math import lcm
 
 from realhf.attention.choose import attention_backend
@@ -25,10 +26,32 @@ class PagedBackends:
             if reason is not None:
                 raise UserError(f"{chosen.name} cannot compute the attention of the cache: {reason}")
             self._of[kind] = chosen
+        self._mla = model.config.mla
+        self._expanding: AttentionBackend | None = None
+        if self._mla is not None:
+            self._expanding = backend or attention_backend(
+                model.flat.device, next(iter(self._of)), dim=model.config.head_dim,
+                value_dim=self._mla.v_head_dim, dtype=dtype, paged=False)
         self.page_tokens = lcm(*(backend.page_tokens for backend in self._of.values()))
         """A page has a multiple of so many tokens."""
         self.in_graph = all(backend.in_graph for backend in self._of.values())
         """Whether CUDA graphs can record all of them."""
+
+    def for_expanded(self, pieces: Sequence[tuple[int, int]]) -> AttentionBackend | None:
+        """Return the backend for keys and values that are computed from cached latents; None if the latents
+        themselves are attended to, which takes fewer FLOPs for few tokens.
+
+        The pieces of prompts are given as (tokens, earlier tokens). FLOPs are counted per head.
+        """
+        mla = self._mla
+        if mla is None:
+            return None
+        expanded_dims = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+        saved = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim - expanded_dims
+        expansion = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+        num_pairs = sum(tokens * earlier for tokens, earlier in pieces)
+        pays = saved * num_pairs > expansion * sum(earlier for _, earlier in pieces)
+        return self._expanding if pays else None
 
     def of(self, kind: AttentionKind) -> AttentionBackend:
         """Return the backend of a kind of layers."""

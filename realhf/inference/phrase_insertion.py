@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realhf.inference.block_tables import Integers
 from realhf.interruption import InsertedPhrase
+from realhf.pinned import upload
 
 
 class Samples(Protocol):
@@ -46,8 +47,8 @@ class PhraseInserter:
 
     def __init__(self, inserted: InsertedPhrase, device: torch.device) -> None:
         self._num_before = inserted.after_tokens
-        self._phrase = torch.tensor(inserted.phrase, dtype=torch.long, device=device)
-        self._end = torch.tensor(inserted.end, dtype=torch.long, device=device)
+        self._phrase = upload(np.array(inserted.phrase, np.int64), device)
+        self._end = upload(np.array(inserted.end, np.int64), device)
         self._is_decided = np.zeros(0, bool)
         self._is_interrupted = torch.zeros(0, dtype=torch.bool, device=device)
 
@@ -61,10 +62,9 @@ class PhraseInserter:
         self._grow(int(rows.max()) + 1)
         self._decide(samples, rows[is_place])
         device = self._phrase.device
-        is_place_B = torch.from_numpy(is_place).to(device)
-        is_inserted_B = self._is_interrupted[torch.from_numpy(rows).to(device)] & is_place_B
-        at_B = torch.from_numpy(at.clip(0, len(self._phrase) - 1)).to(device)
-        return Insertions(is_inserted_B, self._phrase[at_B])
+        numbers_3B = upload(np.stack((rows, is_place, at.clip(0, len(self._phrase) - 1))), device)
+        is_inserted_B = self._is_interrupted[numbers_3B[0]] & numbers_3B[1].bool()
+        return Insertions(is_inserted_B, self._phrase[numbers_3B[2]])
 
     def _grow(self, size: int) -> None:
         if (lacking := size - len(self._is_decided)) > 0:
@@ -78,7 +78,7 @@ class PhraseInserter:
             self._is_decided[rows] = True
             tokens_BA = self._first_tokens(samples, rows)
             has_ended_B = self._contain_end(tokens_BA)
-            self._is_interrupted[torch.from_numpy(rows).to(has_ended_B.device)] = ~has_ended_B
+            self._is_interrupted[upload(rows, has_ended_B.device)] = ~has_ended_B
 
     def _first_tokens(self, samples: Samples, rows: Integers) -> Tensor:
         """Return the first tokens of responses; those of earlier rounds are at the ends of their prompts."""
@@ -90,11 +90,11 @@ class PhraseInserter:
             earlier = prompt[start : start + count]
             earlier_BA[i, : len(earlier)] = earlier
         device = samples.tokens.device
-        num_earlier_B1 = torch.from_numpy(samples.num_drawn[rows])[:, None].to(device)
+        num_earlier_B1 = upload(samples.num_drawn[rows][:, None], device)
         position_A = torch.arange(count, device=device)
         column_BA = (position_A - num_earlier_B1 + 1).clamp(min=0)  # Column 0 is the last one before a round.
-        tokens_BA = samples.tokens[torch.from_numpy(rows).to(device)[:, None], column_BA]
-        return torch.where(position_A < num_earlier_B1, torch.from_numpy(earlier_BA).to(device), tokens_BA)
+        tokens_BA = samples.tokens[upload(rows, device)[:, None], column_BA]
+        return torch.where(position_A < num_earlier_B1, upload(earlier_BA, device), tokens_BA)
 
     def _contain_end(self, tokens_BA: Tensor) -> Tensor:
         """Return which rows contain the tokens that end thinking, one after the other."""

@@ -8,18 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.pinned import upload as upload
+
 Arrays = Mapping[str, NDArray[Any]]
 _NUM_BUFFERS = 3  # A step's buffer is written again when the step before the last one has ended.
 _ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
 
-
-def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the numbers on the device; from a CPU's own memory, they are not copied."""
-    found = torch.from_numpy(numbers)
-    if device.type == "cpu":
-        return found
-    pinned = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(found).to(device, non_blocking=True)
 
 
 class StepUpload:

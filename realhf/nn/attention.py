@@ -12,6 +12,9 @@ from torch import Tensor
 from realhf.attention.choose import attention_backend
 from realhf.attention.interface import AttentionKind, Sequences
 
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns the keys and values of tokens, k_JND and v_JND, from what a cache holds of them."""
+
 
 @dataclass(frozen=True)
 class Attend:
@@ -19,21 +22,24 @@ class Attend:
 
     With `from_cache`, the tokens attend to the cache's contents, and the keys and values have the cache's
     format. Else `cached` holds the keys and values to store in the cache, if they differ from `k_TKD` and
-    `v_TKD`.
+    `v_TKD`; and if it `expands`, the tokens attend to earlier ones as well, whose keys and values `expand`
+    computes from what the cache holds.
     """
 
     compute: Callable[..., Tensor]
     store: Callable[[Tensor, Tensor], None] | None = None  # Writes keys and values to a cache.
     from_cache: bool = False
     tokens: slice | None = None  # Position of its tokens in the pass; None: all.
+    expands: bool = False
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        *, cached: tuple[Tensor, Tensor] | None = None,
+        *, cached: tuple[Tensor, Tensor] | None = None, expand: Expand | None = None,
     ) -> Tensor:  # fmt: skip
         if self.store is not None:
             self.store(*(cached or (k_TKD, v_TKD)))
-        return self.compute(q_TND, k_TKD, v_TKD, kind=kind)
+        options = {"expand": expand} if self.expands else {}
+        return self.compute(q_TND, k_TKD, v_TKD, kind=kind, **options)
 
 
 def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

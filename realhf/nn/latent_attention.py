@@ -73,11 +73,21 @@ class LatentAttention:
             q_TNL = torch.cat((_by_head("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
             return _by_head("tnc,nvc->tnv", out_TNC, up_NVC)
+        q_TND = torch.cat((q_TNP, q_TNR), dim=2)
+        k_TND, v_TNV = self._keys_and_values(latent_TC, k_T1R)
+        return attend(
+            self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]), expand=self._expanded)
+
+    def _keys_and_values(self, latent_TC: Tensor, k_T1R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of this rank's heads: k_TND, v_TNV."""
         kv = self._project("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
         k_TNP, v_TNV = kv.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=2)
-        k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
-        q_TND = torch.cat((q_TNP, q_TNR), dim=2)
-        return attend(self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]))
+        return torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2), v_TNV
+
+    def _expanded(self, cached_J1L: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of cached tokens."""
+        latent_J1C, k_J1R = cached_J1L.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=2)
+        return self._keys_and_values(latent_J1C[:, 0], k_J1R)
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if "q" in self.linears:
@@ -99,6 +109,7 @@ class LatentAttention:
         per_head = weight.unflatten(0, (self.num_heads, -1))
         key, value = per_head.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         return key, value
+
 
 
 def _by_head(equation: str, x: Tensor, weight: Tensor) -> Tensor:

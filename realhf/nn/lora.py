@@ -41,6 +41,8 @@ class Adapter:
         assert (rank, output) == (len(down), len(weight))
         self.merged_weight: Tensor | None = None
         """A copy of the weight with the adapters merged in; while it is there, it is computed with."""
+        self._memory: Tensor | None = None
+        """The memory of merged weights, which recorded passes read at its address."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
         multiply = linear if needs_float32(x_TI) else F.linear
@@ -57,16 +59,36 @@ class Adapter:
         return y_TO
 
     @torch.no_grad()
+    def merge(self) -> None:
+        """Compute with W + scale B A until `merged_weight` is None; its memory stays until `release`."""
+        if self._memory is None:
+            self._memory = torch.empty_like(self.weight)
+        self._memory.copy_(self._sum())
+        self.merged_weight = self._memory
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes of the memory of merged weights."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def release(self) -> None:
+        """Free the memory of merged weights."""
+        assert self.merged_weight is None, "the merged weight is in use"
+        self._memory = None
+
+    @torch.no_grad()
     def merged(self) -> Tensor:
+        """Return W + scale B A."""
+        return self._sum().to(self.weight.dtype) if self.merged_weight is None else self.merged_weight
+
+    def _sum(self) -> Tensor:
         """Return W + scale B A, computed in at least float32."""
-        if self.merged_weight is not None:
-            return self.merged_weight
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         sum_OI = self.weight.to(wide, copy=True)
         down_RI = self._down.to(wide)
         for ranks, outputs, up_OR in self._parts:
             sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
-        return sum_OI.to(self.weight.dtype)
+        return sum_OI
 
 
 Adapted = Mapping[str, Adapter]

@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind
+from realhf.pinned import upload
 
 
 class Segment(ABC):
@@ -22,6 +24,8 @@ class Segment(ABC):
 
     from_cache = True
     """Whether the tokens attend to the cache's contents, rather than to one another."""
+    expands = False
+    """Whether tokens that attend to one another also attend to earlier ones, as `Attend` says."""
 
     def __init__(
         self, position_T: Tensor, length_T: Tensor, cache_positions_T: Tensor, *, longest: int = 0
@@ -41,7 +45,8 @@ class Segment(ABC):
 
 def token_positions(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for every packed token: sequence index, position in the sequence, sequence length."""
-    counts = torch.tensor(seq_lens, dtype=torch.long)
-    row_T = torch.repeat_interleave(counts)
-    position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
-    return row_T.to(device), position_T.to(device), counts[row_T].to(device)
+    counts = np.array(seq_lens, np.int64)
+    row_T = np.repeat(np.arange(len(counts)), counts)
+    position_T = np.arange(len(row_T)) - (counts.cumsum() - counts)[row_T]
+    numbers_3T = upload(np.stack((row_T, position_T, counts[row_T])), device)
+    return numbers_3T[0], numbers_3T[1], numbers_3T[2]

@@ -78,14 +78,27 @@ class Transformer(ShardedParameters):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Compute, inside this context, with merged copies of the weights that have adapters."""
+        """Compute, inside this context, with merged copies of the weights that have adapters.
+
+        The memory of the copies stays, at the same addresses, until `release_merged`.
+        """
         for adapter in self._adapted:
-            adapter.merged_weight = adapter.merged()
+            adapter.merge()
         try:
             yield
         finally:
             for adapter in self._adapted:
                 adapter.merged_weight = None
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes that merged copies of weights take, in use or not."""
+        return sum(adapter.merged_bytes for adapter in self._adapted)
+
+    def release_merged(self) -> None:
+        """Free the memory of merged copies."""
+        for adapter in self._adapted:
+            adapter.release()
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
@@ -149,7 +162,8 @@ class Transformer(ShardedParameters):
             return [
                 Attend(
                     partial(segment.attend, cache, layer),
-                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part)
+                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part,
+                    segment.expands)
                 for segment, part in zip(segments, tokens, strict=True)
             ]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from realhf.chunk_sizes import (
     CUDA_PARTS,
+    EXPANDED_TOKENS,
     PART_NUMEL,
     WIDENED_TOKENS_NUMEL,
     WIDENED_WEIGHT_NUMEL,
@@ -233,8 +234,28 @@ class CallPieces:
         copies += (1 + (chunk > limit)) * (e < w)
         return e * chunk + w * copies * min(chunk, limit)
 
-    def forward_temporaries(self, tokens: float) -> float:
-        """Return the peak bytes of one layer without autograd: in a norm, in attention or in the MLP."""
+    def expanded_bytes(self, tokens: float, earlier: float) -> float:
+        """Return the bytes of the keys and values that tokens attend to, of `earlier` ones whose latents are
+        cached, as far as they exist at a time (ExpandedPieces in inference/forward_batch.py).
+
+        They are the latents, their keys and values in one tensor, the keys with rotated dims, and the values
+        with as many dims as keys. The output is added up in w, with its part, twice, and that of the kernel.
+        """
+        mla = self.role.config.mla
+        if mla is None or not self.fused or not earlier:
+            return 0.0
+        heads = self.widths.num_heads
+        key_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        per_token = self.widths.cached + heads * (mla.qk_nope_head_dim + mla.v_head_dim + 2 * key_dim)
+        part = self.role.itemsize * per_token * min(earlier, EXPANDED_TOKENS)
+        output = heads * (3 * self.role.wide_itemsize * mla.v_head_dim + self.role.itemsize * key_dim)
+        return part + output * tokens
+
+    def forward_temporaries(self, tokens: float, *, earlier: float = 0) -> float:
+        """Return the peak bytes of one layer without autograd: in a norm, in attention or in the MLP.
+
+        With latent attention, the tokens may continue sequences of `earlier` ones in all.
+        """
         per_token = self.widths
         e = self.role.itemsize
         hidden = self.hidden_bytes(tokens)
@@ -246,6 +267,7 @@ class CallPieces:
         if self.strategy.cp > 1:  # Data sent and received; then the output of attention, also sent.
             received = max(self._exchanged, (outputs + 1) * per_token.attention)
             attending = e * tokens * (self._exchanged + received)
+        attending += self.expanded_bytes(tokens, earlier)
         output = hidden + self.sum_temporaries(hidden)
         attention = 2 * hidden + projected + max(rotating, attending + hidden, output)
         routed = e * tokens * per_token.routed * (2 if self.strategy.ep > 1 else 1)  # Sent and received.

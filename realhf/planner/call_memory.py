@@ -6,6 +6,7 @@ what real processes allocate.
 
 import math
 
+from realhf.attention.page_sizes import page_tokens
 from realhf.kv_blocks import padded_size, tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
@@ -14,8 +15,6 @@ from realhf.planner.model_states import weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.planner.train_memory import TrainMoments
-
-_PAGE_TOKENS = 256  # On CUDA: FlashAttention-2 wants pages of a multiple of so many tokens.
 
 
 def running_memory(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> CallMemory:
@@ -99,7 +98,9 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     all_tokens = prompts * longest
     if work.rounds > 1:  # Most rows are prefilled with what they have so far.
         all_tokens = rows * (longest + (work.rounds - 1) * work.round_tokens)
-    prefill_tokens = max(longest, min(all_tokens, work.prefill_tokens))
+    prefill_tokens = min(all_tokens, work.prefill_tokens)
+    if not pieces.fused:  # A CPU attends to what precedes a piece of a prompt with copies of it.
+        prefill_tokens = max(longest, prefill_tokens)
     # All passes of prompts except the first also decode rows.
     is_single_prefill = cohort == rows and all_tokens <= work.prefill_tokens
     pass_tokens = max(prefill_tokens, rows) if is_single_prefill else prefill_tokens + rows
@@ -113,9 +114,11 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
         merged=merged,
         messages=0.0 if strategy.pp == 1 else pieces.hidden_bytes(pass_tokens) * 2,
     )
-    # Decoding gathers the rows of all ranks that share experts (nn/moe.py).
+    # Decoding gathers the rows of all ranks that share experts (nn/moe.py). Even short prompts are continued:
+    # after a turn, or when a row is computed again.
     gathered = padded_size(rows) * strategy.ep if strategy.ep > 1 else 0
-    activations = pieces.forward_temporaries(max(pass_tokens, gathered))
+    activations = pieces.forward_temporaries(
+        max(pass_tokens, gathered), earlier=cohort * (longest + work.max_new_tokens))
     moments = {"block": base._replace(activations=activations)}
     if pieces.is_last:
         # Logits in a wide dtype; scaled logits, exponentials and sums in float64.
@@ -146,7 +149,7 @@ def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: 
                 num_slots=slots, num_samples=samples,
                 max_new_tokens=work.max_new_tokens - had if work.keeps_cache
                 else min(work.max_new_tokens - had, work.round_tokens),
-                page_tokens=_PAGE_TOKENS if pieces.fused else None)
+                page_tokens=page_tokens(pieces.role.config, pieces.role.dtype) if pieces.fused else None)
     token_bytes = pieces.widths.cached * pieces.role.itemsize * pieces.num_layers
     needed = float(num_cohorts * cached_tokens * token_bytes)
     return needed if work.kv_cache_gib is None else min(needed, work.kv_cache_gib * 2**30)

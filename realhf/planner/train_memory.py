@@ -6,6 +6,7 @@ is the number of bytes of an element that needs precision.
 
 from functools import cached_property
 
+from realhf.chunk_sizes import WINDOW_NUMEL
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import num_states, trained_params
 from realhf.planner.shard import held_params, in_section
@@ -214,11 +215,12 @@ class TrainMoments:
             return 0.0
         s = self.strategy
         shard = (self.role.config, s, self.pieces.stage, self.role.lora)
-        kinds = zip(
-            held_params(*shard), in_section(*shard, self.role.trained_spec.section_numel),
-            (s.num_replicas, s.num_expert_replicas), strict=True)
-        slices = max(min(held, 2 * section) / replicas for held, section, replicas in kinds)
-        return num_states(self.role) * self.role.wide_itemsize * slices
+        replicas = (s.num_replicas, s.num_expert_replicas)
+        sections = in_section(*shard, self.role.trained_spec.section_numel)
+        held = sum(numel / num for numel, num in zip(held_params(*shard), replicas, strict=True))
+        largest = max(numel / num for numel, num in zip(sections, replicas, strict=True))
+        buffers = min(held, 2 * min(largest, WINDOW_NUMEL))
+        return num_states(self.role) * self.role.wide_itemsize * buffers
 
     def _optimizer_temporaries(self) -> float:
         """Return the peak bytes of gradient sums over ranks that share parameters.

@@ -85,14 +85,18 @@ def random_case(
     return Case(q_TND, k_PLKD, v_PLKD, at, kind, rows)
 
 
-def by_formula(q_IND, k_JKD, v_JKD, kind):
-    """Return out_IND and lse_IN, computed in float64, of the queries of one sequence's last tokens."""
+def by_formula(q_IND, k_JKD, v_JKD, kind, *, is_causal=True):
+    """Return out_IND and lse_IN, computed in float64, of the queries of one sequence's last tokens; or, not
+    `is_causal`, of later ones."""
     group = q_IND.shape[1] // k_JKD.shape[1]
     q, k, v = (
         x.double().transpose(0, 1) for x in (q_IND, *(y.repeat_interleave(group, 1) for y in (k_JKD, v_JKD))))
     query = torch.arange(k.shape[1])[k.shape[1] - q.shape[1] :, None]
     distance = query - torch.arange(k.shape[1])
     visible = (distance >= 0) & (distance < (kind.window or k.shape[1]))
+    if not is_causal:
+        assert kind.window is None
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     scores = q @ k.transpose(1, 2) * kind.scale
     if kind.softcap is not None:
         scores = kind.softcap * torch.tanh(scores / kind.softcap)

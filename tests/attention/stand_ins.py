@@ -11,16 +11,24 @@ from tests.attention.cases import by_formula
 CALLS = []
 
 
-def _check(q, k, v, *, cu_q, window, is_causal, max_q):
+def _check(q, k, v, *, cu_q, window, is_causal, max_q, sees_all=False):
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     assert cu_q is None or cu_q.dtype == torch.int32
     # Otherwise a query would see what follows it.
-    assert is_causal or window[1] == 0 or (max_q == 1 and window == (-1, -1))
+    assert sees_all or is_causal or window[1] == 0 or (max_q == 1 and window == (-1, -1))
     if k.dim() == 4:
         assert k.shape[1] % 256 == 0, "a page has a multiple of 256 tokens"
 
 
-def _rows(q, k, v, cu_q, lens_k, table, kind):
+def _sees_all(cu_q, cu_k, *, table, window, is_causal):
+    """Return whether queries see all keys, which must then be other tokens' than their own."""
+    found = table is None and not is_causal and window == (-1, -1)
+    if found:
+        assert int(cu_k.diff().min()) > 0, "a query without keys has a log-sum-exp of +inf"
+    return found and cu_q is not cu_k
+
+
+def _rows(q, k, v, cu_q, lens_k, table, kind, *, sees_all):
     outs, lses, start = [], [], 0
     for i, (first, last) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)):
         length = int(lens_k[i])
@@ -29,7 +37,7 @@ def _rows(q, k, v, cu_q, lens_k, table, kind):
             start += length
         else:
             keys, values = (x[table[i].long()].flatten(0, 1)[:length] for x in (k, v))
-        out, lse = by_formula(q[first:last], keys, values, kind)
+        out, lse = by_formula(q[first:last], keys, values, kind, is_causal=not sees_all)
         outs.append(out.to(q.dtype))
         lses.append(lse.float())
     return torch.cat(outs), torch.cat(lses)
@@ -45,13 +53,16 @@ def flash_attn_varlen_func(
     causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    _check(q, k, v, cu_q=cu_seqlens_q, window=window_size, is_causal=causal, max_q=max_seqlen_q)
+    sees_all = _sees_all(
+        cu_seqlens_q, cu_seqlens_k, table=block_table, window=window_size, is_causal=causal)
+    _check(q, k, v, cu_q=cu_seqlens_q, window=window_size, is_causal=causal, max_q=max_seqlen_q,
+           sees_all=sees_all)  # fmt: skip
     assert cu_seqlens_k.dtype == torch.int32 and (block_table is None or block_table.dtype == torch.int32)
     lens_q, lens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     assert int(lens_q.max()) <= max_seqlen_q and int(lens_k.max()) <= max_seqlen_k
     CALLS.append("flash_attn_varlen_func")
     kind = _kind(q, softmax_scale, window_size, softcap)
-    out, lse = _rows(q, k, v, cu_seqlens_q, lens_k, block_table, kind)
+    out, lse = _rows(q, k, v, cu_seqlens_q, lens_k, block_table, kind, sees_all=sees_all)
     return (out, lse.T.contiguous(), None) if return_attn_probs else out
 
 
@@ -66,7 +77,7 @@ def flash_attn_with_kvcache(
     CALLS.append(f"flash_attn_with_kvcache, {num_splits} splits")
     cu_q = torch.arange(len(q) + 1)
     kind = _kind(q, softmax_scale, window_size, softcap)
-    out, lse = _rows(q[:, 0], k_cache, v_cache, cu_q, cache_seqlens, block_table, kind)
+    out, lse = _rows(q[:, 0], k_cache, v_cache, cu_q, cache_seqlens, block_table, kind, sees_all=False)
     return (out[:, None], lse[:, :, None]) if return_softmax_lse else out[:, None]
 
 
@@ -76,14 +87,16 @@ def varlen_attn(
 ):  # fmt: skip
     """torch 2.13's."""
     assert enable_gqa or query.shape[1] == key.shape[-2]
-    _check(query, key, value, cu_q=cu_seq_q, window=window_size, is_causal=False, max_q=max_q)
+    sees_all = _sees_all(cu_seq_q, cu_seq_k, table=block_table, window=window_size, is_causal=False)
+    _check(
+        query, key, value, cu_q=cu_seq_q, window=window_size, is_causal=False, max_q=max_q, sees_all=sees_all)
     assert (seqused_k is None) == (block_table is None) and cu_seq_k.dtype == torch.int32
     if block_table is not None:  # Otherwise results, or the order of log-sum-exps, are wrong.
         assert num_splits == 1 and window_size[1] == 0
     CALLS.append(f"varlen_attn, {num_splits} splits")
     lens_k = cu_seq_k.diff() if seqused_k is None else seqused_k
     kind = _kind(query, scale, window_size)
-    out, lse = _rows(query, key, value, cu_seq_q, lens_k, block_table, kind)
+    out, lse = _rows(query, key, value, cu_seq_q, lens_k, block_table, kind, sees_all=sees_all)
     return (out, lse.T.contiguous()) if return_aux is not None and return_aux.lse else out
 
 

@@ -6,7 +6,11 @@ import torch
 from realhf.attention.choose import Installed, attention_backend, choose
 from realhf.attention.cpu import CpuAttention
 from realhf.attention.interface import AttentionKind
+from realhf.attention.page_sizes import page_tokens
 from realhf.errors import UserError
+from realhf.kv_blocks import block_size, cached_heads
+from realhf.model_config import ModelConfig
+from tests.test_shipped_models import NUM_PARAMS
 
 PLAIN, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=4096)
 SOFTCAP = AttentionKind(0.1, softcap=50.0)
@@ -94,3 +98,18 @@ def test_the_choice_is_printed_once(capsys):
         attention_backend(torch.device("cuda", 1), kind, dim=64, value_dim=64, dtype=BF16, paged=False)
     line = f"realhf: attention in bfloat16 with heads of 64 dims, a window of 77 tokens: {backend.name}\n"
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("name", sorted(NUM_PARAMS))
+def test_the_planner_knows_the_pages_of_a_model(name):
+    """With flash-attn, or without it where there is no soft cap."""
+    config = ModelConfig.load(name)
+    heads = cached_heads(config, 1)
+    for dtype in (BF16, FP16):
+        for installed in (FLASH, NEW) if config.attention_softcap is None else (FLASH,):
+            backend = choose(
+                installed, AttentionKind.of(config, 0), dim=heads.head_dim,
+                value_dim=heads.value_dim or heads.head_dim, dtype=dtype, packed=False, paged=True)
+            tokens = page_tokens(config, str(dtype).removeprefix("torch."))
+            assert backend.page_tokens == tokens
+            assert block_size([(9, 1)], max_new_tokens=9, page_tokens=tokens) == (64 if config.mla else 256)

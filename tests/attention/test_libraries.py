@@ -10,6 +10,8 @@ from torch.nn.attention import varlen
 
 from realhf.attention.flash import FlashAttention
 from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.merge import merge_into
+from realhf.attention.reference import ReferenceAttention
 from realhf.attention.varlen import VarlenAttention, has_pages
 from tests.attention import stand_ins
 from tests.attention.cases import by_formula, expected, random_case
@@ -79,6 +81,33 @@ def test_packed_sequences_are_passed_as_the_kernels_want_them(
         grads, torch.autograd.grad(wanted.sum(), (q, k, v)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, ReferenceAttention()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dim, value_dim", [(16, 16), (12, 8)])
+@pytest.mark.parametrize("old_torch", [False, True])
+def test_own_tokens_and_two_parts_of_earlier_ones_merge_to_all(libraries, backend, dim, value_dim, old_torch):
+    if old_torch:
+        libraries.setattr(varlen, "varlen_attn", stand_ins.old_varlen_attn)
+    lens, parts = [5, 3, 1], ([4, 7, 2], [6, 1, 1])
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(9, 3, dim, generator=generator)
+    keys = [
+        [torch.randn(sum(some), 3, d, generator=generator) for d in (dim, value_dim)]
+        for some in (lens, *parts)]
+    at = Sequences.of(lens, CPU)
+    kind = AttentionKind(0.4)
+    out, lse = backend.over_part(q, *keys[0], at, at, kind, is_causal=True)
+    for some, earlier in zip(parts, keys[1:], strict=True):
+        merge_into(
+            out, lse, *backend.over_part(q, *earlier, at, Sequences.of(some, CPU), kind, is_causal=False))
+    in_order = zip((*parts, lens), (*keys[1:], keys[0]), strict=True)
+    rows = [x.split(some) for some, pair in in_order for x in pair]
+    wanted = [
+        by_formula(of, torch.cat((k0, k1, k2)), torch.cat((v0, v1, v2)), kind)
+        for of, k0, v0, k1, v1, k2, v2 in zip(q.split(lens), *rows, strict=True)]
+    torch.testing.assert_close(out.double(), torch.cat([x for x, _ in wanted]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), torch.cat([x for _, x in wanted]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -114,6 +143,17 @@ def test_torch_accepts_the_calls_for_pages(num_kv_heads, kind, num_tokens, max_q
         at = Pages(cu_q, max_q, table, lens_k, 5 * 256)
         out, lse = VarlenAttention(has_pages=True).paged(q, k, v, at, kind)
         assert out.shape == q.shape and lse.shape == (num_tokens, 4) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_torch_accepts_the_calls_for_parts(is_causal):
+    with FakeTensorMode():
+        cu = torch.zeros(4, dtype=torch.int32, device="cuda")
+        queries, keys = Sequences(cu, (5, 3, 6)), Sequences(cu, (1, 9, 4))
+        q, k, v = (torch.empty(14, 4, 24, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        backend = VarlenAttention(has_pages=True)
+        out, lse = backend.over_part(q, k, v, queries, keys, KINDS[0], is_causal=is_causal)
+        assert out.shape == q.shape and lse.shape == (14, 4) and lse.dtype == torch.float32
 
 
 def test_this_torch_knows_pages_from_2_13_on():

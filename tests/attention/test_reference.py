@@ -5,7 +5,7 @@ import torch
 
 from realhf.attention.cpu import CpuAttention
 from realhf.attention.interface import AttentionKind, Pages, Sequences
-from realhf.attention.merge import merged
+from realhf.attention.merge import merge_into
 from realhf.attention.reference import ReferenceAttention
 from tests.attention.cases import by_formula, expected, random_case
 
@@ -111,15 +111,24 @@ def test_results_over_parts_of_the_keys_merge(seed):
 
     whole = attend(torch.cat((prefix, own), 1), num_prefix * page + own_lens)
     parts = [attend(prefix, torch.full_like(own_lens, num_prefix * page)), attend(own, own_lens)]
-    torch.testing.assert_close(merged(parts), whole, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(merged(reversed(parts)), whole, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(_merged(parts), whole, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(_merged(parts[::-1]), whole, rtol=1e-9, atol=1e-11)
+
+
+def _merged(parts):
+    out, lse = (x.clone() for x in parts[0])
+    for part in parts[1:]:
+        merge_into(out, lse, *part)
+    return out, lse
 
 
 def test_parts_without_keys_merge():
     out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    torch.testing.assert_close(merged([nothing, (out, lse)]), (out, lse))
-    torch.testing.assert_close(merged([(out, lse), nothing]), (out, lse))
-    torch.testing.assert_close(merged([nothing, nothing]), nothing)
-    halves = [(out.bfloat16(), lse)] * 2
-    assert merged(halves)[0].dtype == torch.bfloat16
+    torch.testing.assert_close(_merged([nothing, (out, lse)]), (out, lse))
+    torch.testing.assert_close(_merged([(out, lse), nothing]), (out, lse))
+    torch.testing.assert_close(_merged([nothing, nothing]), nothing)
+    narrow = out.bfloat16()
+    found, _ = _merged([(narrow.float(), lse), (narrow, lse)])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, narrow.float())

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+from realhf import chunk_sizes
 from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
@@ -19,17 +21,23 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.pinned import run_bounds
+from realhf.planner import train_memory
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.train_memory import TrainMoments
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
+from tests.nn.test_moe import hf_config as moe_config
 from tests.nn.tiny import hf_config
 
 STEPS = 5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=0.5)
 
 
-def _engine(world, text, *, dtype="float32", lora=None, offload=False):
+def _engine(world, text, *, dtype="float32", lora=None, offload=False, section_numel=2000, hf=None):
     """Return an engine whose parameters are in several sections."""
-    spec = replace(model_spec(ModelConfig.from_hf(hf_config(tied=True))), section_numel=2000)
+    spec = replace(model_spec(ModelConfig.from_hf(hf or hf_config(tied=True))), section_numel=section_numel)
     optimizer = replace(OPTIMIZER, offload=offload)
     engine = NativeEngine(spec, Layout.parse(text), world, dtype=dtype, optimizer=optimizer, lora=lora)
     engine.load(None, seed=0)
@@ -115,6 +123,76 @@ def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
         assert wrong == []
         assert buffers == [0, 0]
         assert host_bytes == held and 0 < buffer_bytes < 0.7 * held
+
+
+@pytest.mark.parametrize("section_numel, window", [(1 << 24, 640), (2000, 640), (2000, 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_windows_bound_the_memory_of_large_sections(monkeypatch, section_numel, window, dtype):
+    """A model in one section, and one in several, of which two windows are on the device at a time."""
+    monkeypatch.setattr(chunk_sizes, "WINDOW_NUMEL", window)
+    world = World()
+    plain, offloaded = (
+        _engine(world, "d1@0", dtype=dtype, offload=offload, section_numel=section_numel)
+        for offload in (False, True))
+    for number in range(STEPS):
+        assert _step(plain, world, number) == _step(offloaded, world, number)
+        _assert_equal(_values(offloaded), _values(plain))
+    num_states = 3 if dtype == "bfloat16" else 2
+    host = offloaded.optimizer._host
+    assert host.buffer_bytes == 2 * window * num_states * 4
+    assert host.host_bytes == num_states * 4 * offloaded.flat.numel()
+
+
+@pytest.mark.parametrize("text, section_numel", [
+    ("d1@0", 1 << 24), ("d1@0", 9000), ("d2@0-1", 9000), ("t2@0-1", 1 << 24), ("e2@0-1", 9000),
+    ("e2@0-1", 1 << 24)])  # fmt: skip
+def test_the_planner_counts_the_buffers(pool, text, section_numel):
+    """It counts no less than there is, and at most twice as much: it assumes two of the largest windows."""
+    layout = Layout.parse(text)
+    config = ModelConfig.from_hf(moe_config("qwen3-moe"))
+    for window in (1 << 24, 3000):
+        found = pool.run(_buffer_bytes, text, section_numel, window, num_ranks=len(layout.ranks))
+        role = ModelRole(config, "bfloat16", True, offloads_optimizer=True)
+        role.__dict__["spec"] = replace(role.spec, section_numel=section_numel)
+        pieces = CallPieces(
+            role, Workload(8, 8, 8), layout.strategy, 0, micro_batch_tokens=40, recompute=False, fused=True)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(train_memory, "WINDOW_NUMEL", window)
+            counted = TrainMoments(pieces)._optimizer_buffers()
+        assert max(found) <= 1.02 * counted <= 2.1 * max(found), (window, found, counted)
+
+
+def _buffer_bytes(world, text, section_numel, window):
+    before = chunk_sizes.WINDOW_NUMEL
+    chunk_sizes.WINDOW_NUMEL = window
+    try:
+        engine = _engine(
+            world, text, dtype="bfloat16", offload=True, section_numel=section_numel,
+            hf=moe_config("qwen3-moe"))
+    finally:
+        chunk_sizes.WINDOW_NUMEL = before
+    return engine.optimizer._host.buffer_bytes
+
+
+def test_pinned_allocations_are_nearly_full():
+    """torch rounds each up to a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    for numbers in ([1000] * 33, [218_000_000] * 32, [5] * 3, [700, 300, 300, 20, 20], [7]):
+        bounds = run_bounds(numbers)
+        assert bounds[0] == 0 and bounds[-1] == len(numbers) and bounds == sorted(set(bounds))
+    equal = [_rounded(run) for run in _runs([67 << 20] * 40)]
+    assert sum(equal) < 1.1 * 40 * (67 << 20) < _rounded([67 << 20] * 40)
+    for _ in range(50):
+        sizes = torch.randint(1 << 20, 1 << 28, (40,), generator=generator).tolist()
+        assert sum(map(_rounded, _runs(sizes))) <= min(1.15 * sum(sizes), _rounded(sizes))
+
+
+def _runs(sizes):
+    return [sizes[start:stop] for start, stop in pairwise(run_bounds(sizes))]
+
+
+def _rounded(run):
+    return 1 << (sum(run) - 1).bit_length()
 
 
 def _saved(engine):

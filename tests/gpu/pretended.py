@@ -112,16 +112,18 @@ def mark_as_there(*tensors: torch.Tensor) -> None:
 
 
 def _varlen_attn(
-    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: torch.Tensor, _: torch.Tensor,
-    longest: int, longest_k: int, *, return_aux: Any = None, scale: float | None = None,
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: torch.Tensor,
+    starts_k: torch.Tensor, longest: int, longest_k: int,
+    *, return_aux: Any = None, scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None, num_splits: int | None = None,
 ) -> Any:
     """torch's kernel of that name: over pages by our reference, else by a loop over sequences. It has the
     kernel's demands."""
     assert q_TND.shape[2] % 8 == 0 and q_TND.shape == (*q_TND.shape[:2], v_TKD.shape[-1])
-    assert starts.dtype == torch.int32
-    assert window_size[1] == 0 or longest == 1 and window_size == (-1, -1)
+    assert starts.dtype == starts_k.dtype == torch.int32
+    sees_all = block_table is None and window_size == (-1, -1)  # Keys of earlier tokens.
+    assert sees_all or window_size[1] == 0 or longest == 1 and window_size == (-1, -1)
     if block_table is not None:
         assert seqused_k is not None and block_table.dtype == seqused_k.dtype == torch.int32
         assert k_TKD.shape[1] % 256 == 0 and return_aux.lse
@@ -130,16 +132,17 @@ def _varlen_attn(
         pages = Pages(starts, longest, block_table, seqused_k, longest_k)
         out, lse = ReferenceAttention().paged(q_TND, k_TKD, v_TKD, pages, kind)
         return out, lse.T
-    outs, sizes = [], starts.diff().tolist()
-    for q, k, v in zip(*(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
+    outs, lses, sizes, sizes_k = [], [], starts.diff().tolist(), starts_k.diff().tolist()
+    assert longest == max(sizes) and longest_k == max(sizes_k)
+    for q, k, v in zip(q_TND.split(sizes), k_TKD.split(sizes_k), v_TKD.split(sizes_k), strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        at = torch.arange(len(q), device=q.device)
-        behind = at[:, None] - at
+        behind = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
         seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else len(q)))
         scores = torch.einsum("tnd,snd->nts", q, k).float() * (scale or q.shape[2] ** -0.5)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
-        outs.append(torch.einsum("nts,snd->tnd", weights, v))
-    return torch.cat(outs)
+        scores = scores if sees_all else scores.masked_fill(~seen, -torch.inf)
+        outs.append(torch.einsum("nts,snd->tnd", scores.softmax(-1).to(v.dtype), v))
+        lses.append(scores.logsumexp(-1))
+    return (torch.cat(outs), torch.cat(lses, 1)) if return_aux is not None else torch.cat(outs)
 
 
 def _mm_to_dtype(x_TI: torch.Tensor, y_IO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

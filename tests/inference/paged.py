@@ -31,10 +31,11 @@ def write_family(name, directory):
     config.save_pretrained(directory)
 
 
-def engine_of(directory, *, paged=None, world=None, layout="d1@0", dtype="float64"):
+def engine_of(directory, *, paged=None, world=None, layout="d1@0", dtype="float64", lora=None):
     """Return an engine with a random model of the config in this directory."""
     spec = model_spec(ModelConfig.load(str(directory)))
-    engine = NativeEngine(spec, Layout.parse(layout), world or World(), dtype=dtype, paged=paged)
+    engine = NativeEngine(
+        spec, Layout.parse(layout), world or World(), dtype=dtype, paged=paged, lora=lora)
     engine.load(None, seed=0)
     return engine
 

@@ -9,6 +9,7 @@ from realhf.inference.forward_batch import paged_rows
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends
 from realhf.kv_blocks import padded_size
+from realhf.lora import LoraConfig
 from tests.gpu.models import write_model
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
@@ -34,6 +35,35 @@ def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
     assert len(tapes) <= 5  # Of 16, 8, 4, 2 and 1 rows, however many calls there are.
 
 
+@pytest.mark.parametrize("name", ["llama-3.1", "gpt2"])
+def test_merged_adapters_keep_the_recorded_passes(name, tmp_path):
+    """The adapters change between two calls, as by training, and their merged weights stay in one place."""
+    write_family(name, tmp_path)
+    plain = engine_of(tmp_path, lora=LoraConfig(rank=2))
+    engine = engine_of(tmp_path, paged=PagedReference(), lora=LoraConfig(rank=2, merge=True))
+    tapes = recorded(engine, PagedReference())
+    counts = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        engine.adapter_flat.normal_(0.0, 0.1, generator=generator)
+        plain.adapter_flat.copy_(engine.adapter_flat)
+        if number == 3:
+            assert engine.memory()["merged"] == engine.model.merged_bytes > 0
+            engine.release("cache")
+            assert "merged" not in engine.memory() and "cache" not in engine.memory()
+        expected, whole = _generate(plain, long_prompts(), seed=3, max_new_tokens=30)
+        made, again = _generate(engine, long_prompts(), seed=3, max_new_tokens=30)
+        assert made == expected
+        logprobs = again["gen_logprobs"].values, whole["gen_logprobs"].values
+        torch.testing.assert_close(*logprobs, rtol=1e-8, atol=1e-9)
+        counts.append((len(tapes), sum(tape.num_replays for tape in tapes)))
+    # A size that a call has met once is recorded when the next one meets it again.
+    sizes = [num_tapes for num_tapes, _ in counts]
+    assert sizes[0] <= sizes[1] == sizes[2] <= 5 and sizes[3] > sizes[2]
+    assert counts[2][1] > counts[1][1] + 20
+    assert "merged" not in plain.memory()
+
+
 @torch.inference_mode()
 def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
     write_family("llama-3.1", tmp_path)
@@ -43,7 +73,7 @@ def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
     tables = BlockTables(num_slots=1, num_blocks=3, block_size=16, blocks_per_row=2)
     tables.start(0, pool.lease(2, page_size=16), length=3)
     for step, row_pages in enumerate([2, 9, 2, 9, 2, 9]):
-        arrays = tables.advance_pages(1, pool.widen(row_pages))
+        arrays = tables.advance_pages(1, pool.table_width(row_pages))
         numbers = {name: torch.from_numpy(array) for name, array in arrays.items()}
         token = torch.tensor([step])
         rows = paged_rows(pool.backends, numbers, page_size=16)

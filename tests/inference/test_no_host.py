@@ -10,7 +10,9 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.interruption import InsertedPhrase
 from realhf.layout import Layout
+from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.gpu.host_traffic import host_traffic
@@ -23,22 +25,27 @@ READS = "Event.synchronize"
 """The wait for the tokens of the step before."""
 
 
-def _steps(directory, *, dtype="float32", world=None, layout="d1@0", limits=(NEW,) * ROWS, **sampling):
-    """Generate rows that have limits; return after each step what the host has done so far: waits, transfers,
-    replays, launches, and agreements with other ranks."""
+def _steps(
+    directory, *, dtype="float32", world=None, layout="d1@0", limits=(NEW,) * ROWS, lora=None, calls=1,
+    interruption=None, **sampling,
+):  # fmt: skip
+    """Generate rows that have limits; return after each step of the last of some calls what the host has done
+    so far in it: waits, transfers, replays, launches, and agreements with other ranks."""
     found = []
     agreed = []
     with pretended_device() as device:
         world = World(device=device) if world is None else DeviceWorld(world)
         engine = NativeEngine(
             model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world, dtype=dtype,
-            paged=PagedReference())
+            paged=PagedReference(), lora=lora)
         engine.load(directory, seed=0)
-        work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling))
+        work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling), interruption=interruption)
         call = FunctionCall("gen", "generate", ("prompt_ids", "limits"), OUTPUTS, role="actor", work=work)
         prompts = Packed.of([tokens(40 + i) for i in range(len(limits))])
         ids = [100 * world.rank + i for i in range(len(limits))]
         batch = Batch(ids, {"prompt_ids": prompts, "limits": list(limits)})
+        for _ in range(calls - 1):
+            engine.run(call, [batch], micro_batch_tokens=1000)
         group = engine.groups.ep_control
         gather = group.all_gather_json
         patched = patch.object(group, "all_gather_json", lambda x: agreed.append(x) or gather(x))
@@ -93,6 +100,22 @@ def test_nor_do_ranks_that_share_experts(pool, tmp_path, name):
                 assert len(waits) == (not is_idle) and transfers <= 2 * (not is_idle)
                 assert replays == 1 and launches < 60
         assert steps[-1][-1] - steps[0][-1] == 3  # 39 steps: windows of 16, 16 and 7.
+
+
+def test_merged_adapters_are_recorded_once(tmp_path):
+    """In the second call every decoding step replays a pass, and launches little else."""
+    write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
+    steps = _steps(tmp_path / "model", lora=LoraConfig(rank=2, merge=True), calls=2)
+    launches = [after[3] - before[3] for before, after in pairwise(steps[1:])]
+    replays = [after[2] - before[2] for before, after in pairwise(steps[1:])]
+    assert set(replays) == {1} and max(launches) < 60
+
+
+def test_an_inserted_phrase_waits_for_nothing(tmp_path):
+    write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
+    steps = _steps(tmp_path / "model", interruption=InsertedPhrase(6, phrase=(7, 8, 9), end=(5, 6)))
+    assert [wait for wait in steps[-3][0] if not wait.startswith(READS) and "phrase" in wait] == []
+    assert [wait for wait in steps[-3][0][len(steps[2][0]) :] if not wait.startswith(READS)] == []
 
 
 @pytest.mark.parametrize("sampling", [

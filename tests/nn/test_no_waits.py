@@ -3,13 +3,17 @@
 import pytest
 import torch
 
-from realhf.calls import SamplingConfig
+from realhf import chunk_sizes
+from realhf.calls import OptimizerConfig, SamplingConfig
+from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
+from realhf.engine.base import PassSettings
 from realhf.inference.sampling import sample
 from realhf.nn.attention import Attend
 from realhf.nn.grouped_linear import RowGroups, grouped_linear
 from realhf.nn.moe import RouterLosses, gathering
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
+from tests.families import SIZES
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import engine_of, tokens, write_model
 from tests.gpu.pretended import mark_as_there, pretended_device
@@ -137,6 +141,46 @@ def test_most_probable_tokens_on_the_device_are_those_of_the_cpu():
         found = [part.cpu() for part in top_tokens(x.to(device), 6)]
     for ours, wanted in zip(found, top_tokens(x, 6), strict=True):
         assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
+@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chunk_tokens):
+    """The positions of its tokens, the tokens in the mask, and the parts of the loss are computed on the
+    host, forward and backward."""
+    monkeypatch.setattr(chunk_sizes, "CHUNK_NUMEL", chunk_tokens * SIZES["vocab_size"] // 8)
+    directory = write_model(tmp_path / "model", name)
+    num_parts = []
+
+    def finish(outputs, samples):
+        num_parts.append(len(samples))
+        return (outputs["logprobs"] + outputs["entropy"]).sum()
+
+    settings = PassSettings(
+        "ids", {"output": "logprobs", "temperature": 0.7, "entropy": True, "token_ids": ()}, finish, 1000)
+    with pretended_device() as device:
+        engine = engine_of(
+            directory, device=device, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3))
+        mask = torch.arange(sum(LENGTHS)) % 3 > 0
+        ids = Packed(tokens(sum(LENGTHS)), LENGTHS)
+        batch = Batch(list(range(5)), {"ids": ids, "response_mask": ids.like(mask.float())})
+        batch = batch.to(device).select([4, 1, 0, 2, 3])
+        with host_traffic() as traffic:
+            engine._run_micro_batch(batch, None, settings, layer_done=None).backward()
+    assert not traffic.waits and traffic.launches > 50
+    assert len(num_parts) == (4 if chunk_tokens == 4 else 1)
+
+
+def test_outputs_without_gradients_never_wait(tmp_path):
+    directory = write_model(tmp_path / "model", "qwen2")
+    with pretended_device() as device:
+        engine = engine_of(directory, device=device, dtype="bfloat16")
+        batch = Batch([0, 1], {"ids": Packed(tokens(9), [4, 5])}).to(device)
+        for output in ({"output": "logprobs"}, {"output": "logprobs", "top": 3}):
+            settings = PassSettings("ids", output, lambda outputs, _: outputs, 1000)
+            with host_traffic() as traffic, torch.no_grad():
+                engine._run_micro_batch(batch, None, settings, layer_done=None)
+            assert not traffic.waits and traffic.launches > 20
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0]])

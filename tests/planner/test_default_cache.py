@@ -136,8 +136,8 @@ def test_training_and_generation_take_turns_on_eight_gpus(case):
 
 
 def test_an_offloaded_optimizer_leaves_its_memory_to_the_device():
-    """12 bytes per parameter go to the host; two buffers of a section (2^26 parameters or a little more) come
-    while the optimizer runs. One GPU can then train a 7B model, which it cannot do otherwise."""
+    """12 bytes per parameter go to the host; two buffers of 2^24 parameters come while the optimizer runs.
+    One GPU can then train a 7B model, which it cannot do otherwise."""
     plain = _check(LLAMA, "d1@0", trains=True)
     offloaded = _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True)
     assert not plain.fits and offloaded.fits

@@ -14,7 +14,8 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.call_memory import peak_memory
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.call_memory import generation_moments, peak_memory
 from realhf.planner.memory_check import check_memory
 from realhf.planner.model_states import available_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
@@ -304,6 +305,29 @@ def test_kv_cache_of_a_token_as_published(name, token_bytes):
     workload = Workload(rows, 24, response_tokens=1000, max_new_tokens=1000)
     memory = peak_memory(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
     assert memory.kv_cache == rows * 1024 * token_bytes
+
+
+def test_a_pass_over_long_prompts_takes_no_more_than_one_over_pieces():
+    """DeepSeek-V3 on 8 GPUs: of 16 heads, 8,192 latents of 576 dims are expanded at a time to keys without
+    rotation and values of 128 dims each, and to keys and padded values of 192. The output of 8,192 tokens and
+    the rows is added up in float32, three times, beside one of 192 dims in bfloat16."""
+    role, strategy = ModelRole(ModelConfig.load("deepseek-v3")), ParallelStrategy(tp=8)
+
+    def moments(prompt_tokens, config=role.config, fused=True):
+        work = Workload(16, prompt_tokens, max_new_tokens=1000)
+        return generation_moments(
+            CallPieces(replace(role, config=config), work, strategy, 0, 4096, recompute=False, fused=fused))
+
+    passes = [moments(tokens)["block"].activations for tokens in (9_000, 30_000, 100_000)]
+    assert passes[0] == passes[1] == passes[2]
+    pieces = CallPieces(role, Workload(16, 9_000), strategy, 0, 4096, recompute=False, fused=True)
+    expanded = 2 * 8192 * (576 + 16 * (128 + 128 + 192 + 192))
+    output = 8208 * 16 * (3 * 4 * 128 + 2 * 192)
+    assert pieces.expanded_bytes(8208, 100_000) == expanded + output
+    assert pieces.expanded_bytes(8208, 100) == expanded * 100 / 8192 + output
+    dense = ModelConfig.load("llama-7b")
+    passes = [moments(tokens, dense)["block"].activations for tokens in (9_000, 100_000)]
+    assert passes[0] == passes[1] < moments(100_000, dense, fused=False)["block"].activations
 
 
 def test_the_check_counts_the_cache_that_a_run_takes():

@@ -16,6 +16,8 @@ _COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
 _METRICS = {"perf/memory_bytes/": "measured", "perf/predicted_memory_bytes/": "predicted"}
 _USABLE = 0.95
 """Share of a GPU's memory that a call and the caches beside it may take."""
+_GROWTH = 1.1
+"""A call for which nothing is predicted may need this many times what it has needed at most so far."""
 
 
 class MemoryMeter:
@@ -32,11 +34,13 @@ class MemoryMeter:
         self._rank = world.rank
         self._engines = engines
         self._predicted = predicted
+        self._most: dict[tuple[str, EngineKey], int] = {}
+        """The most bytes that a call has needed on CUDA, without what others kept beside it."""
 
     @contextmanager
     def of_call(self, action: Run, event: dict[str, Any]) -> Iterator[None]:
         """Release memory that the call does not need; measure while the context lasts."""
-        self._make_room(action)
+        beside = self._make_room(action)
         on_cuda = self._device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -49,23 +53,43 @@ class MemoryMeter:
         event["memory_bytes"] = sum(parts.values())
         if on_cuda:
             event["memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            name = (action.call.name, self._engine_key(action))
+            self._most[name] = max(self._most.get(name, 0), event["memory_bytes"] - beside)
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
         if predicted is not None:
             is_compared = _is_allocated if on_cuda else _is_counted
             event["predicted_memory_bytes"] = round(
                 sum(size for part, size in predicted.items() if is_compared(part)))
 
-    def _make_room(self, action: Run) -> None:
-        """Release gradients that the call does not need, and caches beside which it might not fit."""
+    def _make_room(self, action: Run) -> int:
+        """Release gradients that the call does not need, and caches beside which it might not fit.
+
+        Return the bytes of caches that stay beside the call, without its own.
+        """
         key = self._engine_key(action)
         self._engines.release("gradients", besides=key if action.call.kind == "train_step" else None)
         if self._device.type != "cuda":
-            return
-        predicted = self._predicted.get(action.call.name, {}).get(self._rank)
-        cache = self._engines.memory().get("cache", 0)
+            return 0
+        own = key if action.call.kind == "generate" else None
+        need = self._need(action)
+        kept = self._engines.kept_bytes(besides=own)
         total = torch.cuda.get_device_properties(self._device).total_memory
-        if predicted is None or sum(predicted.values()) + cache > _USABLE * total:
-            self._engines.release("cache", besides=key if action.call.kind == "generate" else None)
+        if need is None or need + kept > _USABLE * total:
+            self._engines.release("cache", besides=own)
+            kept = self._engines.kept_bytes(besides=own)
+        return kept
+
+    def _need(self, action: Run) -> float | None:
+        """Return the bytes that a call needs on CUDA, its own cache and communicators included: as predicted,
+        or else by what its runs so far have needed; None if there were none."""
+        predicted = self._predicted.get(action.call.name, {}).get(self._rank)
+        if predicted is not None:
+            return sum(predicted.values())
+        most = self._most.get((action.call.name, self._engine_key(action)))
+        if most is None:
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        return _GROWTH * most + total - free - torch.cuda.memory_reserved(self._device)
 
     def _engine_key(self, action: Run) -> EngineKey:
         assert action.call.role is not None

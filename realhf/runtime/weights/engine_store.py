@@ -169,6 +169,10 @@ class EngineStore:
             if key != besides:
                 engine.release(what)
 
+    def kept_bytes(self, *, besides: EngineKey | None) -> int:
+        """Return the bytes that generations of all engines but one leave for later ones."""
+        return sum(sum(engine.kept.values()) for key, engine in self._engines.items() if key != besides)
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of each part on this rank, as the planner names the parts.
 

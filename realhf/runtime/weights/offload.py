@@ -2,6 +2,9 @@
 
 import torch
 
+_BLOCK_BYTES = 1 << 28
+"""Bytes of an allocation of the host copy: a power of two, to which torch rounds pinned memory up."""
+
 
 class OffloadedWeights:
     """A flat tensor of weights whose device memory exists only while it is in use.
@@ -14,7 +17,8 @@ class OffloadedWeights:
         self._flat = flat
         self._storage = flat.untyped_storage()
         self.num_bytes = self._storage.nbytes()
-        self._host_copy: torch.Tensor | None = None
+        self._host_copy: list[torch.Tensor] = []
+        """The weights block by block, once they have been written."""
         self._num_users = 0
         self._storage.resize_(0)
 
@@ -26,15 +30,22 @@ class OffloadedWeights:
         self._num_users += 1
         if self._num_users == 1:
             self._storage.resize_(self.num_bytes)
-            if self._host_copy is not None:
-                self._flat.copy_(self._host_copy, non_blocking=True)
+            for block, copy in zip(self._blocks(), self._host_copy, strict=False):
+                block.copy_(copy, non_blocking=True)
 
     def release(self, *, written: bool = False) -> None:
         """Free the device memory if this was the last user; `written` saves changed weights first."""
         if written:
-            if self._host_copy is None:
-                self._host_copy = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
-            self._host_copy.copy_(self._flat)
+            pins = self._flat.is_cuda
+            blocks = self._blocks()
+            self._host_copy = self._host_copy or [
+                torch.empty_like(block, device="cpu", pin_memory=pins) for block in blocks]
+            for block, copy in zip(blocks, self._host_copy, strict=True):
+                copy.copy_(block)
         self._num_users -= 1
         if self._num_users == 0:
             self._storage.resize_(0)
+
+    def _blocks(self) -> tuple[torch.Tensor, ...]:
+        """Return the weights on the device in blocks, which share no allocation on the host."""
+        return self._flat.split(_BLOCK_BYTES // self._flat.itemsize)
