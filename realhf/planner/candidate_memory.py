@@ -1,6 +1,7 @@
 """Bytes of one call under one strategy, as the search's bounds need them: at most what the account counts."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_memory import running_memory
+from realhf.planner.call_memory import RunningMemory
 from realhf.planner.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem
 
@@ -101,9 +102,10 @@ def running_bytes(
             (beside, call_plan if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)
         ]
+    running = [_least_running(problem, some, plan) for some, plan in planned]
     needs = []
     for stage in states.stages:
-        needs.append(max(_least_running(problem, some, plan, stage) for some, plan in planned))
+        needs.append(max(bytes_on(stage) for bytes_on in running))
         if needs[0] > at_most:
             return None
     return np.array(needs)
@@ -115,15 +117,24 @@ def _may_share(problem: Problem, call: FunctionCall) -> bool:
     return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
 
 
-def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> float:
-    memory = running_memory(problem, planned, call_plan, stage)
-    if planned.kind == "generate" and planned.waits_for_blocks(call_plan):
-        rows = call_plan.max_rows or planned.workload.max_rows
-        memory = memory._replace(kv_cache=memory.kv_cache / rows)
-    gradients = 0.0
-    if planned.kind == "train_step":
-        gradients = gradient_bytes(problem.roles[planned.role], call_plan.layout.strategy, stage)
-    return memory.num_bytes + gradients
+def _least_running(
+    problem: Problem, planned: PlannedCall, call_plan: CallPlan
+) -> Callable[[int], float]:
+    """Return a function that returns the least bytes that a call adds on a stage."""
+    running = RunningMemory(problem, planned, call_plan)
+    waits = planned.kind == "generate" and planned.waits_for_blocks(call_plan)
+    rows = call_plan.max_rows or planned.workload.max_rows
+
+    def bytes_on(stage: int) -> float:
+        memory = running.on(stage)
+        if waits:
+            memory = memory._replace(kv_cache=memory.kv_cache / rows)
+        num_bytes: float = memory.num_bytes
+        if planned.kind == "train_step":
+            num_bytes += gradient_bytes(problem.roles[planned.role], call_plan.layout.strategy, stage)
+        return num_bytes
+
+    return bytes_on
 
 
 @lru_cache(maxsize=1 << 12)
