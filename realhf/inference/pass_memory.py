@@ -6,7 +6,7 @@ from realhf.calls import Generate
 from realhf.inference.rollout_buffer import Size
 from realhf.nn.transformer import Transformer
 from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import generation_moments
+from realhf.planner.call_memory import GenerationMoments
 from realhf.planner.problem import ModelRole, Workload
 
 
@@ -26,7 +26,6 @@ def pass_bytes(model: Transformer, work: Generate, sizes: Sequence[Size], *, num
         max_new_tokens=work.sampling.max_new_tokens, max_rows=work.max_rows,
         prefill_tokens=work.prefill_tokens)
     pieces = CallPieces(
-        role, workload, layout.strategy, model.groups.at.pp, micro_batch_tokens=1, recompute=False,
-        fused=model.flat.is_cuda)
-    return max(
-        memory.num_bytes - memory.kv_cache - memory.merged for memory in generation_moments(pieces).values())
+        role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda)
+    moments = GenerationMoments(pieces).on(pieces.stage(model.groups.at.pp))
+    return max(memory.num_bytes - memory.kv_cache - memory.merged for memory in moments)

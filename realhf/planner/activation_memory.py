@@ -61,14 +61,22 @@ class CallMemory(NamedTuple):
         return {_LABELS.get(use, use): size for use, size in self._asdict().items() if np.any(size)}
 
 
+class Stage(NamedTuple):
+    """A pipeline stage, and the number of its decoder blocks."""
+
+    index: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
 @dataclass(frozen=True)
 class CallPieces:
-    """The sizes of one call on one pipeline stage, and the bytes of the pieces of its passes."""
+    """The sizes of one call, and the bytes of the pieces of its passes, which are the same on all stages."""
 
     role: ModelRole
     workload: Workload
     strategy: ParallelStrategy
-    stage: int
     micro_batch_tokens: int
     recompute: bool
     fused: bool
@@ -80,21 +88,14 @@ class CallPieces:
         """Widths on the fullest rank."""
         return widths(self.role.config, self.strategy.tp, self.strategy.ep)
 
-    @cached_property
-    def num_layers(self) -> int:
-        return len(self.role.spec.stage_layers(self.strategy, self.stage))
+    def stage(self, index: int) -> Stage:
+        num_layers = len(self.role.spec.stage_layers(self.strategy, index))
+        return Stage(index, num_layers, index == 0, index == self.strategy.pp - 1)
 
     @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.strategy.pp - 1
-
-    @property
-    def has_logits(self) -> bool:
-        return self.is_last and self.role.config.head == "lm" and self.workload.output == "logprobs"
+    def computes_logits(self) -> bool:
+        """Whether the last stage computes logits."""
+        return self.role.config.head == "lm" and self.workload.output == "logprobs"
 
     @cached_property
     def micro_batch(self) -> LargestMicroBatch:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,35 +57,40 @@ class CallGroup:
         roles = {call.role: column for column, call in enumerate(calls.values()) if call.role is not None}
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
-        self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
-        self.first = np.array([c.layout.first_rank for c in self.candidates])
-        self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
-        self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
-        self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
-        # The first rank of the last pipeline stage, which owns the results.
-        strategies = [c.layout.strategy for c in self.candidates]
-        self.result_first = self.stop - [s.num_ranks // s.pp for s in strategies]
-        self.replicas = np.array([s.dp for s in strategies])
-        self.is_sharded = np.array([s.num_replicas > 1 for s in strategies], bool)
-        self.resting = np.zeros(len(self.candidates))
-        for role in self.homes:
-            self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
-        self.copied = [
-            np.array([c.variants[roles[role]].copy_bytes for c in self.candidates]) for role in self.copies
-        ]
-        connected = [[v.communicators for v in c.variants] for c in self.candidates]
-        shape = (len(self.candidates), len(self.calls), len(CommunicatorBytes._fields))
-        most = np.array(connected).reshape(shape).max(axis=1)
-        self.connected = CommunicatorBytes(*most.T)
-        self.least_resting, self.least_running, self.least_copied = self._bounds(roles)
+        self.candidates = sorted(candidates, key=lambda c: sum([v.cost.seconds for v in c.variants]))
+        # Candidates on meshes of one shape have the same variants.
+        distinct = {id(c.variants): (c.layout.strategy, c.variants) for c in self.candidates}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        rows = np.array([numbers[id(c.variants)] for c in self.candidates], int)
+        strategies = [strategy for strategy, _ in distinct.values()]
+        shape = (len(distinct), len(self.calls))
+        variants = [v for _, some in distinct.values() for v in some]
 
-    def _bounds(self, columns: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return the least bytes that rest and run, and those of each copy, in each part of the ranks."""
-        held = np.array([[v.by_part for v in c.variants] for c in self.candidates])
-        held = held.reshape(len(self.candidates), len(self.calls), len(Held._fields), PARTS)
+        def column(values: list[Any], dtype: type = float) -> np.ndarray:
+            return np.array(values, dtype)[rows]
+
+        def table(values: list[Any], *last: int) -> np.ndarray:
+            return np.array(values, float).reshape(*shape, *last)[rows]
+
+        self.first = np.array([c.layout.first_rank for c in self.candidates])
+        self.stop = self.first + column([s.num_ranks for s in strategies], int)
+        self.seconds = table([v.cost.seconds for v in variants])
+        self.running = table([v.call_bytes for v in variants]).max(axis=1)
+        # The first rank of the last pipeline stage, which owns the results.
+        self.result_first = self.stop - column([s.num_ranks // s.pp for s in strategies], int)
+        self.replicas = column([s.dp for s in strategies], int)
+        self.is_sharded = column([s.num_replicas > 1 for s in strategies], bool)
+        of_homes = [roles[role] for role in self.homes]
+        of_copies = [roles[role] for role in self.copies]
+        self.resting = table([v.home_bytes for v in variants])[:, of_homes].sum(axis=1)
+        self.copied = list(table([v.copy_bytes for v in variants]).T[of_copies])
+        connected = table([v.communicators for v in variants], len(CommunicatorBytes._fields))
+        self.connected = CommunicatorBytes(*connected.max(axis=1).T)
+        held = table([v.by_part for v in variants], len(Held._fields), PARTS)
         home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
-        resting = home[:, [columns[role] for role in self.homes]].sum(axis=1)
-        return resting, running.max(axis=1), [copied[:, columns[role]] for role in self.copies]
+        self.least_resting = home[:, of_homes].sum(axis=1)
+        self.least_running = running.max(axis=1)
+        self.least_copied = [copied[:, number] for number in of_copies]
 
     def call_plans(self, index: int) -> list[CallPlan]:
         """Return the plan of each call under a candidate."""

@@ -1,6 +1,7 @@
 """Bytes of one call under one strategy, as the search's bounds need them: at most what the account counts."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_memory import running_memory
+from realhf.planner.call_memory import RunningMemory
 from realhf.planner.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, PlannedCall, Problem
 
@@ -38,6 +39,13 @@ class StateBytes(NamedTuple):
     copy: np.ndarray
     own_home: np.ndarray
     own_copy: np.ndarray
+    gradients: np.ndarray  # They exist during train steps only.
+
+    def least_by_part(self, by_stage: np.ndarray) -> np.ndarray:
+        """Return the least bytes in each part of the ranks, (..., PARTS), from those of stages, (...,
+        stages)."""
+        least: np.ndarray = np.where(self.by_part, by_stage[..., None, :], np.inf).min(axis=-1)
+        return least
 
 
 class CandidateMemory(NamedTuple):
@@ -59,39 +67,41 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
     stages, by_part = _telling_stages(role, strategy, trains=call.kind == "train_step")
     copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
     adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
-    training = np.zeros(len(stages))
+    training, gradients = np.zeros((2, len(stages)))
+    if call.kind == "train_step":
+        gradients += [gradient_bytes(role, strategy, stage) for stage in stages]
     if role.trainable and not problem.offloads_optimizer(role):
         training += [optimizer_bytes(role, strategy, stage) for stage in stages]
     equal = [name for name, other in problem.roles.items() if role.source and other.source == role.source]
     is_first = equal[:1] in ([], [call.role])
     own_home = (copy if is_first else adapters) + training
-    return StateBytes(stages, by_part, copy + training, copy, own_home, copy if len(equal) < 2 else adapters)
+    own_copy = copy if len(equal) < 2 else adapters
+    return StateBytes(stages, by_part, copy + training, copy, own_home, own_copy, gradients)
 
 
 def candidate_memory(
     problem: Problem, call: FunctionCall, states: StateBytes, running: np.ndarray, *, offload: bool
-) -> CandidateMemory:
-    """Return the bytes of a call that adds `running` on each stage, and its weights if it is offloaded."""
+) -> list[CandidateMemory]:
+    """Return the bytes of a call with each of several options that add `running`, (options, stages), and its
+    weights if it is offloaded."""
     rests = 0.0 if offload else 1.0
-    home, copy, own_home, own_copy = (rests * array for array in states[2:])
+    home, copy, own_home, own_copy = (rests * array for array in states[2:6])
     if offload and not _may_share(problem, call):
         running = running + states.copy
     alone = (home if call.kind == "train_step" else copy) + running
-    least = (_least_by_part(array, states.by_part) for array in (own_home, own_copy, running))
-    return CandidateMemory(
-        Held(home.max(), copy.max(), running.max()), Held(*least), tuple(running.tolist()), alone.max())
-
-
-def _least_by_part(by_stage: np.ndarray, by_part: np.ndarray) -> np.ndarray:
-    """Return the least bytes in each part of the ranks."""
-    least: np.ndarray = np.where(by_part, by_stage, np.inf).min(axis=1)
-    return least
+    least_home, least_copy = map(states.least_by_part, (own_home, own_copy))
+    columns = (running, running.max(axis=1), states.least_by_part(running), alone.max(axis=1))
+    return [
+        CandidateMemory(
+            Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
+        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)
+    ]
 
 
 def running_bytes(
     problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
     at_most: float = math.inf,
-) -> np.ndarray | None:  # fmt: skip
+) -> list[float] | None:  # fmt: skip
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
@@ -101,12 +111,13 @@ def running_bytes(
             (beside, call_plan if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)
         ]
-    needs = []
-    for stage in states.stages:
-        needs.append(max(_least_running(problem, some, plan, stage) for some, plan in planned))
+    own, *others = [_least_running(problem, some, plan) for some, plan in planned]
+    needs: list[float] = []
+    for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
+        needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))
         if needs[0] > at_most:
             return None
-    return np.array(needs)
+    return needs
 
 
 def _may_share(problem: Problem, call: FunctionCall) -> bool:
@@ -115,15 +126,21 @@ def _may_share(problem: Problem, call: FunctionCall) -> bool:
     return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
 
 
-def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> float:
-    memory = running_memory(problem, planned, call_plan, stage)
-    if planned.kind == "generate" and planned.waits_for_blocks(call_plan):
-        rows = call_plan.max_rows or planned.workload.max_rows
-        memory = memory._replace(kv_cache=memory.kv_cache / rows)
-    gradients = 0.0
-    if planned.kind == "train_step":
-        gradients = gradient_bytes(problem.roles[planned.role], call_plan.layout.strategy, stage)
-    return memory.num_bytes + gradients
+def _least_running(
+    problem: Problem, planned: PlannedCall, call_plan: CallPlan
+) -> Callable[[int], float]:
+    """Return a function that returns the least bytes that a call adds on a stage besides gradients."""
+    running = RunningMemory(problem, planned, call_plan)
+    waits = planned.kind == "generate" and planned.waits_for_blocks(call_plan)
+    rows = call_plan.max_rows or planned.workload.max_rows
+
+    def bytes_on(stage: int) -> float:
+        memory = running.on(stage)
+        if waits:
+            memory = memory._replace(kv_cache=memory.kv_cache / rows)
+        return float(memory.num_bytes)
+
+    return bytes_on
 
 
 @lru_cache(maxsize=1 << 12)

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.candidate_memory import Held, candidate_memory, running_bytes, state_bytes
+from realhf.planner.candidate_memory import CandidateMemory, Held, candidate_memory, running_bytes, state_bytes
 from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
 from realhf.planner.cost import CallCost, call_cost, offloaded
 from realhf.planner.enumeration import find_strategies
@@ -62,37 +64,52 @@ def find_variants(
     """
     role = problem.model_role(call)
     work = problem.workloads[call.name]
-    capacity = available_bytes(problem.cluster)
-    by_strategy = {}
+    use = use_of(role, trains=call.kind == "train_step")
     size = communicators[0].num_ranks
+    mesh = DeviceMesh(tuple(range(size)))
     max_dp = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp)
-    mesh = DeviceMesh(tuple(range(size)))
+    by_strategy = {}
     for strategy in [only] if only is not None else strategies:
-        states = state_bytes(problem, call, strategy)
-        use = use_of(role, trains=call.kind == "train_step")
-        placed = [some.least(Layout(strategy, mesh), use) for some in communicators]
-        connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
+        layout = Layout(strategy, mesh)
         variants = []
-        offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
-        held = states.home if call.kind == "train_step" else states.copy
-        room = capacity - (0.0 if len(offloads) > 1 else held[0])
-        for call_plan in _options(problem, call, Layout(strategy, mesh)):
-            running = running_bytes(problem, call, call_plan, states, at_most=room)
-            if running is None:
-                continue
-            cost = None
-            for offload in offloads:
-                memory = candidate_memory(problem, call, states, running, offload=offload)
-                if memory.alone > capacity:
-                    continue
-                cost = cost or call_cost(rates, call, role, work, call_plan, per_host=per_host)
-                variants.append(Variant(
-                    replace(call_plan, offload=True) if offload else call_plan,
-                    offloaded(cost, rates, role, work, strategy) if offload else cost,
-                    *memory.fullest, memory.by_part, memory.by_stage, connected))
+        costs: dict[int, CallCost] = {}  # By the number of the options.
+        connected = None
+        for number, call_plan, memory in _fitting(problem, call, layout):
+            if connected is None:
+                placed = [some.least(layout, use) for some in communicators]
+                connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
+            if number not in costs:
+                at_rest = replace(call_plan, offload=False) if call_plan.offload else call_plan
+                costs[number] = call_cost(rates, call, role, work, at_rest, per_host=per_host)
+            cost = costs[number]
+            cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
+            variants.append(Variant(call_plan, cost, *memory.fullest, memory.by_part, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
+
+
+def _fitting(
+    problem: Problem, call: FunctionCall, layout: Layout
+) -> Iterator[tuple[int, CallPlan, CandidateMemory]]:
+    """Yield the options of a call in a layout with which it fits a device by itself, with its memory. Options
+    that differ only in offload have equal numbers."""
+    capacity = available_bytes(problem.cluster)
+    states = state_bytes(problem, call, layout.strategy)
+    offloads = (False, True) if _can_offload(problem, call, layout.strategy) else (False,)
+    held = states.home if call.kind == "train_step" else states.copy
+    room = capacity - (0.0 if len(offloads) > 1 else held[0])
+    plans = []
+    running = []
+    for call_plan in _options(problem, call, layout):
+        if (needs := running_bytes(problem, call, call_plan, states, at_most=room)) is not None:
+            plans.append(call_plan)
+            running.append(needs)
+    for offload in offloads if plans else ():
+        memories = candidate_memory(problem, call, states, np.array(running), offload=offload)
+        for number, (call_plan, memory) in enumerate(zip(plans, memories, strict=True)):
+            if memory.alone <= capacity:
+                yield number, replace(call_plan, offload=True) if offload else call_plan, memory
 
 
 def _undominated(variants: Iterable[Variant]) -> list[Variant]:

@@ -10,14 +10,14 @@ overlap is known.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.layout import ParallelStrategy
+from realhf.layout import ParallelStrategy, even_split
 from realhf.plan import CallPlan
 from realhf.planner.generated_rows import cache_tokens_read, in_busiest_cohort, prefilled, shared_prompts
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
@@ -56,6 +56,7 @@ def ranks_per_host(cluster: Cluster, ranks: Iterable[int]) -> int:
     return math.gcd(*cluster.count_by_host(ranks).values())
 
 
+@lru_cache(maxsize=1 << 14)
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     """Return the rank groups of a strategy on a mesh with `per_host` ranks on each host."""
     s = strategy
@@ -86,6 +87,11 @@ class CallCost:
     mean_share: float = 1.0
 
     @property
+    def details(self) -> tuple[int, float]:
+        """All but the seconds and their parts."""
+        return self.num_micro_batches, self.mean_share
+
+    @property
     def limit(self) -> str:
         """The name of the largest part."""
         return max(self.parts, key=lambda part: self.parts[part], default="nothing")
@@ -103,14 +109,14 @@ def call_cost(
     cost = by_kind[call.kind]()
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
-    cost = replace(cost, seconds=cost.seconds + host, parts={**cost.parts, "host": host})
+    cost = CallCost(cost.seconds + host, {**cost.parts, "host": host}, *cost.details)
     if rates.cluster.cores_per_host is not None:
         on_host = min(strategy.num_ranks, per_host)
         busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
         cost = on_shared_cores(cost, [rates.crowding(call.kind, num_busy) for num_busy in busy])
     runs = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
     parts = {name: value * runs for name, value in cost.parts.items() if value > 0}
-    cost = replace(cost, seconds=cost.seconds * runs, parts=parts)
+    cost = CallCost(cost.seconds * runs, parts, *cost.details)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
 
 
@@ -121,7 +127,7 @@ def offloaded(
     weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
     loading = rates.host_copy(weights) * workload.runs
     parts = {**cost.parts, "offload": loading} if loading > 0 else cost.parts
-    return replace(cost, seconds=cost.seconds + loading, parts=parts)
+    return CallCost(cost.seconds + loading, parts, *cost.details)
 
 
 def update_seconds(rates: Rates, role: ModelRole, *, owned: float) -> float:
@@ -159,6 +165,29 @@ def on_shared_cores(cost: CallCost, crowding: Sequence[float]) -> CallCost:
     return replace(cost, seconds=seconds, parts={**parts, _WAITING[0]: seconds - worked})
 
 
+class _Stages(NamedTuple):
+    """Stages that have the same work as `stage`, each with `num_layers` blocks."""
+
+    stage: int
+    num_layers: int
+    count: int
+
+
+@lru_cache(maxsize=1 << 12)
+def _alike_stages(num_layers: int, pp: int, are_blocks_alike: bool) -> tuple[_Stages, ...]:
+    """Return the stages of a pipeline; the first and the last one are by themselves, and come first and last.
+
+    Unless blocks are alike, all are by themselves.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for stage in range(pp):
+        first, stop = even_split(num_layers, pp, stage)
+        is_alone = stage in (0, pp - 1) or not are_blocks_alike
+        alike.setdefault((stage if is_alone else -1, stop - first), []).append(stage)
+    found = [_Stages(some[0], num_layers, len(some)) for (_, num_layers), some in alike.items()]
+    return tuple(sorted(found))
+
+
 @dataclass(frozen=True)
 class _Estimate:
     """The estimated costs of a call, one method for each kind."""
@@ -175,11 +204,11 @@ class _Estimate:
         head = self.rates.head(
             self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output
         )
-        stages = [self._block().times(layers) for layers in self._num_layers]
+        stages = [self._block().times(some.num_layers) for some in self._stages]
         stages[-1] = stages[-1].plus(head)
-        cost = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1,
-                               largest=micro.largest)  # fmt: skip
-        return replace(cost, mean_share=micro.mean_share)
+        return self._pipelined(
+            stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1, largest=micro.largest,
+            mean_share=micro.mean_share)
 
     def train(self) -> CallCost:
         rates = self.rates
@@ -188,9 +217,9 @@ class _Estimate:
         micro = self._micro_batch
         block = self._block().times(2 if self.call_plan.recompute else 1).plus(self._block(backward=True))
         stages = []
-        for stage, layers in enumerate(self._num_layers):
-            gradients = rates.accumulate(role, trained_params(role, strategy, stage))
-            stages.append(block.times(layers).plus(Cost(gradients)))
+        for some in self._stages:
+            gradients = rates.accumulate(role, trained_params(role, strategy, some.stage))
+            stages.append(block.times(some.num_layers).plus(Cost(gradients)))
         for backward in (False, True):
             head = rates.head(
                 role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
@@ -236,7 +265,7 @@ class _Estimate:
         block = self.rates.block(
             self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
         ).times(passes)
-        stages = [block.times(count) for count in self._num_layers]
+        stages = [block.times(some.num_layers) for some in self._stages]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
         steps = self._decode_steps(live, slots)
         compute, communication, step = self._decode(steps, slots, cohorts)
@@ -272,7 +301,7 @@ class _Estimate:
         """Return the seconds of computation, of communication and of all together of each kind of step."""
         rates = self.rates
         tp = self.groups.tp
-        deepest = max(self._num_layers)
+        deepest = max(some.num_layers for some in self._stages)
         running = np.minimum(cohorts, steps.rows)  # Cohorts that still have rows.
         rows = steps.rows / running
         busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, steps.alike_rows)
@@ -307,10 +336,10 @@ class _Estimate:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
         return micro
 
-    @property
-    def _num_layers(self) -> list[int]:
-        """Number of blocks on each stage."""
-        return [len(self.role.spec.stage_layers(self.strategy, stage)) for stage in range(self.strategy.pp)]
+    @cached_property
+    def _stages(self) -> tuple[_Stages, ...]:
+        config = self.role.config
+        return _alike_stages(config.num_layers, self.strategy.pp, config.moe is None)
 
     def _block(self, *, backward: bool = False) -> Cost:
         """Return the cost of a block on one micro-batch.
@@ -345,20 +374,23 @@ class _Estimate:
         return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
 
     def _pipelined(
-        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0
-    ) -> CallCost:
+        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0,
+        mean_share: float = 1.0,
+    ) -> CallCost:  # fmt: skip
         """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
 
-        `stages` are those of a mean micro-batch. The largest one, which takes `largest` times as long, is the
+        `stages` are those of a mean micro-batch, one for each of `_stages`. The largest one, which takes `largest` times as long, is the
         one that fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, section 6.1).
         """
-        hop = self._hop(tokens) if len(stages) > 1 else 0.0
-        once = sum(stage.seconds for stage in stages) + hops_per_slot * (len(stages) - 1) * hop
+        pp = self.strategy.pp
+        hop = self._hop(tokens) if pp > 1 else 0.0
+        once = sum(stage.seconds * some.count for stage, some in zip(stages, self._stages, strict=True))
+        once += hops_per_slot * (pp - 1) * hop
         slowest = max(stages, key=lambda stage: stage.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
-        slot = max(slowest.seconds, once / len(stages), hop)
+        slot = max(slowest.seconds, once / pp, hop)
         seconds = once * largest + (count - largest) * slot
         busy = slowest.times(count)
         waiting = seconds - busy.seconds
         parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}
-        return CallCost(seconds, parts, count)
+        return CallCost(seconds, parts, count, mean_share)

@@ -22,7 +22,7 @@ from realhf.layout import MAX_RANKS, Layout
 from realhf.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.activation_memory import CallMemory
-from realhf.planner.call_memory import running_memory
+from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicators import Communicators, Use, use_of
 from realhf.planner.model_states import (
     adapter_bytes,
@@ -152,8 +152,8 @@ class MemoryAccount:
         options = (call_plan.micro_batch_tokens, call_plan.max_rows, call_plan.recompute, call_plan.offload)
         key = (planned.name, call_plan.layout.strategy, *options)
         if key not in self._tables:
-            stages = range(call_plan.layout.pp)
-            memories = [running_memory(self.problem, planned, call_plan, stage) for stage in stages]
+            running = RunningMemory(self.problem, planned, call_plan)
+            memories = [running.on(stage) for stage in range(call_plan.layout.pp)]
             self._tables[key] = np.array(memories).T
         return self._tables[key]
 

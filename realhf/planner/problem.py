@@ -70,7 +70,16 @@ class Workload:
 
     def with_rows(self, max_rows: int | None) -> "Workload":
         """Return this work with `max_rows` rows decoded at once; unchanged if that is None."""
-        return self if max_rows in (None, self.max_rows) else replace(self, max_rows=max_rows)
+        if max_rows is None or max_rows == self.max_rows:
+            return self
+        if max_rows not in self._by_rows:
+            self._by_rows[max_rows] = replace(self, max_rows=max_rows)
+        return self._by_rows[max_rows]
+
+    @cached_property
+    def _by_rows(self) -> dict[int, "Workload"]:
+        """What `with_rows` has returned."""
+        return {}
 
     @property
     def longest_prompt(self) -> float:
