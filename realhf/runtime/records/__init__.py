@@ -1,1 +1,1 @@
-"""What a run writes and shows: metrics, events, answers, pictures, and the directory that holds them."""
+"""The writers of metrics, events, answers and pictures of a run, and the directory that holds them."""
