@@ -99,9 +99,13 @@ class DecodeGraphs:
             return compute()[: len(x)]
         if shape not in self._replays:
             self._replays[shape] = self._record(compute)
-        if self._model.groups.tp.size > 1:  # Its collectives may not run beside earlier posts.
+        tp = self._model.groups.tp
+        if tp.size > 1:  # Its collectives may not run beside earlier posts.
             self._model.groups.world.activity.communicators.join()
-        return self._replays[shape]()[: len(x)]
+        out = self._replays[shape]()[: len(x)]
+        if tp.size > 1:
+            tp.note(tp.new_operation("recorded pass"))
+        return out
 
     def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
         rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)

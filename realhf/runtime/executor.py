@@ -27,7 +27,6 @@ from realhf.runtime.actions import (
     Run,
     Send,
     outside_producers,
-    role_of,
 )
 from realhf.runtime.agreements import Agreements
 from realhf.runtime.call_errors import explaining
@@ -38,6 +37,7 @@ from realhf.runtime.host_context import HostContext
 from realhf.runtime.memory_meter import MemoryMeter
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import PredictedMemory
+from realhf.runtime.reallocations import Arrivals
 from realhf.runtime.rollout_collector import RolloutCollector
 from realhf.runtime.sample_store import SampleStore
 from realhf.runtime.step_record import StepRecord
@@ -84,6 +84,7 @@ class Executor:
         self._memory = MemoryMeter(world, models.engines, predicted_memory)
         self._agreements = Agreements(world)
         self._record = StepRecord()
+        self._arrivals = Arrivals()
         self._is_last = False
         self._last_read: tuple[tuple[int, ...], Batch] | None = None
         self._operation = 0
@@ -101,6 +102,7 @@ class Executor:
     def take_record(self) -> StepRecord:
         """Return the record of what has run since the last call of this method."""
         record = self._record
+        record.events += self._arrivals.take_events(self._world.rank)
         self._record = StepRecord()
         return record
 
@@ -284,13 +286,7 @@ class Executor:
         with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
             finished = self._models.reallocations.finish(role, layout)
         self._waited += time.monotonic() - start
-        for moved in finished:
-            self._record.events.append({
-                "rank": self._world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
-                "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
-                "sent_bytes": moved.stats.bytes_sent, "received_bytes": moved.stats.bytes_received,
-                "senders": list(moved.stats.senders), "over_bound": moved.stats.over_bound, "end": moved.end,
-            })  # fmt: skip
+        self._arrivals.add(finished)
 
     def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
         """Run the call; return its output columns on heads of the layout, None elsewhere."""
@@ -311,6 +307,7 @@ class Executor:
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
                 gather=False, report=self._world.activity.note, **self._generation_options(call),
             )  # fmt: skip
+            self._arrivals.delay(event)
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
             if call.role in self._flops and rank in layout.heads:
