@@ -45,7 +45,7 @@ def test_ranks_that_all_wait_without_moving_stand_still():
 def test_operations_on_the_device_that_stay_unfinished_are_waits():
     """The host may wait for its device without a sign of it; another rank waits over gloo."""
     watch = _watch()
-    stuck = ("all_reduce 12 of ranks 0-1 (data), posted by actor_train (step 3/9)", "messages 3 of ranks 0-1 (pp)")
+    stuck = ("all_reduce 12 of ranks 0-1 (data), posted by actor_train (step 3/9)", "messages 3")
     for now in range(20):
         first = Beat(now, "critic_train (step 3/9)", None, 5, [(text, now + 0.4) for text in stuck])
         fault = watch.find_fault({0: first, 1: Beat(now, "actor_train", (0,), 7)}, now=float(now))
