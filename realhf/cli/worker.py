@@ -21,7 +21,7 @@ from realhf.dist.activity import Activity
 from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
-from realhf.dist.heartbeat import SILENCE_SECONDS, Heartbeat
+from realhf.dist.heartbeat import Heartbeat, silence_over_nccl
 from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
@@ -274,7 +274,7 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
     heartbeat = Heartbeat(
         store, place.connect(timeout_seconds), activity,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
-        silence_seconds=SILENCE_SECONDS if torch.cuda.is_available() else None,
+        silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None,
     )  # fmt: skip
     heartbeat.start()
     return heartbeat

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from realhf.dist.communicators import Communicators
+from realhf.dist.communicators import Communicators, Operation
 from realhf.dist.operation_watch import OperationLog
 
 Report = Callable[[str], None]
@@ -31,6 +31,8 @@ class Activity:
         """Part of the run, such as "step 3/60"."""
         self.waits_for: tuple[int, ...] | None = None
         """Ranks that the main thread waits for; None while it works."""
+        self.waits_in: Operation | None = None
+        """The operation in which it waits, if it does so in one."""
         self.num_waits = 0
         self._now: tuple[str, float] | None = None
         """Name of the present work, and its start in seconds of time.monotonic."""
@@ -65,7 +67,9 @@ class Activity:
             with (self.failures / f"rank_{rank}.txt").open("w") as file:
                 when = time.strftime("%Y-%m-%d %H:%M:%S")
                 waits = "" if self.waits_for is None else f", waits for ranks {list(self.waits_for)}"
-                file.write(f"{when}: rank {rank} ends: {why}\nlast action: {self.place}{waits}\n\n{trace}\n")
+                where = "".join(f", {text} for {seconds:.0f} s" for text, seconds in self.unfinished())
+                file.write(
+                    f"{when}: rank {rank} ends: {why}\nlast action: {self.place}{waits}{where}\n\n{trace}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
 
@@ -74,17 +78,31 @@ class Activity:
         self._note = text
 
     @contextmanager
-    def waiting(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Mark that the main thread waits for these ranks. Do nothing in other threads."""
+    def waiting(self, ranks: Sequence[int], operation: Operation | None = None) -> Iterator[None]:
+        """Mark that the main thread waits for these ranks, in an operation. Do nothing in other threads."""
         if threading.get_ident() != self._thread or self.waits_for is not None:
             yield
             return
         self.num_waits += 1
+        self.waits_in = operation
         self.waits_for = tuple(ranks)
         try:
             yield
         finally:
             self.waits_for = None
+            self.waits_in = None
+
+    def unfinished(self) -> list[tuple[str, float]]:
+        """Return the operations in which this rank waits, and the seconds since they were posted.
+
+        The first is that of the main thread, if it waits in one. The others are on the device: the oldest
+        unfinished one of each communicator, with the call that has posted it.
+        """
+        now = time.monotonic()
+        host = self.waits_in
+        on_device = self.communicators.unfinished()
+        found = [] if host is None else [(str(host), now - host.since)]
+        return found + [(f"{one}, posted by {one.place}", now - one.since) for one in on_device]
 
     @property
     def place(self) -> str:

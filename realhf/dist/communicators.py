@@ -1,4 +1,4 @@
-"""Communicators: connections over NCCL, which a watcher aborts when a peer has died.
+"""Communicators: connections over NCCL, which a watcher observes, and aborts when the run cannot go on.
 
 Over gloo a lost connection ends a message with an error. Over NCCL a kernel waits for a dead peer for ever,
 and so does the host as soon as it waits for the device. Only another thread can end that.
@@ -6,11 +6,16 @@ and so does the host as soon as it waits for the device. Only another thread can
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from realhf.layout import DeviceMesh
 
 NCCL_SETTINGS = {
     # A failed or late operation must not end the process: the watcher does, with a sentence.
@@ -21,6 +26,8 @@ NCCL_SETTINGS = {
     "NCCL_LAUNCH_RACE_FATAL": "1",
 }
 """Environment variables of a worker, unless the user has set them; they are read when NCCL starts."""
+_NUM_MARKS = 1 << 14
+"""More than the operations that a stream can have before it; after so many, marks begin again at 0."""
 
 
 def set_nccl_environment() -> None:
@@ -29,13 +36,79 @@ def set_nccl_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+@dataclass(frozen=True)
+class Operation:
+    """An operation that this rank has posted to a group; `number` counts them.
+
+    `place` is the call that has posted it, with its step, and `since` the time of time.monotonic then.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    purpose: str
+    number: int
+    place: str
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of ranks {DeviceMesh(self.ranks)} ({self.purpose})"
+
+
+class _DeviceLane:
+    """Operations for which one stream waits, after each of which the device writes a number to host memory.
+
+    Reading it is no call of CUDA. In such a call, this thread could wait for another one that waits for the
+    device. (Works are not kept, as they would keep their tensors.)
+    """
+
+    def __init__(self, device: str) -> None:
+        self._numbers = torch.arange(_NUM_MARKS, device=device)
+        self._passed = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device == "cuda")
+        self._count = 0
+        self._open: deque[Operation] = deque()
+
+    def add(self, operation: Operation, work: Any) -> None:
+        self.unfinished()
+        self._count += 1
+        self._open.append(operation)
+
+    def mark(self) -> None:
+        """Let the current stream tell when it has come so far."""
+        self._passed.copy_(self._numbers[self._count % _NUM_MARKS], non_blocking=True)
+
+    def unfinished(self) -> list[Operation]:
+        num_open = (self._count - int(self._passed)) % _NUM_MARKS
+        while len(self._open) > num_open:
+            self._open.popleft()
+        return list(self._open)
+
+
+class _HostLane:
+    """Operations that tell whether they have completed; tests have them, where a CPU pretends to use NCCL."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Operation, Any]] = []
+
+    def add(self, operation: Operation, work: Any) -> None:
+        self.unfinished()
+        if work is not None:
+            self._open.append((operation, work))
+
+    def mark(self) -> None:
+        """Do nothing: the works tell."""
+
+    def unfinished(self) -> list[Operation]:
+        self._open = [(operation, work) for operation, work in self._open if not work.is_completed()]
+        return [operation for operation, _ in self._open]
+
+
 class Communicators:
-    """The communicators of a process over NCCL, and their newest works."""
+    """The communicators of a process over NCCL, and the operations that have not completed."""
 
     def __init__(self) -> None:
         self._backends: list[Any] = []
-        self._newest: dict[int, Any] = {}
-        """Index of a communicator -> the last work posted to it. (A work keeps its output in memory.)"""
+        self._lanes: dict[int, _DeviceLane | _HostLane] = {}
+        """Stream -> the operations for which it waits."""
         self._lock = threading.Lock()
         self._chain: torch.cuda.Stream | None = None
         self.fault = ""
@@ -48,12 +121,32 @@ class Communicators:
         """Take a communicator into the list of those that `abort` ends."""
         self._backends.append(backend)
 
-    def watch(self, backend: Any, work: Any) -> None:
-        """Take a work that has been posted. An error of a communicator is one of its newest work, too."""
+    def note(self, operation: Operation, work: Any = None) -> None:
+        """Remember an operation until it has completed. On CUDA the current stream waits for its `work`."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # The events of a graph under construction cannot be asked.
+            return  # Whoever replays the graph notes all of it as one operation.
+        lane = self._lane()
         with self._lock:
-            self._newest[id(backend)] = work
+            lane.add(operation, work)
+        lane.mark()  # Without the lock, as the host may wait here, and the watcher must not.
+
+    def _lane(self) -> _DeviceLane | _HostLane:
+        """Return the lane of the current stream."""
+        if not torch.cuda.is_available():
+            return self._lanes.setdefault(0, _HostLane())
+        stream = torch.cuda.current_stream().cuda_stream
+        if stream not in self._lanes:
+            self._lanes[stream] = _DeviceLane("cuda")
+        return self._lanes[stream]
+
+    def unfinished(self) -> list[Operation]:
+        """Return the oldest unfinished operation of each communicator, in the order of their posts."""
+        with self._lock:
+            found = [operation for lane in list(self._lanes.values()) for operation in lane.unfinished()]
+        oldest: dict[tuple[str, tuple[int, ...]], Operation] = {}
+        for operation in sorted(found, key=lambda operation: operation.since):
+            oldest.setdefault((operation.purpose, operation.ranks), operation)
+        return list(oldest.values())
 
     @contextmanager
     def in_order(self) -> Iterator[bool]:
@@ -78,16 +171,10 @@ class Communicators:
             torch.cuda.current_stream().wait_stream(self._chain)
 
     def failure(self) -> str:
-        """Return what is wrong with a work that has failed, or an empty string; forget completed works."""
-        with self._lock:
-            works = dict(self._newest)
-        for key, work in works.items():
-            if (error := work.exception()) is not None:
-                return str(error).partition("\n")[0]
-            if work.is_completed():
-                with self._lock:
-                    if self._newest.get(key) is work:
-                        del self._newest[key]
+        """Return what is wrong with a communicator that has failed, or an empty string."""
+        for backend in self._backends:
+            if (error := backend.get_error().name) != "SUCCESS":
+                return f"NCCL reports {error} (its own messages say more)"
         return ""
 
     def abort(self, fault: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from realhf.dist.activity import Activity
+from realhf.dist.communicators import Operation
 from realhf.dist.message_size import checked_length
 from realhf.region import chunk_body, chunk_edges
 
@@ -58,10 +59,11 @@ class Pending:
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
     activity: Activity = field(default_factory=Activity)
+    operation: Operation | None = None
 
     def wait(self) -> None:
         for work, ranks in self.works:
-            with self.activity.waiting(ranks), peer_errors(ranks):
+            with self.activity.waiting(ranks, self.operation), peer_errors(ranks):
                 work.wait()
         self.works = self.tensors = ()
 
@@ -103,44 +105,53 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity
-    ) -> None:
+        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
+        purpose: str = "data",
+    ) -> None:  # fmt: skip
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
         self._activity = activity
         self._backend = backend
         self._native = native and backend is not None
+        self._purpose = purpose
+        self._num_operations = 0
 
     @property
     def backend(self) -> Any:
         """The communicator of torch.distributed; None in a group of one."""
         return self._backend
 
-    def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
+    def exchange(
+        self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages"
+    ) -> None:
         """Send and receive at the same time; messages between two ranks match in the order of the lists."""
-        self.post(sends, recvs, tag=tag).wait()
+        self.post(sends, recvs, tag=tag, name=name).wait()
 
-    def post(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> Pending:
+    def post(
+        self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages"
+    ) -> Pending:
         """Start an `exchange`; the tensors must stay untouched until `Pending.wait`.
 
         Tensors without elements are not sent. On gloo, posts never wait for one another. On NCCL, posts of
         one group run one after another, so two ranks that send to each other must do so in one post each.
+        The watch knows them by `name`.
         """
         sends, recvs = ([(i, t) for i, t in side if t.numel()] for side in (sends, recvs))
         if not sends and not recvs:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
         if self._native:
-            work = self._launch(lambda: self._coalesced(sends, recvs, tag))
-            return Pending([(work, self.ranks)], [*sends, *recvs], self._activity)
+            work, operation = self._launch(name, lambda: self._coalesced(sends, recvs, tag))
+            return Pending([(work, self.ranks)], [*sends, *recvs], self._activity, operation)
+        operation = self.new_operation(name)
         works: list[tuple[Any, tuple[int, ...]]] = []
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
             for peer, tensor in messages:
                 ranks = (self.ranks[peer],)
                 with peer_errors(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
-        return Pending(works, [*sends, *recvs], self._activity)
+        return Pending(works, [*sends, *recvs], self._activity, operation)
 
     def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
         """Start an `exchange`; return what to wait for until messages are sent, and until they have arrived.
@@ -154,35 +165,39 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` (contiguous) over the group in place and return it."""
+        name = "all_reduce"
         if self._native:
-            self._run("allreduce", [tensor]).wait()
+            self._run(name, "allreduce", [tensor]).wait()
         elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
-            tensor.copy_(reduce(torch.Tensor.add_, self.all_gather(tensor).unbind()))
+            tensor.copy_(reduce(torch.Tensor.add_, self._gather(tensor, name).unbind()))
         else:
             chunks = list(tensor.view(-1).tensor_split(self.size))
-            self._post_reduce_scatter(chunks)()
-            self._all_gather_chunks(chunks)
+            self._post_reduce_scatter(chunks, name)()
+            self._all_gather_chunks(chunks, name)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack the members' tensors, which have equal shapes, to shape (size, *tensor.shape)."""
+        return self._gather(tensor, "all_gather")
+
+    def _gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if self.size == 1:
             return tensor[None]
         out = tensor.new_empty((self.size, *tensor.shape))
         if self._native:
-            self._run("_allgather_base", out, tensor.contiguous()).wait()
+            self._run(name, "_allgather_base", out, tensor.contiguous()).wait()
         else:
             out[self.index] = tensor
-            self._all_gather_chunks(list(out.unbind()))
+            self._all_gather_chunks(list(out.unbind()), name)
         return out
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor`, of `size` rows, over the group; return row `index`. Other rows are undefined then."""
         mine = tensor[self.index]
         if self._native:
-            self._run("_reduce_scatter_base", mine, tensor).wait()
+            self._run("reduce_scatter", "_reduce_scatter_base", mine, tensor).wait()
         elif self.size > 1:
-            self._post_reduce_scatter(list(tensor.unbind()))()
+            self._post_reduce_scatter(list(tensor.unbind()), "reduce_scatter")()
         return mine
 
     def post_reduce_scatter(self, flat: torch.Tensor) -> Callable[[], None]:
@@ -193,12 +208,12 @@ class Group:
         one collective, which leaves out the rest that only the last chunk has: see `sum_rests`.
         """
         if not self._native:
-            return self._post_reduce_scatter(self._chunks(flat))
+            return self._post_reduce_scatter(self._chunks(flat), "reduce_scatter")
         body = chunk_body(len(flat), self.size)
         if not body:
             return lambda: None
         own = flat[body * self.index :][:body]
-        return self._run("_reduce_scatter_base", own, flat[: body * self.size]).wait
+        return self._run("reduce_scatter", "_reduce_scatter_base", own, flat[: body * self.size]).wait
 
     def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
@@ -213,37 +228,48 @@ class Group:
         `spread_rests`.
         """
         if not self._native:
-            self._all_gather_chunks(self._chunks(flat))
+            self._all_gather_chunks(self._chunks(flat), "all_gather")
         elif body := chunk_body(len(flat), self.size):
             own = flat[body * self.index :][:body]
-            self._run("_allgather_base", flat[: body * self.size], own).wait()
+            self._run("all_gather", "_allgather_base", flat[: body * self.size], own).wait()
 
     def spread_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Fill what `all_gather_flat` has left out of these tensors, in one collective."""
         if self._native and (rests := self._rests(flats)):
             joined = torch.cat(rests)
-            self._run("broadcast", joined, self.size - 1).wait()
+            self._run("broadcast", "broadcast", joined, self.size - 1).wait()
             _copy_parts(joined, rests)
 
-    def _run(self, operation: str, *arguments: Any) -> Pending:
+    def _run(self, name: str, method: str, *arguments: Any) -> Pending:
         """Post a collective on NCCL."""
-        work = self._launch(lambda: getattr(self._backend, operation)(*arguments))
-        return Pending([(work, self.ranks)], activity=self._activity)
+        work, operation = self._launch(name, lambda: getattr(self._backend, method)(*arguments))
+        return Pending([(work, self.ranks)], activity=self._activity, operation=operation)
 
-    def _launch(self, post: Callable[[], Any]) -> Any:
-        """Post a work on NCCL, in order with those of other groups; return it.
-
-        Raises PeerError if the communicators have been aborted.
-        """
-        communicators = self._activity.communicators
-        if communicators.fault:
-            raise PeerError(communicators.fault)
-        with peer_errors(self.ranks), communicators.in_order() as is_chained:
+    def _launch(self, name: str, post: Callable[[], Any]) -> tuple[Any, Operation]:
+        """Post a work on NCCL, in order with those of other groups; return it, and its name for the watch."""
+        self.require_working()
+        operation = self.new_operation(name)
+        with peer_errors(self.ranks), self._activity.communicators.in_order() as is_chained:
             work = post()
             if is_chained:
                 work.wait()
-        communicators.watch(self._backend, work)
-        return work
+            self.note(operation, work)
+        return work, operation
+
+    def require_working(self) -> None:
+        """Raise PeerError if the communicators have been aborted."""
+        if fault := self._activity.communicators.fault:
+            raise PeerError(fault)
+
+    def new_operation(self, name: str) -> Operation:
+        """Return the name and the number of an operation that is being posted."""
+        self._num_operations += 1
+        return Operation(name, self.ranks, self._purpose, self._num_operations, self._activity.place)
+
+    def note(self, operation: Operation, work: Any = None) -> None:
+        """Let the watch follow an operation on NCCL, for which the current stream waits."""
+        if self._native:
+            self._activity.communicators.note(operation, work)
 
     def _coalesced(self, sends: Messages, recvs: Messages, tag: int) -> Any:
         """Post messages over NCCL that complete together; return their work."""
@@ -262,7 +288,7 @@ class Group:
         rests = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
         return [rest for rest in rests if len(rest)]
 
-    def _post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
+    def _post_reduce_scatter(self, chunks: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Start to sum chunk `index` of all members into this member's chunk, in place, over gloo.
 
         Chunks may differ in size, and must stay untouched until the returned function is called.
@@ -270,7 +296,8 @@ class Group:
         mine = chunks[self.index]
         peers = self._peers()
         parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
-        pending = self.post([(p, chunks[p]) for p in peers], [(p, parts[p]) for p in peers])
+        sends = [(p, chunks[p]) for p in peers]
+        pending = self.post(sends, [(p, parts[p]) for p in peers], name=name)
 
         def finish() -> None:
             pending.wait()
@@ -278,10 +305,10 @@ class Group:
 
         return finish
 
-    def _all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
+    def _all_gather_chunks(self, chunks: list[torch.Tensor], name: str) -> None:
         """Fill all chunks, in place, each from the member with its index, over gloo; sizes may differ."""
         sends = [(peer, chunks[self.index]) for peer in self._peers()]
-        self.exchange(sends, [(peer, chunks[peer]) for peer, _ in sends])
+        self.exchange(sends, [(peer, chunks[peer]) for peer, _ in sends], name=name)
 
     def send_bytes(self, data: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> Pending:
         """Post any number of bytes (uint8) to some members; like the methods below, for gloo only."""
@@ -314,7 +341,9 @@ class Group:
 
     def barrier(self) -> None:
         """Wait until every member has called this; on NCCL, too, the host waits."""
-        self.all_reduce(torch.zeros(1, device="cuda" if self._native else "cpu")).item()
+        total = self.all_reduce(torch.zeros(1, device="cuda" if self._native else "cpu"))
+        with self._activity.waiting(self.ranks):
+            total.item()
 
     def _peers(self) -> list[int]:
         """Return the other members, from the next one on, so that not all members send to one port first."""

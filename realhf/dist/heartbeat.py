@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -23,14 +23,24 @@ _GRACE_SECONDS = 4.0
 """Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
 _ABORT_GRACE_SECONDS = 10.0
 """The same time for a main thread that must first be freed from operations of NCCL."""
-SILENCE_SECONDS = 30.0
-"""Time without a sign of life after which a rank is dead, where only signs of life tell (over NCCL)."""
+_SILENT_SHARE = 0.05
+"""Share of the timeout after which a silent rank is dead, where only signs of life tell (over NCCL)."""
+_SHORTEST_SILENCE_SECONDS = 30.0
+"""Shortest such time, unless the timeout is shorter."""
 _MAX_NAMED = 8
 """Most ranks that the sentence about a standstill lists."""
 _USER_ERROR = 2
 """Exit code of a run whose ranks take different ways through the experiment's step()."""
 _FAILED = 1
 """Exit code of a rank that stops because of a failure."""
+
+
+def silence_over_nccl(timeout_seconds: float) -> float:
+    """Return the time without a sign of life after which a rank is dead, where only these signs tell.
+
+    Over NCCL nothing else does: a connection that breaks is not noticed.
+    """
+    return min(timeout_seconds, max(_SHORTEST_SILENCE_SECONDS, _SILENT_SHARE * timeout_seconds))
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,21 @@ class Beat:
     doing: str
     waits_for: tuple[int, ...] | None = None
     num_waits: int = 0
+    unfinished: Sequence[tuple[str, float]] = ()
+    """Operations in which the rank waits, and the seconds since they were posted (Activity.unfinished)."""
+
+    def has_moved(self, before: "Beat") -> bool:
+        """Return whether the rank has got on since an earlier beat, or waits for nobody."""
+        if self.waits_for is None and not self.unfinished:
+            return True
+        now, then = ([text for text, _ in beat.unfinished] for beat in (self, before))
+        return now != then or (self.doing, self.num_waits) != (before.doing, before.num_waits)
+
+    def __str__(self) -> str:
+        """Return in what the rank waits, and for whom."""
+        ranks = "" if self.waits_for is None else f" for {name_ranks(self.waits_for)}"
+        oldest = [f": {text}, {seconds:.0f} s old" for text, seconds in self.unfinished[:1]]
+        return "".join([self.doing, ranks, *oldest])
 
 
 class Watch:
@@ -71,8 +96,9 @@ class Watch:
             silence = now - self._alive_at[rank]
             if rank != self._rank and silence > self._silence:
                 heard = time.strftime("%H:%M:%S", time.localtime(time.time() - silence))
-                limit = " (--timeout)" if self._silence == self._timeout else ""
-                silent = f"has given no sign of life for {silence:.0f} s{limit}"
+                is_own = self._silence == self._timeout
+                limit = "--timeout" if is_own else f"--timeout {self._timeout:g} allows {self._silence:g} s"
+                silent = f"has given no sign of life for {silence:.0f} s ({limit})"
                 return f"rank {rank} {silent}; the last was of {beat.doing}, at {heard}"
         if self._rank == 0 and all(now - self._moved_at[rank] > self._timeout for rank in self._last):
             return self._describe_standstill()
@@ -85,18 +111,14 @@ class Watch:
         self._last[rank] = beat
         if before is None or beat.number != before.number:
             self._alive_at[rank] = now
-        steps = before is None or (beat.doing, beat.num_waits) != (before.doing, before.num_waits)
-        if steps or beat.waits_for is None:
+        if before is None or beat.has_moved(before):
             self._moved_at[rank] = now
 
     def _describe_standstill(self) -> str:
-        waits = [
-            f"rank {rank} in {beat.doing} for {name_ranks(beat.waits_for or ())}"
-            for rank, beat in sorted(self._last.items())
-        ]
-        rest = f" and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
+        waits = [f"rank {rank} in {beat}" for rank, beat in sorted(self._last.items())]
+        rest = f"; and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
         what = f"all ranks have waited for one another for {self._timeout:g} s (--timeout)"
-        return f"{what}: {', '.join(waits[:_MAX_NAMED])}{rest}"
+        return f"{what}: {'; '.join(waits[:_MAX_NAMED])}{rest}"
 
 
 class Heartbeat:
@@ -104,8 +126,10 @@ class Heartbeat:
 
     Rank 0 watches all ranks, and the others watch rank 0. A rank that gives no sign for `timeout_seconds` is
     dead; a rank that computes or waits for a reward still gives signs. A run is stuck if every rank has
-    waited for others for that long. Either fault is posted on the failure board, which all ranks read. Where
-    the run uses NCCL, each rank then aborts its communicators, so that its main thread can say why it ends.
+    waited for others for that long. Over NCCL a rank also waits while the oldest operation of each
+    of its communicators stays unfinished. Either fault is posted on the failure board, which all ranks read.
+    Where the run uses NCCL, each rank then aborts its communicators, so that its main thread can say why it
+    ends.
     """
 
     def __init__(
@@ -179,7 +203,8 @@ class Heartbeat:
     def _give_sign(self) -> None:
         self._number += 1
         activity = self._activity
-        beat = Beat(self._number, activity.place, activity.waits_for, activity.num_waits)
+        beat = Beat(
+            self._number, activity.place, activity.waits_for, activity.num_waits, activity.unfinished())
         self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _newest_beats(self) -> dict[int, Beat | None]:

@@ -129,7 +129,8 @@ class World:
             native = self.device.type == "cuda" and purpose not in OVER_GLOO
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
-            self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)
+            self._groups[key] = Group(
+                key[0], index, backend, native=native, activity=self.activity, purpose=purpose)
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:

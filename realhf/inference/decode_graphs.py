@@ -114,9 +114,13 @@ class DecodeGraphs:
         if shape not in self._replays:
             self._replays[shape] = self._record(compute)
         groups = self._model.groups
-        if max(groups.tp.size, groups.ep.size) > 1:  # Collectives may not run beside earlier posts.
+        shared = next((group for group in (groups.tp, groups.ep) if group.size > 1), None)
+        if shared is not None:  # Collectives may not run beside earlier posts.
             groups.world.activity.communicators.join()
-        return self._replays[shape]()[: len(x)]
+        out = self._replays[shape]()[: len(x)]
+        if shared is not None:
+            shared.note(shared.new_operation("recorded pass"))
+        return out
 
     def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
         rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)

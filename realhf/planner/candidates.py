@@ -10,7 +10,13 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.candidate_memory import CandidateMemory, Held, candidate_memory, running_bytes, state_bytes
+from realhf.planner.candidate_memory import (
+    CandidateMemory,
+    Held,
+    candidate_memory,
+    running_bytes,
+    state_bytes,
+)
 from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
 from realhf.planner.cost import CallCost, call_cost, offloaded
 from realhf.planner.enumeration import find_strategies

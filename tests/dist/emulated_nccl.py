@@ -1,10 +1,15 @@
 """The operations of torch's NCCL communicator over gloo, so that the code for NCCL runs on a CPU."""
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
+from realhf.dist.activity import Activity
+from realhf.dist.group import Group
 from realhf.dist.world import OVER_GLOO, World
 from tests.dist.recording import Done, PostLog, RecordingBackend
 
@@ -63,3 +68,60 @@ class NcclWorld(World):
             group._backend = RecordingBackend(name, group.ranks, group.index, self.log, inner=inner)
             group._native = True
         return group
+
+
+class DeviceThread:
+    """A thread that executes posted work in its order, as the stream of a device would."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "device")
+        self._posted: list[Future] = []
+        self.aborted = threading.Event()
+
+    def post(self, task):
+        future = self._thread.submit(task)
+        self._posted.append(future)
+        return _Queued(future)
+
+    def synchronize(self) -> None:
+        """Wait, as a host waits for its device, until everything has been done or been aborted."""
+        while not all(future.done() for future in self._posted):
+            if self.aborted.wait(0.02):
+                raise RuntimeError("NCCL communicator was aborted")
+
+
+class _Queued:
+    """A work of a DeviceThread; as on NCCL, waiting for it does not hold up the host."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+class _OnDevice:
+    """A communicator whose sums a DeviceThread executes, over gloo."""
+
+    def __init__(self, gloo: Any, device: DeviceThread) -> None:
+        self._gloo = gloo
+        self._device = device
+
+    def allreduce(self, tensors):
+        return self._device.post(lambda: self._gloo.allreduce(tensors).wait())
+
+    def get_error(self):
+        return ErrorType.SUCCESS
+
+    def abort(self):
+        self._device.aborted.set()
+
+
+def pretend_nccl(group: Group, device: DeviceThread, activity: Activity) -> None:
+    """Let a group over gloo take the code for NCCL, with work that a DeviceThread executes."""
+    group._backend = _OnDevice(group._backend, device)
+    group._native = True
+    activity.communicators.add(group._backend)

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from realhf.dist.activity import Activity
 from realhf.dist.heartbeat import Beat, Watch
 
@@ -38,6 +40,31 @@ def test_ranks_that_all_wait_without_moving_stand_still():
     assert "all ranks have waited for one another for 10 s" in fault
     assert "rank 0 in actor_train of step 2 for ranks 1 and 2" in fault
     assert "rank 1 in critic_train of step 2 for rank 0" in fault
+
+
+def test_operations_on_the_device_that_stay_unfinished_are_waits():
+    """The host may wait for its device without a sign of it; another rank waits over gloo."""
+    watch = _watch()
+    stuck = ("all_reduce 12 of ranks 0-1 (data), posted by actor_train (step 3/9)", "messages 3")
+    for now in range(20):
+        first = Beat(now, "critic_train (step 3/9)", None, 5, [(text, now + 0.4) for text in stuck])
+        fault = watch.find_fault({0: first, 1: Beat(now, "actor_train", (0,), 7)}, now=float(now))
+        assert bool(fault) == (now > 10)
+    assert f"rank 0 in critic_train (step 3/9): {stuck[0]}, 19 s old; rank 1 in actor_train for" in fault
+
+
+@pytest.mark.parametrize("texts", [
+    lambda now: [f"all_reduce {now // 9} of ranks 0-1"],  # Operations end.
+    lambda now: ["all_reduce 1 of ranks 0-1"] if now % 9 else [],  # The device computes now and then.
+])  # fmt: skip
+def test_a_device_that_gets_on_is_not_accused(texts):
+    watch = _watch()
+    for now in range(100):
+        beats = {
+            0: Beat(now, "actor_train", None, 5, [(text, 3.0) for text in texts(now)]),
+            1: Beat(now, "actor_train", (0,), 7),
+        }
+        assert watch.find_fault(beats, now=float(now)) == ""
 
 
 def test_waits_that_end_are_progress():

@@ -76,6 +76,21 @@ def test_two_communicators_in_two_orders_block():
     assert found == waits
 
 
+def test_a_reallocation_that_two_ranks_post_at_two_places_of_the_program_blocks():
+    """In the program, rank 0 sends weights to rank 1; then ranks 1 and 2 have a call, and then 0 and 2."""
+    weights, first, second = (
+        Post(name, ranks, "all_reduce", 4, F32)
+        for name, ranks in [("realloc", (0, 1)), ("first", (1, 2)), ("second", (0, 2))]
+    )
+    in_place = {0: [weights, second], 1: [weights, first], 2: [first, second]}
+    assert fault_of(in_place) == ""
+    moved = fault_of({**in_place, 0: [second, weights]})  # Rank 0 has gone on, as rank 1 was not ready.
+    assert "rank 0 waits in all_reduce of 4 bytes on second" in moved
+    assert "rank 1 waits in all_reduce of 4 bytes on realloc" in moved
+    later = {0: [second, weights], 1: [first, weights], 2: [first, second]}
+    assert fault_of(later) == ""  # At one place for all it may be later.
+
+
 def test_a_missing_post_and_other_sizes_are_found():
     one, large = (Post("one", (0, 1), "all_reduce", size, F32) for size in (4, 8))
     assert fault_of({0: [one, one], 1: [one]}) == "rank 0 waits in all_reduce of 4 bytes on one"

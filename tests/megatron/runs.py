@@ -115,6 +115,26 @@ def reads_of_globals(world: World, hf: dict[str, Any], text: str) -> list[str]:
     return sorted(called)
 
 
+def waits(world: World, hf: dict[str, Any], text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the operations, with their ranks, in which a train step is seen to wait."""
+    engine = make_engine(world, "megatron", hf, text)
+    seen = set()
+    activity = world.activity
+    waiting = activity.waiting
+
+    def noting(ranks: Any, operation: Any = None) -> Any:
+        if operation is not None:
+            seen.add((operation.name, operation.ranks))
+        return waiting(ranks, operation)
+
+    activity.waiting = noting  # type: ignore[method-assign]
+    try:
+        train(engine, steps=1)
+    finally:
+        del activity.waiting
+    return sorted(seen)
+
+
 def native_state(world: World, hf: dict[str, Any]) -> dict[str, Any] | None:
     """Return the same as `state` of the native engine on one rank."""
     return state(world, hf, "d1@0", "native")

@@ -66,7 +66,7 @@ class MegatronEngine(Engine):
             self._optimizer = self._trained = self._trainer  # type: ignore[assignment]
         self.model.requires_grad_(False)
         wrapped = self.model if self._trainer is None else self._trainer.wrapped
-        self._schedule = Schedule(wrapped, config, collection, layout)
+        self._schedule = Schedule(wrapped, config, collection, groups)
 
     @property
     def flat(self) -> torch.Tensor:

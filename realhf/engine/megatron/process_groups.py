@@ -1,22 +1,38 @@
 """Process groups for Megatron-Core: the communicators of our Groups, registered with torch.distributed.
 
 Megatron-Core calls the functions of torch.distributed, which know only registered groups. Registering ours
-makes no second communicator.
+makes no second communicator. Its operations are no part of the chain of posts (dist/communicators.py): they
+begin after all posts of the chain, in Megatron-Core's own order. The watch knows them as it knows ours.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from realhf.dist.activity import Activity
+from realhf.dist.communicators import Operation
+from realhf.dist.group import Group, peer_errors
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 
 _BACKEND = "realhf"
 _UNUSED = ("hcp", "inter_dist_opt")
 """Groups that Megatron-Core looks up and this engine does not need."""
+_OPERATIONS = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv",
+    "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
+)  # fmt: skip
+"""Methods of a process group that post operations, under the names of all versions of torch."""
 
 
 class _NoCollectives(dist.ProcessGroup):
@@ -32,26 +48,127 @@ class _NoCollectives(dist.ProcessGroup):
         return _BACKEND
 
 
-def _backend_of(options: Any, backend: Any) -> Any:
-    """Return the communicator that `new_group` was given, or the default group if there is none."""
-    return _NoCollectives(options.group_rank, options.group_size) if backend is None else backend
+class _Followed:
+    """A posted operation; the watch sees who waits for it, and whether the device has come to it."""
+
+    def __init__(self, work: Any, operation: Operation, watched: "_Watched") -> None:
+        self._work = work
+        self._operation = operation
+        self._watched = watched
+
+    def wait(self, *timeout: timedelta) -> Any:
+        group = self._watched.group
+        with self._watched.activity.waiting(group.ranks, self._operation), peer_errors(group.ranks):
+            done = self._work.wait(*timeout)
+        group.note(self._operation, self._work)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class _Watched(dist.ProcessGroup):
+    """A process group that lets another one carry out its operations, and the watch know them."""
+
+    def __init__(self, inner: dist.ProcessGroup, group: Group, activity: Activity) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner = inner
+        self.group = group
+        self.activity = activity
+
+    def getBackendName(self) -> str:  # noqa: N802 (the name is torch's)
+        return _BACKEND
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        return self.inner._get_backend(device)
+
+    def post(self, name: str, *args: Any, **options: Any) -> Any:
+        """Post an operation after all posts of the chain; return its work, or None if there is none."""
+        self.group.require_working()
+        self.activity.communicators.join()
+        operation = self.group.new_operation(name.strip("_"))
+        with peer_errors(self.group.ranks):
+            work = getattr(self.inner, name)(*args, **options)
+        if work is not None:
+            return _Followed(work, operation, self)
+        self.group.note(operation)  # The current stream executes it.
+        return None
+
+
+def _posting(name: str) -> Callable[..., Any]:
+    """Return the method of this name of a watched group."""
+
+    def post(self: _Watched, *args: Any, **options: Any) -> Any:
+        return self.post(name, *args, **options)
+
+    return post
+
+
+for _name in _OPERATIONS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(_Watched, _name, _posting(_name))
+
+
+class WatchedMessages(P2PCommunicator):
+    """The messages between pipeline stages, during which the host waits for the device.
+
+    Their group must be a plain one: only of such a group does torch join what is posted together.
+    """
+
+    def __init__(self, groups: ParallelGroups, pp: dist.ProcessGroup, config: ModelParallelConfig) -> None:
+        super().__init__(pp, config)
+        self._group = groups.pp
+        self._activity = groups.world.activity
+
+    def _communicate(self, **options: Any) -> Any:
+        self._group.require_working()
+        self._activity.communicators.join()
+        operation = self._group.new_operation("messages")
+        ranks = self._group.ranks
+        with self._activity.waiting(ranks, operation), peer_errors(ranks):
+            return super()._communicate(**options)
+
+
+def _backend_of(options: Any, given: Any) -> Any:
+    """Return what `new_group` was given: a communicator, or a group to watch. Without, return the default
+    group."""
+    if given is None:
+        return _NoCollectives(options.group_rank, options.group_size)
+    if not isinstance(given, tuple):
+        return given
+    group, activity = given
+    inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    inner._set_default_backend(custom)
+    for device in ("cpu", "cuda"):
+        inner._register_backend(torch.device(device), custom, group.backend)
+    return _Watched(inner, group, activity)
 
 
 def _start(world: World) -> None:
     """Make the default group, without which torch.distributed refuses to work, unless there is one."""
+    # A barrier after each new group would use the store of the default group, which only this process has.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "0"
     if _BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_BACKEND, _backend_of, extended_api=True, devices=["cpu", "cuda"])
     if not dist.is_initialized():
         dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=world.rank, world_size=world.size)
 
 
-def _register(world: World, ranks: Sequence[int]) -> dist.ProcessGroup:
+def _register(world: World, ranks: Sequence[int], *, is_watched: bool) -> dist.ProcessGroup:
     """Return the registered group of these ranks, which rise."""
-    backend = world.group(ranks).backend or _alone(world)
-    group = dist.new_group(
-        list(ranks), backend=_BACKEND, pg_options=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    group = world.group(ranks)
+    given = group.backend or _alone(world)
+    if is_watched and group.size > 1:
+        given = group, world.activity
+    registered = dist.new_group(
+        list(ranks), backend=_BACKEND, pg_options=given, use_local_synchronization=True)
+    assert isinstance(registered, dist.ProcessGroup)
+    return registered
 
 
 def _alone(world: World) -> Any:
@@ -85,7 +202,10 @@ def make_collection(groups: ParallelGroups) -> ProcessGroupCollection:
         "tp_dp_cp": grid[at.pp, :, 0, :],
         "intra_dist_opt": grid,
     }
-    made = {name: _register(groups.world, members.ravel().tolist()) for name, members in ranks.items()}
+    made = {
+        name: _register(groups.world, members.ravel().tolist(), is_watched=name != "pp")
+        for name, members in ranks.items()
+    }
     # Groups of one for tied embeddings, whose gradients the engine sums itself; without any, Megatron-Core
     # would ask its globals.
     same = {"embd": "cp", "pos_embd": "cp"}

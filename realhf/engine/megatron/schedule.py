@@ -5,14 +5,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from realhf.data.batch import Packed
-from realhf.layout import Layout
+from realhf.dist.parallel import ParallelGroups
+from realhf.engine.megatron.process_groups import WatchedMessages
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
@@ -23,15 +23,16 @@ class Schedule:
 
     def __init__(
         self, model: torch.nn.Module, config: TransformerConfig, collection: ProcessGroupCollection,
-        layout: Layout,
+        groups: ParallelGroups,
     ) -> None:  # fmt: skip
         self._model = model
         self._config = config
         self._collection = collection
-        self._layout = layout
-        self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=None)
-        pipelined = layout.pp > 1
-        self._messages = {"p2p_communicator": P2PCommunicator(collection.pp, config)} if pipelined else {}
+        self._layout = groups.layout
+        self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
+        pipelined = groups.layout.pp > 1
+        self._messages = (
+            {"p2p_communicator": WatchedMessages(groups, collection.pp, config)} if pipelined else {})
 
     def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
         """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.

@@ -27,7 +27,6 @@ from realhf.runtime.compile.actions import (
     Run,
     Send,
     outside_producers,
-    role_of,
 )
 from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.execute.agreements import Agreements
@@ -42,6 +41,7 @@ from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.samples.unfinished_samples import UnfinishedSamples
 from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.weights.reallocations import Arrivals
 from realhf.sample_ids import prompt_of, samples_of
 
 _MAX_SAVED = 16
@@ -85,6 +85,7 @@ class Executor:
         self._memory = MemoryMeter(world, models.engines, predicted_memory)
         self._agreements = Agreements(world)
         self._record = StepRecord()
+        self._arrivals = Arrivals()
         self._is_last = False
         self._last_read: tuple[tuple[int, ...], Batch] | None = None
         self._operation = 0
@@ -102,6 +103,7 @@ class Executor:
     def take_record(self) -> StepRecord:
         """Return the record of what has run since the last call of this method."""
         record = self._record
+        record.events += self._arrivals.take_events(self._world.rank)
         self._record = StepRecord()
         return record
 
@@ -285,13 +287,7 @@ class Executor:
         with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
             finished = self._models.reallocations.finish(role, layout)
         self._waited += time.monotonic() - start
-        for moved in finished:
-            self._record.events.append({
-                "rank": self._world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
-                "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
-                "sent_bytes": moved.stats.bytes_sent, "received_bytes": moved.stats.bytes_received,
-                "senders": list(moved.stats.senders), "over_bound": moved.stats.over_bound, "end": moved.end,
-            })  # fmt: skip
+        self._arrivals.add(finished)
 
     def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
         """Run the call; return its output columns on heads of the layout, None elsewhere."""
@@ -312,6 +308,7 @@ class Executor:
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
                 gather=False, report=self._world.activity.note, **self._generation_options(call),
             )  # fmt: skip
+            self._arrivals.delay(event)
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
             if call.role in self._flops and rank in layout.heads:

@@ -1,7 +1,7 @@
 """Reallocations: starts and finishes this rank's reallocations, which run beside its calls."""
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from realhf.layout import Layout
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats, schedule_of
 from realhf.realloc.links import Links
-from realhf.runtime.compile.actions import Reallocate
+from realhf.runtime.compile.actions import Reallocate, role_of
 from realhf.runtime.compile.equal_programs import require_equal_schedules
 from realhf.runtime.weights.copy_versions import Copy
 from realhf.runtime.weights.engine_store import EngineStore
@@ -22,12 +22,53 @@ from realhf.runtime.weights.transfers import Posted, Running, Transfers
 
 @dataclass(frozen=True)
 class Moved:
-    """A reallocation in which this rank took part; times are Unix seconds."""
+    """A reallocation in which this rank took part; `start` is in Unix seconds."""
 
     action: Reallocate
     stats: ReallocStats
     start: float
-    end: float
+    ended: Callable[[], float]
+    """Returns the time of its end; on CUDA the host waits for it."""
+    held_up: Callable[[], float] = float
+    """Returns the seconds for which the device waited for it before it went on."""
+
+    def event(self, rank: int) -> dict[str, Any]:
+        """Return the event of a StepRecord."""
+        return {
+            "rank": rank, "name": role_of(self.action.target_set), "kind": "realloc", "start": self.start,
+            "transfer": f"{self.action.source}->{self.action.target}", "sent_bytes": self.stats.bytes_sent,
+            "received_bytes": self.stats.bytes_received, "senders": list(self.stats.senders),
+            "over_bound": self.stats.over_bound, "end": self.ended(),
+        }  # fmt: skip
+
+
+class Arrivals:
+    """Reallocations for which this rank has waited, until its record tells of them.
+
+    On CUDA the host does not wait. It asks for times when a call has ended that needed the weights.
+    """
+
+    def __init__(self) -> None:
+        self._untold: list[Moved] = []
+        self._new: list[Moved] = []
+
+    def add(self, moved: Sequence[Moved]) -> None:
+        """Add reallocations for which the next call waits."""
+        self._untold += moved
+        self._new += moved
+
+    def delay(self, event: dict[str, Any]) -> None:
+        """Let the event of a call that has ended begin when the device had the weights."""
+        seconds = sum(moved.held_up() for moved in self._new)
+        self._new = []
+        event["start"] += seconds
+        event["waited"] += seconds
+
+    def take_events(self, rank: int) -> list[dict[str, Any]]:
+        """Return the events of what has been added since the last call of this method."""
+        events = [moved.event(rank) for moved in self._untold]
+        self._untold = []
+        return events
 
 
 @dataclass
@@ -43,8 +84,7 @@ class _Posted:
     def result(self) -> Moved:
         if self.moved is None:
             stats = self.work.result()
-            end = self.work.posted_at + self.work.seconds()
-            self.moved = Moved(self.action, stats, self.start, end)
+            self.moved = Moved(self.action, stats, self.start, self.work.ended, self.work.held_up)
             self.weights.close()
         return self.moved
 
@@ -113,7 +153,8 @@ class Reallocations:
         except Exception as error:
             self._failure = error
             raise
-        return Moved(action, stats, began, time.time())
+        ended = time.time()
+        return Moved(action, stats, began, lambda: ended)
 
     def _post(self, action: Reallocate) -> _Posted:
         """Post a reallocation from this thread, once all its ranks have come to it.

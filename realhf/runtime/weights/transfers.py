@@ -17,7 +17,7 @@ _R = TypeVar("_R", covariant=True)
 
 
 class Running(Protocol[_R]):
-    """A transfer under way; `result` waits until it has ended, and raises what it has raised."""
+    """A transfer under way; what follows `result` sees its effects. `result` raises what it has raised."""
 
     def result(self) -> _R: ...
 
@@ -51,20 +51,35 @@ class Posted(Generic[_T]):
     value: _T
     posted_at: float
     """Unix time in seconds."""
+    ended_at: float = 0.0
+    """The same of the end, if there are no events."""
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
+    asked: torch.cuda.Event | None = None
+    """Where the stream that needs the results began to wait for them."""
 
     def result(self) -> _T:
-        """Wait until the device has done the work; later work on the current stream sees its results."""
+        """Return the value. On CUDA the current stream waits for the work, and the host does not."""
         if self.end is not None:
-            self.end.synchronize()
+            if self.asked is None:
+                self.asked = torch.cuda.Event(enable_timing=True)
+                self.asked.record()
+            torch.cuda.current_stream().wait_event(self.end)
         return self.value
 
-    def seconds(self) -> float:
-        """Return the time that the device took, or on a CPU the time since posting; call `result` first."""
+    def ended(self) -> float:
+        """Return the Unix time at which the work ended; the host waits for the device until then."""
         if self.begin is None or self.end is None:
-            return time.time() - self.posted_at
-        return self.begin.elapsed_time(self.end) / 1000
+            return self.ended_at
+        self.end.synchronize()
+        return self.posted_at + self.begin.elapsed_time(self.end) / 1000
+
+    def held_up(self) -> float:
+        """Return the seconds for which the stream that needed the results waited; see `ended`."""
+        if self.asked is None or self.end is None:
+            return 0.0
+        self.end.synchronize()
+        return max(0.0, self.asked.elapsed_time(self.end) / 1000)
 
 
 class PostingStream:
@@ -82,14 +97,14 @@ class PostingStream:
         """Post a task, whose work begins after the work so far on the current stream and on this one."""
         now = time.time()
         if self._stream is None:
-            return Posted(task(), now)
+            return Posted(task(), now, time.time())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             value = task()
             end.record()
-        return Posted(value, now, begin, end)
+        return Posted(value, now, begin=begin, end=end)
 
 
 def make_transfers(device: torch.device) -> Transfers:
