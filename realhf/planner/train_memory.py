@@ -6,6 +6,7 @@ is the number of bytes of an element that needs precision.
 
 from functools import cached_property
 
+from realhf.micro_batch import passes_in_flight
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import num_states, trained_params
 from realhf.planner.shard import held_params, in_section
@@ -34,19 +35,20 @@ class TrainMoments:
 
     @cached_property
     def _saved(self) -> float:
-        """Bytes that one micro-batch keeps from its forward to its backward pass."""
+        """Bytes that a micro-batch keeps from its forward to its backward pass through a chunk of the stage."""
         per_layer = self.hidden if self.pieces.recompute else self.pieces.block_saved_bytes(self.tokens)
         angles = self.role.itemsize * self.pieces.widths.head_dim * self.tokens
-        return self.pieces.num_layers * per_layer + angles + INDEX_BYTES * self.tokens
+        num_layers = self.pieces.num_layers // self.strategy.vp
+        return num_layers * per_layer + angles + INDEX_BYTES * self.tokens
 
     @cached_property
     def _in_flight(self) -> CallMemory:
         """The samples, and the activations and messages of all micro-batches in flight."""
         pieces = self.pieces
         num_micro_batches = pieces.micro_batch.num_micro_batches
-        num_in_flight = min(num_micro_batches, self.strategy.pp - pieces.stage)
-        has_previous = not pieces.is_first
-        has_next = not pieces.is_last
+        num_in_flight = passes_in_flight(self.strategy, pieces.stage, num_micro_batches)
+        has_previous = not pieces.is_first or self.strategy.vp > 1
+        has_next = not pieces.is_last or self.strategy.vp > 1
         messages = 0.0
         if self.strategy.pp > 1:
             # Hidden states sent, and received ones unless a layer saves them anyway.

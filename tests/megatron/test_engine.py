@@ -72,6 +72,17 @@ def test_layouts_that_it_lacks_are_refused_except_for_generation(layout, what):
     config.check_generation_layout(Layout.parse(layout))
 
 
+def test_interleaved_chunks_are_of_this_engine_only():
+    config = MegatronConfig.from_hf(hf_config("qwen2"))
+    layout = Layout.parse("p2v2@0-1")
+    config.check_layout(layout)
+    for check in (config.check_generation_layout, config.native().check_layout):
+        with pytest.raises(ValueError, match="vp=2: only the megatron engine interleaves"):
+            check(layout)
+    with pytest.raises(ValueError, match=r"pp\*vp=8 does not divide the 4 layers"):
+        config.check_layout(Layout.parse("p2v4@0-1"))
+
+
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dtype": "float16"}, "dtype is float16"), ({"dtype": "float64"}, "dtype is float64"),
 ])  # fmt: skip

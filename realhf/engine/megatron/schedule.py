@@ -1,10 +1,12 @@
-"""Runs the micro-batches of a batch through the pipeline stages by Megatron-Core's 1F1B schedule."""
+"""Runs the micro-batches of a batch through the pipeline stages by Megatron-Core's schedules: 1F1B, or
+interleaved 1F1B if stages have several chunks of the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,25 +15,27 @@ from torch import Tensor
 
 from realhf.data.batch import Packed
 from realhf.layout import Layout
+from realhf.micro_batch import interleaved_group
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
 
 
 class Schedule:
-    """The schedule of one model or of its wrapper for training."""
+    """The schedule of the chunks of a stage, or of their wrappers for training."""
 
     def __init__(
-        self, model: torch.nn.Module, config: TransformerConfig, collection: ProcessGroupCollection,
-        layout: Layout,
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig,
+        collection: ProcessGroupCollection, layout: Layout,
     ) -> None:  # fmt: skip
-        self._model = model
+        self._chunks = list(chunks)
         self._config = config
         self._collection = collection
         self._layout = layout
-        self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=None)
-        pipelined = layout.pp > 1
-        self._messages = {"p2p_communicator": P2PCommunicator(collection.pp, config)} if pipelined else {}
+        self._is_interleaved = len(chunks) > 1
+        self._run = get_forward_backward_func(
+            pp_size=layout.pp, vp_size=layout.vp if self._is_interleaved else None)
+        self._messages = {"p2p_communicator": Messages(collection.pp, config)} if layout.pp > 1 else {}
 
     def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
         """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
@@ -42,6 +46,7 @@ class Schedule:
         self._config.recompute_granularity = "full" if recompute else None
         self._config.recompute_method = "uniform" if recompute else None
         self._config.recompute_num_layers = 1 if recompute else None
+        count = len(micro_batches)
         sizes = self._padded_sizes(micro_batches)
         results: list[Any] = []
 
@@ -56,11 +61,14 @@ class Schedule:
             # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
             return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
 
+        numbers = [iter(range(count)) for _ in self._chunks]
+        if self._is_interleaved:
+            self._config.microbatch_group_size_per_vp_stage = interleaved_group(count, self._layout.pp)
         self._run(
-            forward_step_func=forward, data_iterator=iter(range(len(micro_batches))), model=self._model,
-            num_microbatches=len(micro_batches), seq_length=sizes[0], micro_batch_size=1,
-            forward_only=not train, collect_non_loss_data=not train, pg_collection=self._collection,
-            **self._messages)  # fmt: skip
+            forward_step_func=forward, data_iterator=numbers if self._is_interleaved else numbers[0],
+            model=self._chunks if self._is_interleaved else self._chunks[0], num_microbatches=count,
+            seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
+            pg_collection=self._collection, **self._messages)  # fmt: skip
         return results
 
     def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
@@ -71,6 +79,39 @@ class Schedule:
         tp = self._layout.tp
         sizes = [max(1, -(-len(tokens.values) // tp)) * tp for tokens in micro_batches]
         return sizes if self._layout.pp == 1 else [max(sizes)] * len(sizes)
+
+
+class Messages(P2PCommunicator):
+    """Sends and receives hidden states and their gradients, in an order that is right for two stages, too.
+
+    Two interleaved stages send both to each other, and messages between two ranks arrive in the order in
+    which they were sent. Megatron-Core's order has one rank receive a gradient as hidden states.
+    """
+
+    def _communicate(
+        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool,
+        recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+        """Exchange messages with both neighbours; return the tensors from the previous and the next stage.
+
+        Every rank sends hidden states before gradients, and receives them in this order.
+        """
+        from_prev, from_next = (
+            self._buffer(tensor_shape) if wanted else None for wanted in (recv_prev, recv_next))
+        ops = [
+            dist.P2POp(operation, tensor, peer, self.pp_group)
+            for operation, tensor, peer in (
+                (dist.isend, tensor_send_next, self.next_rank), (dist.irecv, from_prev, self.prev_rank),
+                (dist.isend, tensor_send_prev, self.prev_rank), (dist.irecv, from_next, self.next_rank),
+            ) if tensor is not None
+        ]  # fmt: skip
+        for request in dist.batch_isend_irecv(ops) if ops else ():
+            request.wait()
+        return from_prev, from_next, None
+
+    def _buffer(self, shape: Any) -> Tensor:
+        device = torch.cuda.current_device()
+        return torch.empty(shape, requires_grad=True, device=device, dtype=self.config.pipeline_dtype)
 
 
 def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
