@@ -31,8 +31,8 @@ class ParallelStrategy:
     """The sizes of the pipeline, data, context, tensor and expert axes.
 
     Experts are split over `ep` neighbours of `dp`: the rank at index i of dp has index i % ep of ep. A
-    pipeline stage holds `vp` chunks of the model: chunk i of stage s has the layers of virtual stage i * pp + s,
-    so that a pass visits every stage `vp` times (interleaved 1F1B, arXiv:2104.04473).
+    pipeline stage holds `vp` chunks of the model: chunk i of stage s has the layers of virtual stage
+    i * pp + s, so that a pass visits every stage `vp` times (interleaved 1F1B, arXiv:2104.04473).
     """
 
     pp: int = 1

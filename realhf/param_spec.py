@@ -106,7 +106,7 @@ class ModelSpec:
         return replace(self, params=tuple(params))
 
     def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
-        """Return the layers of each chunk of a pipeline stage; there is one, unless chunks are interleaved."""
+        """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
         num_virtual = strategy.pp * strategy.vp
         virtual_stages = range(stage, num_virtual, strategy.pp)
         return [range(*even_split(self.config.num_layers, num_virtual, i)) for i in virtual_stages]

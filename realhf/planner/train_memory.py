@@ -35,7 +35,7 @@ class TrainMoments:
 
     @cached_property
     def _saved(self) -> float:
-        """Bytes that a micro-batch keeps from its forward to its backward pass through a chunk of the stage."""
+        """Bytes that a micro-batch keeps from its forward to its backward pass through a chunk."""
         per_layer = self.hidden if self.pieces.recompute else self.pieces.block_saved_bytes(self.tokens)
         angles = self.role.itemsize * self.pieces.widths.head_dim * self.tokens
         num_layers = self.pieces.num_layers // self.strategy.vp

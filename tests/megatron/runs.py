@@ -4,7 +4,6 @@ from tests.megatron import shim  # isort: skip
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,12 +218,12 @@ def in_flight(world: World, hf: dict[str, Any], text: str, counts: tuple[int, ..
         return None
     waiting = [0]
 
-    def count(step: int) -> Callable[..., None]:
-        return lambda *_: waiting.append(waiting[-1] + step)
+    def count(_: Any, __: Any, output: Any) -> None:
+        waiting.append(waiting[-1] + 1)
+        output[0].register_hook(lambda _: waiting.append(waiting[-1] - 1))
 
     for chunk in engine.chunks:
-        chunk.decoder.layers[0].register_forward_hook(count(1))
-        chunk.decoder.layers[0].register_full_backward_hook(count(-1))
+        chunk.decoder.layers[0].register_forward_hook(count)
     most = []
     for number in counts:
         rows = [row for seed in range(number) for row in ragged_rows(1, seed=seed)]

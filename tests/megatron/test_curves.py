@@ -8,8 +8,8 @@ from realhf.layout import Layout
 from realhf.micro_batch import passes_in_flight
 from tests.families import CASES, MOE_CASES
 
-# qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd. Models have
-# 4 layers, but qwen2-8 has 8.
+# qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd. qwen2-8
+# has 8 layers, the others have 4.
 QUICK = [
     ("qwen2", "d1@0", {}), ("qwen2", "d2@0-1", {}), ("qwen2", "t2@0-1", {}), ("qwen2", "p2@0-1", {}),
     ("qwen2", "t2p2@0-3", {"recompute": True}), ("qwen2", "d2p2@0-3", {}), ("qwen3", "d2t2@0-3", {}),

@@ -119,8 +119,8 @@ class MegatronEngine(Engine):
     ) -> list[list[int]]:
         """Return micro-batches, of which some may be empty.
 
-        There is at least one, and one for each stage if chunks are interleaved. The ranks of an ep group, whose
-        micro-batches pass through the experts together, have equally many.
+        There is at least one, and one for each stage if chunks are interleaved. The ranks of an ep group,
+        whose micro-batches pass through the experts together, have equally many.
         """
         layout = self.groups.layout
         parts = micro_batches(

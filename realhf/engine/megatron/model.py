@@ -33,8 +33,8 @@ from realhf.param_spec import ModelSpec
 
 
 class MegatronModel(MegatronModule):
-    """A chunk of a pipeline stage: the embedding (first chunk of the first stage), Megatron-Core's layers, and
-    the head (last chunk of the last stage). Stages have one chunk, unless chunks are interleaved.
+    """A chunk of a pipeline stage: the embedding (first chunk of the first stage), Megatron-Core's layers,
+    and the head (last chunk of the last stage). Stages have one chunk, unless chunks are interleaved.
 
     Calling it runs a micro-batch through the chunk. On the last one, `rows` turns the result into hidden
     states, and `logprobs`, `scores` and `top_logprobs` turn these into outputs.

@@ -28,10 +28,10 @@ _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class MegatronTrainer:
-    """The gradients and the optimizer of a stage's chunks, whose steps follow the same rules as `ShardedAdamW`.
+    """The gradients and the optimizer of a stage's chunks.
 
-    Each replica updates a part of the elements. The parts are gathered at the end of a step, so that the
-    model's own weights are always up to date.
+    Steps follow the same rules as those of `ShardedAdamW`. Each replica updates a part of the elements. The
+    parts are gathered at the end of a step, so that the model's own weights are always up to date.
     """
 
     def __init__(
