@@ -95,7 +95,8 @@ def test_exported_model_gives_transformers_the_same_logits(megatron, tmp_path, n
         ids = torch.tensor(prompt + completion)
         with torch.inference_mode():
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(dim=1)
-        expected += [0.0, *logprobs.gather(1, ids[1:, None])[:, 0].tolist()]
+        expected += [0.0] * len(prompt)  # Only tokens of the response have log-probs.
+        expected += logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :, 0].tolist()
     found = [rank for rank in ranks if rank]
     assert found
     for values in found:
