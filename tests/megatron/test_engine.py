@@ -27,11 +27,12 @@ FORWARD = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ["t2p2@0-3", "t2p2v2@0-3"])
 @pytest.mark.parametrize("call", FORWARD, ids=lambda call: call.name)
-def test_forward_calls_are_those_of_the_native_engine(megatron, call):
+def test_forward_calls_are_those_of_the_native_engine(megatron, call, layout):
     hf = hf_config("qwen2")
     (expected,) = megatron("outputs", "native", hf, "d1@0", call, num_ranks=1)
-    found = [rank for rank in megatron("outputs", "megatron", hf, "t2p2@0-3", call, num_ranks=4) if rank]
+    found = [rank for rank in megatron("outputs", "megatron", hf, layout, call, num_ranks=4) if rank]
     assert len(found) == 2  # The last stage of two tensor-parallel ranks.
     for columns in found:
         for ours, theirs in zip(columns, expected, strict=True):

@@ -214,8 +214,7 @@ class MegatronTrainer:
         self.num_skipped = num_skipped
         for part in self._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
-                if "step" in group:
-                    group["step"] = num_steps
+                group["step"] = num_steps  # FusedAdam, of Transformer Engine and Apex, counts steps here.
                 for param in group["params"]:
                     part.optimizer.state[param]["step"].fill_(num_steps)
             part._copy_main_params_to_model_params()
