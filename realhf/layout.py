@@ -13,7 +13,7 @@ AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
 MAX_RANKS = 1 << 12
 """Largest number of ranks; checks and plans take time and memory for each."""
-_LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
+_LETTERS = {"p": "pp", "v": "vp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
 
 
 def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
@@ -30,7 +30,9 @@ def even_part(length: int, num_parts: int, item: int) -> int:
 class ParallelStrategy:
     """The sizes of the pipeline, data, context, tensor and expert axes.
 
-    Experts are split over `ep` neighbours of `dp`: the rank at index i of dp has index i % ep of ep.
+    Experts are split over `ep` neighbours of `dp`: the rank at index i of dp has index i % ep of ep. A
+    pipeline stage holds `vp` chunks of the model: chunk i of stage s has the layers of virtual stage
+    i * pp + s, so that a pass visits every stage `vp` times (interleaved 1F1B, arXiv:2104.04473).
     """
 
     pp: int = 1
@@ -38,6 +40,7 @@ class ParallelStrategy:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    vp: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in vars(self).items():
@@ -46,6 +49,8 @@ class ParallelStrategy:
                     f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up")
         if self.dp % self.ep:
             raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError(f"vp={self.vp} needs a pipeline: write for example p2v{self.vp}")
 
     @property
     def num_ranks(self) -> int:
@@ -62,7 +67,7 @@ class ParallelStrategy:
         return self.dp // self.ep * self.cp
 
     def __str__(self) -> str:
-        sizes = {letter: getattr(self, _LETTERS[letter]) for letter in "dtpce"}
+        sizes = {letter: getattr(self, _LETTERS[letter]) for letter in "dtpvce"}
         return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
 
     @classmethod
@@ -186,6 +191,10 @@ class Layout:
     @property
     def ep(self) -> int:
         return self.strategy.ep
+
+    @property
+    def vp(self) -> int:
+        return self.strategy.vp
 
     @cached_property
     def grid(self) -> np.ndarray:

@@ -5,6 +5,7 @@ This module does not import Megatron-Core.
 
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from typing import ClassVar
 
 from realhf.families import Hf
 from realhf.layout import Layout
@@ -18,6 +19,8 @@ _NATIVE = "use engine native"
 @dataclass(frozen=True)
 class MegatronConfig(ModelConfig):
     """The config of a model that the megatron engine trains; the native engine generates from a copy."""
+
+    interleaves: ClassVar[bool] = True
 
     @classmethod
     def from_hf(cls, hf: Hf, *, head: str | None = None, generation: Hf | None = None) -> "MegatronConfig":
@@ -60,11 +63,13 @@ class MegatronConfig(ModelConfig):
         super().check_layout(layout)
         s = layout.strategy
         moe = self.moe
+        num_virtual = s.pp * s.vp
         for refused, why in (
             (s.cp > 1, f"cp={s.cp}: the megatron engine has no context parallelism"),
             (self.num_kv_heads % s.tp, f"tp={s.tp} does not divide the {self.num_kv_heads} kv heads"),
             (any(width % s.tp for width in self._mlp_widths()), f"tp={s.tp} does not divide the MLP's width"),
-            (self.num_layers % s.pp, f"pp={s.pp} does not divide the {self.num_layers} layers"),
+            (self.num_layers % num_virtual,
+             f"{'pp*vp' if s.vp > 1 else 'pp'}={num_virtual} does not divide the {self.num_layers} layers"),
             (moe is not None and moe.num_experts % s.ep, f"ep={s.ep} does not divide the experts"),
             (list(layout.ranks) != sorted(layout.ranks), "the megatron engine needs rising ranks"),
         ):
@@ -73,7 +78,7 @@ class MegatronConfig(ModelConfig):
 
     def check_generation_layout(self, layout: Layout) -> None:
         """Raise ValueError if the native engine, which generates, cannot split the model this way."""
-        super().check_layout(layout)
+        self.native().check_layout(layout)
 
 
 def check_installed() -> None:

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from realhf.layout import ParallelStrategy
 from realhf.model_flops import ModelFlops
 from realhf.param_spec import ModelSpec
 
@@ -69,6 +70,25 @@ def micro_batches(
     parts = balance(costs, num_parts, limit=max_tokens, sizes=sizes)
     ordered = [sorted(part, key=lambda group: (sizes[group], group)) for part in parts if part]
     return [[i for group in part for i in groups[group]] for part in ordered]
+
+
+def interleaved_group(num_micro_batches: int, pp: int) -> int:
+    """Return how many micro-batches pass one chunk of a stage before the stage turns to its next chunk.
+
+    It is the least number that Megatron-Core accepts: at least `pp`, and the last group has no fewer.
+    """
+    sizes = range(pp, num_micro_batches + 1)
+    return next(n for n in sizes if num_micro_batches % n == 0 or num_micro_batches % n >= pp)
+
+
+def passes_in_flight(strategy: ParallelStrategy, stage: int, num_micro_batches: int) -> int:
+    """Return how many forward passes of chunks wait on a stage for their backward passes, at most (1F1B)."""
+    pp, vp = strategy.pp, strategy.vp
+    if vp == 1:
+        return min(num_micro_batches, pp - stage)
+    num_micro_batches = max(num_micro_batches, pp)
+    warm_up = 2 * (pp - stage - 1) + (vp - 1) * interleaved_group(num_micro_batches, pp)
+    return min(num_micro_batches * vp, warm_up + 1)
 
 
 def padded_micro_batches(

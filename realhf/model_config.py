@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
 from realhf.hf_fields import MAX_EXPERTS, MAX_SIZE, CheckedFields, is_positive, is_whole
@@ -83,6 +83,9 @@ class ModelConfig:
 
     With `mla`, every query head has its own keys and values, and `head_dim` is that of queries and keys.
     """
+
+    interleaves: ClassVar[bool] = False
+    """Whether the engine runs several chunks of the model on a pipeline stage (ParallelStrategy.vp)."""
 
     family: str
     vocab_size: int
@@ -303,6 +306,7 @@ class ModelConfig:
              f"tp*cp={s.tp * s.cp} does not divide the model's {heads} attention heads"),
             (s.ep > 1 and not self.moe, f"ep={s.ep} is not supported for {self.family} models; use ep=1"),
             (s.ep > num_experts, f"ep={s.ep} exceeds the model's {num_experts} experts"),
+            (s.vp > 1 and not self.interleaves, f"vp={s.vp}: only the megatron engine interleaves chunks"),
         ):
             if refused:
                 raise ValueError(f"layout {layout}: {why}")

@@ -105,8 +105,14 @@ class ModelSpec:
         params = (replace(p, shape=p.shape[1:], num_terms=1) if p.num_terms > 1 else p for p in self.params)
         return replace(self, params=tuple(params))
 
-    def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
-        return range(*even_split(self.config.num_layers, strategy.pp, stage))
+    def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
+        """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
+        num_virtual = strategy.pp * strategy.vp
+        virtual_stages = range(stage, num_virtual, strategy.pp)
+        return [range(*even_split(self.config.num_layers, num_virtual, i)) for i in virtual_stages]
+
+    def stage_layers(self, strategy: ParallelStrategy, stage: int) -> list[int]:
+        return [layer for layers in self.chunk_layers(strategy, stage) for layer in layers]
 
     def held_by(self, layout: Layout, rank: int) -> dict[str, Region]:
         """Return parameter name -> region on `rank`, in table order; empty for a rank outside the layout."""
@@ -197,11 +203,13 @@ class ModelSpec:
 
         Each replica counts a region once: on its first stage, at the first tp rank that holds it.
         """
-        stage = self._first_stage(param.layer, layout.pp)
+        stage = self._first_stage(param.layer, layout)
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
-    def _first_stage(self, layer: int | None, pp: int) -> int:
-        return pp - 1 if layer is None else max(0, even_part(self.config.num_layers, pp, layer))
+    def _first_stage(self, layer: int | None, layout: Layout) -> int:
+        if layer is None:
+            return layout.pp - 1
+        return max(0, even_part(self.config.num_layers, layout.pp * layout.vp, layer)) % layout.pp
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
@@ -238,7 +246,7 @@ class ModelSpec:
     def _placement_keys(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the columns that decide placements: index of shape and split, stage, ep index (-1: all)."""
         kinds, layers, experts = self._columns
-        stage_of_layer = [self._first_stage(i, layout.pp) for i in (*range(self.config.num_layers), None, -1)]
+        stage_of_layer = [self._first_stage(i, layout) for i in (*range(self.config.num_layers), None, -1)]
         if self.config.tied and layout.pp > 1:
             stage_of_layer[-1] = _BOTH_ENDS
         num_experts = self.config.moe.num_experts if self.config.moe else 1

@@ -51,6 +51,7 @@ def test_coordinates_count_in_mixed_radix(sizes):
         ("t2@3-3,2", "t2@3,2"),
         ("e2@0-1", "d2e2@0-1"),
         ("d4e2c2@0-7", "d4c2e2@0-7"),
+        ("t2v2p2d2@0-7", "d2t2p2v2@0-7"),
         (" d2@0-1 ", "d2@0-1"),
     ],
 )
@@ -68,7 +69,7 @@ def test_text_form(text, canonical):
         ("", "is not a layout"),
         (None, "is not a layout"),
         ("2d@0-1", "is not a layout"),
-        ("x2@0-1", "unknown axis letter 'x' in 'x2': legal are p, d, c, t, e"),
+        ("x2@0-1", "unknown axis letter 'x' in 'x2': legal are p, v, d, c, t, e"),
         ("d2d2@0-3", "axis 'd' is given twice"),
         ("d0@0", "dp=0 is not legal"),
         ("d2t2@0-2", "d2t2 needs 4 ranks and the mesh 0-2 has 3"),
@@ -77,6 +78,7 @@ def test_text_form(text, canonical):
         ("d2@0-", "is not a rank or a range"),
         ("d4@0-2,2", "rank 2 stands twice in the mesh 0-2,2"),
         ("d3e2@0-2", "ep=2 does not divide dp=3"),
+        ("v2@0", "vp=2 needs a pipeline"),
     ],
 )
 def test_refusals(text, sentence):

@@ -247,3 +247,18 @@ def test_stages_hold_consecutive_layers_and_the_ends(pp):
         assert ("model.embed_tokens.weight" in names) == (stage == 0)
         assert ("model.norm.weight" in names) == ("lm_head.weight" in names) == (stage == pp - 1)
     assert layers == list(range(5))
+
+
+def test_interleaved_stages_hold_chunks_in_turn():
+    """As in Megatron-LM: with 8 layers on 2 stages, chunks of 2 layers alternate between the stages."""
+    spec, layout = model_spec(small(layers=8)), Layout.parse("p2v2@0-1")
+    assert spec.chunk_layers(layout.strategy, 0) == [range(2), range(4, 6)]
+    assert spec.chunk_layers(layout.strategy, 1) == [range(2, 4), range(6, 8)]
+    held = [spec.held_by(layout, rank) for rank in layout.ranks]
+    for stage, layers in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+        assert sorted({int(n.split(".")[2]) for n in held[stage] if n.startswith("model.layers.")}) == layers
+    for param, placement in zip(spec.params, spec.placements(layout), strict=True):
+        holders = tuple(rank for rank in layout.ranks if param.name in held[rank])
+        assert placement == ((param.region(1, 0), holders),)
+        primary = [rank for rank in holders if spec.is_primary(param, layout, layout.coordinate(rank))]
+        assert primary == [holders[0]]

@@ -21,6 +21,7 @@ from realhf.nn.lora import Adapters
 from realhf.nn.split_float32 import split_into
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
+from realhf.realloc.pieces import Shards
 from realhf.region import Region, row_blocks
 
 _BLOCK_BYTES = 1 << 20
@@ -37,15 +38,12 @@ def load_weights(directory: str | Path, model: Transformer) -> list[str]:
     """
     groups = model.groups
     is_first = groups.rank == groups.layout.ranks[0]
-    return read_shards(Path(directory), model.spec, model.shards(), model.regions, announce=is_first)
+    return read_shards(Path(directory), model.spec, model.pieces(), announce=is_first)
 
 
 @torch.no_grad()
-def read_shards(
-    directory: Path, spec: ModelSpec, shards: Mapping[str, Tensor], regions: Mapping[str, Region],
-    *, announce: bool = True,
-) -> list[str]:  # fmt: skip
-    """Do the work of `load_weights` for any tensors with these regions of the parameters.
+def read_shards(directory: Path, spec: ModelSpec, shards: Shards, *, announce: bool = True) -> list[str]:
+    """Do the work of `load_weights` for any shards, directly into their memory.
 
     With `announce`, print to standard error which layers in the files are not read.
     """
@@ -57,8 +55,8 @@ def read_shards(
             f"{layers}", file=sys.stderr)
     embedding = next(param for param in spec.params if param.part == "embedding.weight").name
     copy = checkpoint.head_copy if embedding in shards else None
-    _read_all(checkpoint.tensors, spec, shards, regions)
-    if copy is not None and not _equals(copy, regions[embedding], shards[embedding]):
+    _read_all(checkpoint.tensors, spec, shards)
+    if copy is not None and not all(_equals(copy, *piece) for piece in shards[embedding]):
         raise ValueError(
             f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
             "tie_word_embeddings true; set it to false, or remove the tensor"
@@ -74,7 +72,7 @@ def load_adapters(directory: str | Path, adapters: Adapters) -> None:
     the file and the tensor.
     """
     tensors = open_adapters(Path(directory), adapters.spec)
-    _read_all(tensors, adapters.spec, adapters.shards(), adapters.regions)
+    _read_all(tensors, adapters.spec, adapters.pieces())
 
 
 def save_weights(
@@ -93,10 +91,7 @@ def save_weights(
     writer.write(Path(directory), model.pieces(), beside=beside or {})
 
 
-def _read_all(
-    tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Mapping[str, Tensor],
-    regions: Mapping[str, Region],
-) -> None:  # fmt: skip
+def _read_all(tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Shards) -> None:
     """Read those parameters of a rank that `tensors` has, in the order of the files."""
     params = (p for p in spec.params if p.name in shards and p.in_file.name in tensors)
     reads = [(tensors[p.in_file.name], p) for p in params]
@@ -104,10 +99,11 @@ def _read_all(
     for path, some in groupby(reads, key=lambda read: read[0].path):
         with _opened(path) as file:
             for tensor, param in some:
-                target = in_file_order(param, shards[param.name])
-                _read(file, tensor, box_in_tensor(param, regions[param.name]), target)
-                if param.num_terms > 1:
-                    split_into(shards[param.name], target)
+                for box, shard in shards[param.name]:
+                    target = in_file_order(param, shard)
+                    _read(file, tensor, box_in_tensor(param, box), target)
+                    if param.num_terms > 1:
+                        split_into(shard, target)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.nn.grad_accumulation import Weight
 from realhf.param_spec import ModelSpec, ParamSpec
-from realhf.realloc.pieces import Shards, one_piece_each, shards_of
-from realhf.region import region_size, region_slices
+from realhf.realloc.pieces import Shards, one_piece_each, pairs, shards_of
+from realhf.region import region_size
 
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""
@@ -112,36 +112,9 @@ class ShardedParameters:
         self.hold_grads()
         return self._grad_shards
 
-    @torch.no_grad()
     def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
-        """Initialise the parameters, or only those in `names`, to the same values in every layout.
-
-        Weights are normal, norms 1 and biases 0; an adapter's A is drawn as in PEFT, and its B is 0. Each
-        parameter has its own generator.
-        """
-        params = {param.name: param for param in self.spec.params}
-        for name, shard in self.shards().items():
-            if names is not None and name not in names:
-                continue
-            part = params[name].part
-            if part.endswith(("norm.weight", "bias", "lora_B")):
-                shard.fill_(1 - self.config.norm_offset if part.endswith("norm.weight") else 0)
-                continue
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            shape, (rows, *others) = params[name].shape, self.regions[name]
-            for first, stop in _row_blocks(shape):
-                whole = torch.empty(stop - first, *shape[1:])
-                if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
-                    bound = 1 / math.sqrt(shape[1])
-                    whole.uniform_(-bound, bound, generator=generator)
-                else:
-                    std = self.config.hf.get("initializer_range", 0.02)
-                    whole.normal_(0.0, std, generator=generator)
-                low, high = max(first, rows[0]), min(stop, rows[1])
-                if low < high:
-                    mine = whole[region_slices(((low - first, high - first), *others))]
-                    shard[low - rows[0] : high - rows[0]] = mine
+        """Initialise the parameters, or only those in `names`; see `draw_parameters`."""
+        draw_parameters(self.spec, self.pieces(), seed=seed, names=names)
 
     def enable_grad(self) -> None:
         """Make the parameters trainable; call this once."""
@@ -215,3 +188,36 @@ def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     step = max(1, _DRAWN_NUMEL // (16 * max(1, width))) * 16
     starts = range(0, max(1, shape[0] - step + 1), step)
     yield from zip(starts, [*starts[1:], shape[0]], strict=True)
+
+
+@torch.no_grad()
+def draw_parameters(
+    spec: ModelSpec, shards: Shards, *, seed: int, names: Collection[str] | None = None
+) -> None:
+    """Initialise the parameters, or only those in `names`, to the same values in every layout.
+
+    Weights are normal, norms 1 and biases 0; an adapter's A is drawn as in PEFT, and its B is 0. Each
+    parameter has its own generator.
+    """
+    config = spec.config
+    params = {param.name: param for param in spec.params}
+    for name in shards if names is None else shards.keys() & names:
+        part = params[name].part
+        if part.endswith(("norm.weight", "bias", "lora_B")):
+            for _, tensor in shards[name]:
+                tensor.fill_(1 - config.norm_offset if part.endswith("norm.weight") else 0)
+            continue
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        shape = params[name].shape
+        for first, stop in _row_blocks(shape):
+            whole = torch.empty(stop - first, *shape[1:])
+            if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
+                bound = 1 / math.sqrt(shape[1])
+                whole.uniform_(-bound, bound, generator=generator)
+            else:
+                std = config.hf.get("initializer_range", 0.02)
+                whole.normal_(0.0, std, generator=generator)
+            drawn = ((first, stop), *((0, size) for size in shape[1:]))
+            for mine, values in pairs(shards[name], [(drawn, whole)], drawn):
+                mine.copy_(values)

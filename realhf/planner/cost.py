@@ -334,6 +334,8 @@ class _Estimate:
             self.work, self.strategy, limit, attention=self.role.attention_share)
         if self.rates.path.of_role(self.role.config).pads_stages and self.strategy.pp > 1:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
+        if self.strategy.vp > 1:  # Empty micro-batches are added.
+            micro = micro._replace(num_micro_batches=max(micro.num_micro_batches, self.strategy.pp))
         return micro
 
     @cached_property
@@ -379,17 +381,18 @@ class _Estimate:
     ) -> CallCost:  # fmt: skip
         """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
 
-        `stages` are those of a mean micro-batch, one for each of `_stages`. The largest one, which takes `largest` times as long, is the
-        one that fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, section 6.1).
+        `stages` are those of a mean micro-batch, one for each of `_stages`. The largest one, which takes
+        `largest` times as long, fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, 6.1).
         """
-        pp = self.strategy.pp
+        pp, chunks = self.strategy.pp, self.strategy.vp
         hop = self._hop(tokens) if pp > 1 else 0.0
         once = sum(stage.seconds * some.count for stage, some in zip(stages, self._stages, strict=True))
-        once += hops_per_slot * (pp - 1) * hop
+        once += hops_per_slot * (pp * chunks - 1) * hop
         slowest = max(stages, key=lambda stage: stage.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
-        slot = max(slowest.seconds, once / pp, hop)
-        seconds = once * largest + (count - largest) * slot
+        slot = max(slowest.seconds, once / pp, chunks * hop)
+        # Interleaved chunks fill and drain the pipeline in a fraction of the time.
+        seconds = (once - slot) / chunks * largest + count * slot
         busy = slowest.times(count)
         waiting = seconds - busy.seconds
         parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}

@@ -24,6 +24,7 @@ COMPLETE = 8
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
 _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positions.
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
+_NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves them.
 
 
 def find_meshes(cluster: Cluster) -> list[range]:
@@ -69,9 +70,10 @@ def find_strategies(
                 for ep in _divisors(dp):
                     if ep > num_experts:
                         continue
-                    strategy = ParallelStrategy(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-                    if _is_legal(config, strategy):
-                        yield strategy
+                    for vp in _NUM_CHUNKS if config.interleaves and pp > 1 else (1,):
+                        strategy = ParallelStrategy(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, vp=vp)
+                        if _is_legal(config, strategy):
+                            yield strategy
 
 
 def _is_enumerated(cluster: Cluster, tp: int, cp: int) -> bool:

@@ -115,7 +115,7 @@ class MemoryAccount:
         self.available = np.concatenate([np.full(len(r), available_bytes(kind)) for r, kind in kinds])
         self.communicators = Communicators(problem.cluster, self.num_ranks)
         self._placements: dict[Layout, Placement] = {}
-        self._kinds: dict[tuple[int, int, int], int] = {}
+        self._kinds: dict[tuple[int, ...], int] = {}
         self._states: dict[tuple[str, str, Layout], np.ndarray] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
@@ -129,7 +129,7 @@ class MemoryAccount:
             stage = np.full(self.num_ranks, -1)
             shard = np.full(self.num_ranks, -1)
             pp, dp, _, tp = np.indices(layout.grid.shape)
-            kind = self._kinds.setdefault((layout.pp, layout.tp, layout.ep), len(self._kinds))
+            kind = self._kinds.setdefault((layout.pp, layout.tp, layout.ep, layout.vp), len(self._kinds))
             stage[layout.grid] = pp
             index = (pp * layout.tp + tp) * layout.ep + dp % layout.ep
             shard[layout.grid] = kind * MAX_RANKS**2 + index

@@ -226,7 +226,7 @@ def _number_layouts(groups: Sequence[CallGroup]) -> list[_Layouts]:
     for group in groups:
         undecided = [-1] * (len(group.by_mesh) + 1)
         strategies = [candidate.layout.strategy for candidate in group.candidates]
-        kind = [kinds.setdefault((s.pp, s.tp, s.ep), len(kinds)) for s in strategies]
+        kind = [kinds.setdefault((s.pp, s.tp, s.ep, s.vp), len(kinds)) for s in strategies]
         layout = [layouts.setdefault(candidate.layout, len(layouts)) for candidate in group.candidates]
         numbered.append(_Layouts(np.array(layout + undecided), np.array(kind + undecided)))
     return numbered

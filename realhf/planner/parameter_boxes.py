@@ -70,7 +70,8 @@ class Kind(NamedTuple):
 class Boxes(NamedTuple):
     """The box of every rank in a range of ranks, each of shape (ranks, 2); absent ranks have empty boxes.
 
-    Replicas that share an optimizer hold 1 / `parts` of their box, each another part.
+    `rows` has the shape (ranks, chunks, 2), as a rank may have several chunks of the layers. Replicas that
+    share an optimizer hold 1 / `parts` of their box, each another part.
     """
 
     rows: np.ndarray
@@ -107,12 +108,14 @@ def boxes_of(model: Model, kind: Kind, placed: ContiguousLayout, ranks: range, *
     s = placed.strategy
     pp, dp, cp, tp = np.indices((s.pp, s.dp, s.cp, s.tp)).reshape(4, -1)
     num_layers = model.config.num_layers
-    edges = np.array([even_split(num_layers, s.pp, stage) for stage in range(s.pp)]) + 1
-    edges[0, 0] = 0
-    edges[-1, 1] = num_layers + 2
-    rows = edges[pp].astype(float)
+    virtual_stages = [even_split(num_layers, s.pp * s.vp, i) for i in range(s.pp * s.vp)]
+    edges = np.array(virtual_stages, float).reshape(s.vp, s.pp, 2) + 1
+    edges[0, 0, 0] = 0
+    edges[-1, -1, 1] = num_layers + 2
+    rows = edges[:, pp].swapaxes(0, 1)
     if kind.on_both_ends:
-        rows = np.stack([np.zeros(len(pp)), ((pp == 0) | (pp == s.pp - 1)).astype(float)], axis=1)
+        is_end = (pp == 0) | (pp == s.pp - 1)
+        rows = np.stack([np.zeros(len(pp)), is_end.astype(float)], axis=1)[:, None]
     columns = _columns(kind.units, s.tp)[tp]
     experts = np.tile([0.0, 1.0], (len(pp), 1))
     replica = dp * s.cp + cp
@@ -128,11 +131,16 @@ def boxes_of(model: Model, kind: Kind, placed: ContiguousLayout, ranks: range, *
         width = np.diff(columns) / parts
         columns = columns[:, :1] + width * np.stack([replica, replica + 1], axis=1)
         parts = 1
-    elif kind.numel(*rows.T).max() * np.diff(columns).max() * np.diff(experts).max() <= model.section_numel:
-        rows = _rows_of_replica(kind, rows, replica, parts)
+    elif s.vp == 1 and _most_elements(kind, rows, columns, experts) <= model.section_numel:
+        rows = _rows_of_replica(kind, rows[:, 0], replica, parts)[:, None]
         parts = 1
     rows, columns, experts = (_spread(box, placed, ranks) for box in (rows, columns, experts))
     return Boxes(rows, columns, experts, parts)
+
+
+def _most_elements(kind: Kind, rows: np.ndarray, columns: np.ndarray, experts: np.ndarray) -> float:
+    in_rows = kind.numel(rows[..., 0], rows[..., 1]).sum(axis=1)
+    return float(in_rows.max() * np.diff(columns).max() * np.diff(experts).max())
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +166,7 @@ def _rows_of_replica(kind: Kind, rows: np.ndarray, replica: np.ndarray, parts: i
 
 def _spread(box: np.ndarray, placed: ContiguousLayout, ranks: range) -> np.ndarray:
     """Return the boxes of a layout's ranks at their places in a range of ranks."""
-    everywhere = np.zeros((len(ranks), 2))
+    everywhere = np.zeros((len(ranks), *box.shape[1:]))
     start = placed.first_rank - ranks.start
     everywhere[start : start + len(box)] = box
     return np.round(everywhere, 9)

@@ -7,6 +7,7 @@ is the number of bytes of an element that needs precision.
 from functools import cached_property
 
 from realhf.chunk_sizes import WINDOW_NUMEL
+from realhf.micro_batch import passes_in_flight
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.model_states import num_states, trained_params
 from realhf.planner.shard import held_params, in_section
@@ -59,17 +60,18 @@ class TrainMoments:
         return self.hidden if self.pieces.recompute else self.pieces.block_saved_bytes(self.tokens)
 
     def _saved(self, stage: Stage) -> float:
-        """Return the bytes that one micro-batch keeps from its forward to its backward pass."""
+        """Return the bytes that a micro-batch keeps from its forward to its backward pass through a chunk."""
         angles = self.role.itemsize * self.pieces.widths.head_dim * self.tokens
-        return stage.num_layers * self._saved_by_layer + angles + INDEX_BYTES * self.tokens
+        num_layers = stage.num_layers // self.strategy.vp
+        return num_layers * self._saved_by_layer + angles + INDEX_BYTES * self.tokens
 
     def _in_flight(self, stage: Stage) -> CallMemory:
         """Return the samples, and the activations and messages of all micro-batches in flight."""
         pieces = self.pieces
         num_micro_batches = pieces.micro_batch.num_micro_batches
-        num_in_flight = min(num_micro_batches, self.strategy.pp - stage.index)
-        has_previous = not stage.is_first
-        has_next = not stage.is_last
+        num_in_flight = passes_in_flight(self.strategy, stage.index, num_micro_batches)
+        has_previous = not stage.is_first or self.strategy.vp > 1
+        has_next = not stage.is_last or self.strategy.vp > 1
         messages = 0.0
         if self.strategy.pp > 1:
             # Hidden states sent, and received ones unless a layer saves them anyway.

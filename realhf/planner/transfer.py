@@ -90,8 +90,10 @@ def covers(model: Model, held: ContiguousLayout, wanted: ContiguousLayout) -> bo
         is_empty = np.zeros(len(held.ranks), dtype=bool)
         is_inside = np.ones(len(held.ranks), dtype=bool)
         for outer, inner in zip(have[:3], want[:3], strict=True):
-            is_empty |= inner[:, 0] >= inner[:, 1]
-            is_inside &= (outer[:, 0] <= inner[:, 0]) & (inner[:, 1] <= outer[:, 1])
+            edges = np.unique(np.concatenate([outer.ravel(), inner.ravel()]))
+            wants = _inside(inner, edges)
+            is_empty |= ~wants.any(axis=1)
+            is_inside &= (wants <= _inside(outer, edges)).all(axis=1)
         if not (is_empty | is_inside).all():
             return False
     return True
@@ -99,7 +101,8 @@ def covers(model: Model, held: ContiguousLayout, wanted: ContiguousLayout) -> bo
 
 def _inside(boxes: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return which intervals between edges lie in which rank's box, shape (N, intervals), as 0.0 or 1.0."""
-    inside = (boxes[:, :1] <= edges[:-1]) & (edges[1:] <= boxes[:, 1:])
+    in_part = (boxes[..., :1] <= edges[:-1]) & (edges[1:] <= boxes[..., 1:])
+    inside: np.ndarray = in_part.reshape(len(boxes), -1, len(edges) - 1).any(axis=1)
     return inside.astype(np.float32)
 
 
@@ -128,7 +131,8 @@ class _Cells:
     """The cells of one kind of parameters, and who holds and wants them."""
 
     def __init__(self, kind: Kind, held: Boxes, wanted: Boxes, num_hosts: int) -> None:
-        edges = [np.unique(np.concatenate(pair)) for pair in zip(held[:3], wanted[:3], strict=True)]
+        axes = zip(held[:3], wanted[:3], strict=True)
+        edges = [np.unique(np.concatenate([a.ravel(), b.ravel()])) for a, b in axes]
         rows = kind.numel(edges[0][:-1], edges[0][1:])
         plane = (rows[:, None] * np.diff(edges[1])).ravel()
         self.sizes = plane[:, None] * np.diff(edges[2])

@@ -55,7 +55,7 @@ def _copy(world, source, target, dtype, layout, leader=0, max_shard_bytes=5 * 10
     layout, spec = Layout.parse(layout), model_spec(ModelConfig.load(str(source)))
     regions = spec.held_by(layout, world.rank)
     shards = shards_of(torch.full((sum(map(region_size, regions.values())),), -1.0, dtype=dtype), regions)
-    missing = read_shards(source, spec, shards, regions) if shards else []
+    missing = read_shards(source, spec, one_piece_each(shards, regions)) if shards else []
     if shards or world.rank == leader:
         options = {"dtype": dtype, "leader": leader, "max_shard_bytes": max_shard_bytes}
         writer = CheckpointWriter(spec, layout, world, **options)

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.algorithms.sft import CrossEntropy
-from realhf.calls import OptimizerConfig, TrainStep
+from realhf.calls import LogProbs, OptimizerConfig, TrainStep
+from realhf.checkpoint.write import CheckpointWriter
 from realhf.cli.experiment_file import load_experiment
 from realhf.dist.world import World
 from realhf.engine.base import Engine
 from realhf.engine.megatron.engine import MegatronEngine
 from realhf.engine.native import NativeEngine
+from realhf.engine.protocol import DTYPES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -135,14 +138,16 @@ def waits(world: World, hf: dict[str, Any], text: str) -> list[tuple[str, tuple[
     return sorted(seen)
 
 
-def native_state(world: World, hf: dict[str, Any]) -> dict[str, Any] | None:
+def native_state(world: World, hf: dict[str, Any], dtype: str = "float32") -> dict[str, Any] | None:
     """Return the same as `state` of the native engine on one rank."""
-    return state(world, hf, "d1@0", "native")
+    return state(world, hf, "d1@0", dtype, "native")
 
 
-def state(world: World, hf: dict[str, Any], text: str, kind: str = "megatron") -> dict[str, Any] | None:
+def state(
+    world: World, hf: dict[str, Any], text: str, dtype: str = "float32", kind: str = "megatron"
+) -> dict[str, Any] | None:
     """Return, after two steps, this rank's pieces: of the weights, and of every tensor of the optimizer."""
-    engine = make_engine(world, kind, hf, text)
+    engine = make_engine(world, kind, hf, text, dtype=dtype)
     if engine is None:
         return None
     train(engine, steps=2)
@@ -153,30 +158,100 @@ def state(world: World, hf: dict[str, Any], text: str, kind: str = "megatron") -
     }  # fmt: skip
 
 
-def moved_back(world: World, hf: dict[str, Any], text: str, other: str) -> list[str] | None:
+def moved_back(
+    world: World, hf: dict[str, Any], text: str, other: str, dtype: str = "float32"
+) -> list[str] | None:
     """Move trained weights to a native copy and on to a frozen megatron engine.
 
     Return the parameters that differ on this rank in the end.
     """
-    trained = make_engine(world, "megatron", hf, text)
+    trained = make_engine(world, "megatron", hf, text, dtype=dtype)
     if trained is not None:
         train(trained, steps=1)
     spec = model_spec(ModelConfig.from_hf(hf))
     home, away = Layout.parse(text), Layout.parse(other)
-    copy = NativeEngine(spec, away, world, dtype="float32") if world.rank in away else None
-    end = MegatronEngine(spec, home, world, dtype="float32") if trained is not None else None
+    copy = NativeEngine(spec, away, world, dtype=dtype) if world.rank in away else None
+    end = MegatronEngine(spec, home, world, dtype=dtype) if trained is not None else None
     shards = [None if engine is None else engine.shards() for engine in (trained, copy, end)]
     for source, target, pair in ((home, away, shards[:2]), (away, home, shards[1:])):
-        Reallocator(spec, source=source, target=target, world=world, dtype=torch.float32).run(*pair)
+        Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype]).run(*pair)
     if trained is None:
         return None
-    changed = make_engine(world, "megatron", hf, text)
+    changed = make_engine(world, "megatron", hf, text, dtype=dtype)
     assert not all(_equal(changed.shards()[name], pieces) for name, pieces in shards[0].items())
     return [name for name, pieces in shards[0].items() if not _equal(shards[2][name], pieces)]
 
 
 def _equal(pieces: Any, others: Any) -> bool:
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(pieces, others, strict=True))
+
+
+def with_library(world: World, library: str, name: str, *args: Any) -> Any:
+    """Run a function of this module as if a library for grouped products of experts were installed."""
+    with shim.installed(library):
+        return globals()[name](world, *args)
+
+
+def exported(world: World, hf: dict[str, Any], text: str, directory: Path) -> list | None:
+    """Train two steps and write a model directory; return the log-probs of ragged rows, on the last stage."""
+    layout = Layout.parse(text)
+    engine = make_engine(world, "megatron", hf, text)
+    if engine is None:
+        return None
+    train(engine, steps=2)
+    writer = CheckpointWriter(engine.model.spec, layout, world, dtype=torch.float32, leader=layout.ranks[0])
+    writer.write(directory, engine.export_shards(), beside={})
+    call = FunctionCall(
+        "logprobs", "forward", ("sequence_ids",), ("logprobs",), role="actor", work=LogProbs())
+    found = engine.run(call, [minibatch(ragged_rows(6, seed=0))], micro_batch_tokens=16).batch
+    return found["logprobs"].values.tolist() if found.fields else None
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operator makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+            self.largest = max(self.largest, made.untyped_storage().nbytes())
+        return made
+
+
+def loaded(world: World, hf: dict[str, Any], text: str, directory: Path) -> tuple[int, Any] | None:
+    """Load a model directory; return the bytes of the largest tensor that this makes, and the weights."""
+    engine = make_engine(world, "megatron", hf, text)
+    if engine is None:
+        return None
+    with _Allocations() as made:
+        engine.load_base(directory, seed=0)
+    return made.largest, dict(engine.shards())
+
+
+def in_flight(world: World, hf: dict[str, Any], text: str, counts: tuple[int, ...]) -> list[int] | None:
+    """Return the most passes through chunks that wait on this rank for their backward passes, by the number
+    of micro-batches."""
+    engine = make_engine(world, "megatron", hf, text)
+    if engine is None:
+        return None
+    waiting = [0]
+
+    def count(_: Any, __: Any, output: Any) -> None:
+        waiting.append(waiting[-1] + 1)
+        output[0].register_hook(lambda _: waiting.append(waiting[-1] - 1))
+
+    for chunk in engine.chunks:
+        chunk.decoder.layers[0].register_forward_hook(count)
+    most = []
+    for number in counts:
+        rows = [row for seed in range(number) for row in ragged_rows(1, seed=seed)]
+        engine.run(CALL, [minibatch(rows)], micro_batch_tokens=1)
+        most.append(max(waiting))
+        assert waiting[-1] == 0
+        del waiting[1:]
+    return most
 
 
 def grpo(

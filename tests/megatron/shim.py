@@ -5,9 +5,11 @@ conftest.py). No numbers change: what is replaced are devices, streams, events a
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -130,7 +132,10 @@ def _patch() -> None:
 
 _patch()
 
+import megatron.core.extensions.transformer_engine as transformer_engine  # noqa: E402
 import megatron.core.tensor_parallel.random as random  # noqa: E402 (it must come after the patches)
+import megatron.core.transformer.moe.experts as experts  # noqa: E402
+import megatron.core.transformer.moe.grouped_gemm_util as grouped_gemm_util  # noqa: E402
 import megatron.core.transformer.moe.moe_utils as moe_utils  # noqa: E402
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher  # noqa: E402
 
@@ -141,3 +146,61 @@ token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: 
     tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor)
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+
+class _GroupedLinear(torch.nn.Module):
+    """Transformer Engine's GroupedLinear with Megatron-Core's parameters: a weight for each expert."""
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **_: Any
+    ) -> None:
+        super().__init__()
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(x.split(m_splits), self.parameters(), strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+
+class _ColumnGroupedLinear(_GroupedLinear):
+    def __init__(self, n: int, inputs: int, outputs: int, *, pg_collection: Any, **options: Any) -> None:
+        outputs //= pg_collection.expt_tp.size()
+        super().__init__(n, inputs, outputs, pg_collection=pg_collection, **options)
+
+
+class _RowGroupedLinear(_GroupedLinear):
+    def __init__(self, n: int, inputs: int, outputs: int, *, pg_collection: Any, **options: Any) -> None:
+        inputs //= pg_collection.expt_tp.size()
+        super().__init__(n, inputs, outputs, pg_collection=pg_collection, **options)
+
+
+def _gmm(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, *, trans_b: bool = False
+) -> torch.Tensor:
+    """Return the product of each expert's rows with its matrix, as the library grouped_gemm does."""
+    assert not trans_b
+    parts = zip(x.split(counts.tolist()), weights, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
+
+
+@contextlib.contextmanager
+def installed(library: str | None) -> Iterator[None]:
+    """Put a loop over experts in the place of a library for grouped products, which needs a GPU."""
+    if library is None:
+        yield
+        return
+    if library == "grouped_gemm":
+        places = {grouped_gemm_util: {"grouped_gemm": _gmm, "ops": SimpleNamespace(gmm=_gmm)}}
+    else:
+        places = {transformer_engine: {
+            "TEColumnParallelGroupedLinear": _ColumnGroupedLinear,
+            "TERowParallelGroupedLinear": _RowGroupedLinear}}  # fmt: skip
+    places[experts] = {"jit_fuser": lambda function: function}  # No compiler is needed.
+    with contextlib.ExitStack() as stack:
+        for place, names in places.items():
+            for name, value in names.items():
+                stack.enter_context(patch.object(place, name, value))
+        yield

@@ -4,14 +4,19 @@ import pytest
 import transformers
 
 from realhf.families import FAMILIES
+from realhf.layout import Layout
+from realhf.micro_batch import passes_in_flight
 from tests.families import CASES, MOE_CASES
 
-# qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd.
+# qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd. qwen2-8
+# has 8 layers, the others have 4.
 QUICK = [
     ("qwen2", "d1@0", {}), ("qwen2", "d2@0-1", {}), ("qwen2", "t2@0-1", {}), ("qwen2", "p2@0-1", {}),
     ("qwen2", "t2p2@0-3", {"recompute": True}), ("qwen2", "d2p2@0-3", {}), ("qwen3", "d2t2@0-3", {}),
     ("llama-bias", "t2p2@0-3", {}), ("qwen2-moe", "d2e2@0-1", {}), ("qwen3-moe", "d2t2e2@0-3", {}),
     ("qwen3-moe", "d2p2e2@0-3", {"recompute": True}), ("qwen2", "d2@0-1", {"overlap": True}),
+    ("qwen2", "p2v2@0-1", {}), ("llama-bias", "t2p2v2@0-3", {"recompute": True}),
+    ("qwen3-moe", "d2p2v2e2@0-3", {"overlap": True}), ("qwen2-8", "p4v2@0-3", {}),
 ]  # fmt: skip
 SLOW = (
     "llama", "llama-3.1", "llama-linear", "llama-dynamic", "mistral", "qwen2-window", "phi-3", "phi-4",
@@ -22,8 +27,9 @@ LAYOUTS = ("d2@0-1", "t2@0-1", "p2@0-1", "t2p2@0-3")
 
 def hf_config(name):
     """Return a config.json as transformers would write it."""
-    case = {**CASES, **MOE_CASES}[name]
-    config = transformers.AutoConfig.for_model(**case.hf())
+    case = {**CASES, **MOE_CASES}[name.removesuffix("-8")]
+    more = {"num_hidden_layers": 8} if name.endswith("-8") else {}
+    config = transformers.AutoConfig.for_model(**case.hf(**more))
     return {**config.to_dict(), "architectures": [FAMILIES[case.family].architecture("lm")]}
 
 
@@ -72,3 +78,30 @@ def test_bfloat16_follows_the_curve_roughly(megatron):
         for ours, theirs in zip(curve, expected, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.2)
+
+
+@pytest.mark.parametrize(("layout", "counts"), [("p2v2@0-1", (1, 2, 3, 5, 6)), ("p4v2@0-3", (3, 5, 7, 9))])
+def test_passes_in_flight_are_those_of_the_planner(megatron, layout, counts):
+    """The schedule takes any number of micro-batches; with few, empty ones are added."""
+    strategy = Layout.parse(layout).strategy
+    ranks = megatron("in_flight", hf_config("qwen2-8"), layout, counts, num_ranks=4)
+    for stage in range(strategy.pp):
+        assert ranks[stage] == [passes_in_flight(strategy, stage, count) for count in counts]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3-moe", "d2t2e2@0-3"), ("qwen2-moe", "d2p2v2@0-3")])
+def test_grouped_experts_give_the_curve_of_the_native_engine(megatron, reference, name, layout):
+    """The products are those of Transformer Engine's layers, but one after the other."""
+    curve = ("curve", "megatron", hf_config(name), layout, {})
+    assert_equal(megatron("with_library", "transformer_engine", *curve, num_ranks=4), reference(name))
+
+
+def test_experts_in_one_tensor_give_the_curve_of_experts_in_several(megatron):
+    """grouped_gemm computes in bfloat16."""
+    curve = ("curve", "megatron", hf_config("qwen3-moe"), "d2t2e2@0-3", {"dtype": "bfloat16"})
+    grouped, expected = (
+        megatron(*call, num_ranks=4) for call in (("with_library", "grouped_gemm", *curve), curve))
+    for ours, theirs in zip(grouped, expected, strict=True):
+        for step, other in zip(ours, theirs, strict=True):
+            assert step["loss"] == pytest.approx(other["loss"], rel=1e-3)
+            assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)

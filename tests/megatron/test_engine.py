@@ -27,11 +27,12 @@ FORWARD = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ["t2p2@0-3", "t2p2v2@0-3"])
 @pytest.mark.parametrize("call", FORWARD, ids=lambda call: call.name)
-def test_forward_calls_are_those_of_the_native_engine(megatron, call):
+def test_forward_calls_are_those_of_the_native_engine(megatron, call, layout):
     hf = hf_config("qwen2")
     (expected,) = megatron("outputs", "native", hf, "d1@0", call, num_ranks=1)
-    found = [rank for rank in megatron("outputs", "megatron", hf, "t2p2@0-3", call, num_ranks=4) if rank]
+    found = [rank for rank in megatron("outputs", "megatron", hf, layout, call, num_ranks=4) if rank]
     assert len(found) == 2  # The last stage of two tensor-parallel ranks.
     for columns in found:
         for ours, theirs in zip(columns, expected, strict=True):
@@ -70,6 +71,17 @@ def test_layouts_that_it_lacks_are_refused_except_for_generation(layout, what):
     with pytest.raises(ValueError, match=what):
         config.check_layout(Layout.parse(layout))
     config.check_generation_layout(Layout.parse(layout))
+
+
+def test_interleaved_chunks_are_of_this_engine_only():
+    config = MegatronConfig.from_hf(hf_config("qwen2"))
+    layout = Layout.parse("p2v2@0-1")
+    config.check_layout(layout)
+    for check in (config.check_generation_layout, config.native().check_layout):
+        with pytest.raises(ValueError, match="vp=2: only the megatron engine interleaves"):
+            check(layout)
+    with pytest.raises(ValueError, match=r"pp\*vp=8 does not divide the 4 layers"):
+        config.check_layout(Layout.parse("p2v4@0-1"))
 
 
 @pytest.mark.parametrize(("changes", "what"), [

@@ -6,11 +6,13 @@ import pytest
 
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.layout import Layout
+from realhf.layout import Layout, ParallelStrategy
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
+from realhf.planner.call_memory import peak_memory
 from realhf.planner.engine_paths import MEGATRON, OUR_CUDA
+from realhf.planner.enumeration import find_strategies
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.problem import ModelRole, Problem, Workload
 from tests.megatron.test_curves import hf_config
@@ -53,3 +55,24 @@ def test_generation_in_the_layout_of_training_needs_a_copy(kind):
     elsewhere = replace(plan, calls=plan.calls | {"actor_generate": replace(
         plan["actor_generate"], layout=Layout.parse("d2@2-3"))})
     assert MemoryAccount(problem).of_plan(elsewhere).resting["actor copy"][2:4].all()
+
+
+def test_interleaved_chunks_keep_more_activations():
+    """Stage 0 of 4 keeps 4 micro-batches; with 2 chunks per stage, 2 * 3 + 4 + 1 = 11 passes through half of
+    its layers (Megatron-LM's num_warmup_microbatches, and one more)."""
+    role = ModelRole(MegatronConfig.load("llama-7b"), trainable=True)
+    work = Workload(64, 1024, 1024, 1024, output="values")
+    plain, interleaved = (
+        peak_memory(
+            role, "train_step", work, ParallelStrategy.parse(text), 0, micro_batch_tokens=2048, fused=True)
+        for text in ("p4", "p4v2"))  # fmt: skip
+    assert interleaved.activations / plain.activations == pytest.approx(11 / 2 / 4, rel=1e-2)
+
+
+def test_the_search_interleaves_where_the_engine_can():
+    cluster = Cluster.load("h100-1x8")
+    found = {
+        kind: {s.vp for s in find_strategies(kind.load("llama-7b"), 8, cluster=cluster, max_dp=8)}
+        for kind in (ModelConfig, MegatronConfig)
+    }  # fmt: skip
+    assert found == {ModelConfig: {1}, MegatronConfig: {1, 2, 4}}

@@ -11,6 +11,7 @@ from realhf.graph import FunctionCall
 from realhf.inference.block_tables import BlockTables
 from realhf.kv_blocks import tokens_read
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
@@ -82,6 +83,19 @@ def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
     cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, micro_batch_tokens=2048)
     assert cost.num_micro_batches == 64
     assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx((stages - 1) / 64)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_interleaved_chunks_idle_a_fraction_of_the_slots(chunks):
+    """Interleaving v chunks divides the idle time of 1F1B by v (Narayanan et al. 2021)."""
+    role = ModelRole(MegatronConfig.load("llama-7b"), trainable=True)
+    values = Workload(64, 1024, 1024, 1024, output="values")
+    options = {"role": role, "work": values, "micro_batch_tokens": 2048}
+    cost = _cost(_rates(flops=1e15), "train_step", f"p4v{chunks}", **options)
+    assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx(3 / chunks / 64)
+    slow = _rates(flops=1e15, intra=1e6)
+    more, fewer = (_cost(slow, "train_step", text, **options).seconds for text in (f"p4v{chunks}", "p4"))
+    assert more > fewer  # It sends more.
 
 
 def test_pipelines_send_hidden_states_between_stages():

@@ -8,6 +8,7 @@ import pytest
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.lora import LoraConfig, adapter_spec
+from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.parameter_boxes import ContiguousLayout, Model
@@ -148,3 +149,13 @@ def test_a_rank_receives_what_it_lacks_by_hand():
     halves, whole = (ContiguousLayout(ParallelStrategy.parse(text), 0) for text in ("t2", "d2"))
     ours = estimate_movement(links, Model(config, None, spec.section_numel), halves, whole, itemsize=4)
     assert ours.seconds == pytest.approx(4 * split / 2 / 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize(("first", "second"), [("p4v2", "p4"), ("t2p4v4", "p8"), ("d2p4v2", "p8v2")])
+def test_interleaved_chunks_move(first, second):
+    config = MegatronConfig.load("llama-3.2-1b")
+    cluster = Cluster.load("h100-1x8")
+    layouts = [ContiguousLayout(ParallelStrategy.parse(text), 0) for text in (first, second)]
+    for source, target in (layouts, layouts[::-1]):
+        found = ratios(config, cluster, source, target, sharded=False)
+        assert found and are_near(found), found

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from realhf.calls import Generate, OptimizerConfig
-from realhf.checkpoint.hf import load_weights
+from realhf.checkpoint.hf import read_shards
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.parallel import ParallelGroups
@@ -34,9 +34,9 @@ from realhf.inference.rounds import Round
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.micro_batch import attention_share, micro_batches
-from realhf.nn.parameters import ShardedParameters
+from realhf.nn.parameters import draw_parameters
 from realhf.param_spec import ModelSpec
-from realhf.realloc.pieces import Shards, pairs
+from realhf.realloc.pieces import Shards
 from realhf.sample_ids import groups_of
 
 
@@ -55,18 +55,21 @@ class MegatronEngine(Engine):
         groups = ParallelGroups.create(world, layout)
         collection = make_collection(groups)
         config = make_config(spec.config, layout, dtype=DTYPES[dtype], device=world.device)
-        self.model = MegatronModel(spec, groups, collection, config)
+        self.chunks = [MegatronModel(spec, groups, collection, config, chunk=i) for i in range(layout.vp)]
+        self.model = self.chunks[-1]
+        """The last chunk of this stage: on the last stage the one with the head."""
         super().__init__(self.model, optimizer=None)
-        self._blocks = blocks_of(self.model)
+        self._blocks = blocks_of(self.chunks)
         self._trainer = None
         if optimizer is not None:
             overlap = world.device.type == "cuda" if overlap is None else overlap
             self._trainer = MegatronTrainer(
-                self.model, config, collection, optimizer, blocks=self._blocks, overlap=overlap)
+                self.chunks, config, collection, optimizer, blocks=self._blocks, overlap=overlap)
             self._optimizer = self._trained = self._trainer  # type: ignore[assignment]
-        self.model.requires_grad_(False)
-        wrapped = self.model if self._trainer is None else self._trainer.wrapped
-        self._schedule = Schedule(wrapped, config, collection, groups)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+        runs = self.chunks if self._trainer is None else self._trainer.wrapped
+        self._schedule = Schedule(runs, config, collection, groups)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -75,7 +78,8 @@ class MegatronEngine(Engine):
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of the device that each part of this engine takes now, without empty parts."""
-        parts = {"weights": sum(param.nbytes for param in self.model.parameters())}
+        weights = (param.nbytes for chunk in self.chunks for param in chunk.parameters())
+        parts = {"weights": sum(weights)}
         if self._trainer is not None:
             parts |= {"gradients": self._trainer.grad_bytes, "optimizer": self._trainer.state_bytes}
         return {part: size for part, size in parts.items() if size}
@@ -95,14 +99,13 @@ class MegatronEngine(Engine):
     def export_shards(self) -> Shards:
         return self._shards
 
-    @torch.no_grad()
     def load_base(self, directory: Path | None, *, seed: int) -> None:
-        whole = ShardedParameters(self.model.spec, self.groups, dtype=self.model.config.params_dtype)
-        missing = None if directory is None else load_weights(directory, whole)  # type: ignore[arg-type]
-        whole.init_random(seed, names=missing)
-        for name, pieces in self._shards.items():
-            for mine, read in pairs(pieces, whole.pieces()[name], whole.regions[name]):
-                mine.copy_(read)
+        spec, layout = self.model.spec, self.groups.layout
+        missing = None
+        if directory is not None:
+            is_first = self.groups.rank == layout.ranks[0]
+            missing = read_shards(directory, spec, self._shards, announce=is_first)
+        draw_parameters(spec, self._shards, seed=seed, names=missing)
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
@@ -115,14 +118,19 @@ class MegatronEngine(Engine):
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[int]]:
-        """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts
-        together; there is at least one, which may be empty."""
+        """Return micro-batches, of which some may be empty.
+
+        There is at least one, and one for each stage if chunks are interleaved. The ranks of an ep group,
+        whose micro-batches pass through the experts together, have equally many.
+        """
+        layout = self.groups.layout
         parts = micro_batches(
-            lengths, max_tokens=max_tokens, groups=groups, at_least=self.groups.layout.pp,
-            attention=attention_share(self.model.spec)) or [[]]
+            lengths, max_tokens=max_tokens, groups=groups, at_least=layout.pp,
+            attention=attention_share(self.model.spec))
+        count = max(len(parts), layout.pp if layout.vp > 1 else 1)
         if self.groups.ep.size > 1:
-            parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
-        return parts
+            count = max(self.groups.ep_control.all_gather_json(count))
+        return parts + [[]] * (count - len(parts))
 
     def _run_micro_batch(
         self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,

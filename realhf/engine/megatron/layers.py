@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -95,13 +96,13 @@ class PackedAttention(torch.nn.Module):
         return out_TND.flatten(1)[:, None]
 
 
-def block_spec(model: ModelConfig, layers: range) -> TransformerBlockSubmodules:
+def block_spec(model: ModelConfig, layers: range, config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return the specification of these layers of a model, and of the final norm."""
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(model, model.has_experts(layer)) for layer in layers], layer_norm=Norm)
+    specs = [_layer_spec(model, config, model.has_experts(layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
-def _layer_spec(model: ModelConfig, has_experts: bool) -> ModuleSpec:
+def _layer_spec(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     head_norm = Norm if model.qk_norm == "head" else None
     attention = SelfAttentionSubmodules(
@@ -111,7 +112,7 @@ def _layer_spec(model: ModelConfig, has_experts: bool) -> ModuleSpec:
     if has_experts:
         experts = MoESubmodules(
             router=TopKRouter,
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=_expert_spec(config, linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears))
         mlp = ModuleSpec(module=MoELayer, submodules=experts)
     return ModuleSpec(
@@ -121,3 +122,15 @@ def _layer_spec(model: ModelConfig, has_experts: bool) -> ModuleSpec:
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add))  # fmt: skip
+
+
+def _expert_spec(config: TransformerConfig, linears: MLPSubmodules) -> ModuleSpec:
+    """Return the specification of a rank's experts, which run in grouped products if `config` says so."""
+    if not config.moe_grouped_gemm:
+        return ModuleSpec(module=SequentialMLP, submodules=linears)
+    if config.moe_use_legacy_grouped_gemm:
+        return ModuleSpec(module=GroupedMLP)
+    grouped = MLPSubmodules(
+        linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
+        linear_fc2=transformer_engine.TERowParallelGroupedLinear)
+    return ModuleSpec(module=TEGroupedMLP, submodules=grouped)

@@ -1,4 +1,4 @@
-"""MegatronModel: one rank's stage of a model, whose layers are Megatron-Core's.
+"""MegatronModel: a chunk of one rank's stage of a model, whose layers are Megatron-Core's.
 
 The embedding and the head are our own: they split the vocabulary as our parameter table does, so that it
 needs no padding, and the head never holds the logits of all tokens (nn/vocab_parallel.py).
@@ -33,40 +33,41 @@ from realhf.param_spec import ModelSpec
 
 
 class MegatronModel(MegatronModule):
-    """A pipeline stage: the embedding (first stage), Megatron-Core's layers, and the head (last stage).
+    """A chunk of a pipeline stage: the embedding (first chunk of the first stage), Megatron-Core's layers,
+    and the head (last chunk of the last stage). Stages have one chunk, unless chunks are interleaved.
 
-    Calling it runs a micro-batch through the stage. On the last stage, `rows` turns the result into hidden
+    Calling it runs a micro-batch through the chunk. On the last one, `rows` turns the result into hidden
     states, and `logprobs`, `scores` and `top_logprobs` turn these into outputs.
     """
 
     share_embeddings_and_output_weights = False  # The engine sums the gradients of tied weights itself.
-    vp_stage = None
-
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, collection: ProcessGroupCollection,
-        config: TransformerConfig,
+        config: TransformerConfig, *, chunk: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
+        layout = groups.layout
         self.spec = spec
         self.groups = groups
         self.shape = spec.config
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process = groups.is_first_stage
-        self.post_process = groups.is_last_stage
+        self.vp_stage = chunk if layout.vp > 1 else None
+        self.pre_process = groups.is_first_stage and chunk == 0
+        self.post_process = groups.is_last_stage and chunk == layout.vp - 1
         self.wide = torch.promote_types(config.params_dtype, torch.float32)
         """Dtype of values that need precision."""
         self._tp = collection.tp
         param = next(p for p in spec.params if p.part == "embedding.weight")
-        self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
+        self.vocab_range = param.region(layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's rows of the embedding: [start, stop)."""
         num_rows = self.vocab_range[1] - self.vocab_range[0]
         self.embedding = self._matrix(num_rows) if self.pre_process else None
-        layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
+        self.layers = spec.chunk_layers(layout.strategy, groups.at.pp)[chunk]
         self.decoder = TransformerBlock(
-            config=config, spec=block_spec(spec.config, layers), pre_process=self.pre_process,
-            post_process=self.post_process, pg_collection=collection)
+            config=config, spec=block_spec(spec.config, self.layers, config), pre_process=self.pre_process,
+            post_process=self.post_process, pg_collection=collection, vp_stage=self.vp_stage)
         self.output = None
-        """Weight of the head, unless it is the embedding of this stage."""
+        """Weight of the head, unless it is the embedding of this chunk."""
         if self.post_process and not (spec.config.tied and self.pre_process):
             self.output = self._matrix(1 if spec.config.head == "score" else num_rows)
         dtype = config.params_dtype
@@ -74,6 +75,11 @@ class MegatronModel(MegatronModule):
         self._rotary = None
         if spec.config.positions == "rope":
             self._rotary = Rotary(spec.config, dtype=dtype, device=groups.world.device)
+
+    @property
+    def matrices(self) -> list[torch.nn.Parameter]:
+        """The embedding and the weight of the head that this chunk holds."""
+        return [matrix for matrix in (self.embedding, self.output) if matrix is not None]
 
     def _matrix(self, num_rows: int) -> torch.nn.Parameter:
         shape = (num_rows, self.shape.hidden_size)
@@ -85,7 +91,7 @@ class MegatronModel(MegatronModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(self, ids_T: Tensor, seq_lens: Sequence[int]) -> Tensor:
-        """Run packed sequences through the stage; return hidden_TBH of this rank's share of the tokens."""
+        """Run packed sequences through the chunk; return hidden_TBH of this rank's share of the tokens."""
         packing = self._packing(seq_lens)
         hidden_TBH = self._embed(ids_T) if self.embedding is not None else None
         result = self.decoder(hidden_states=hidden_TBH, attention_mask=None, packed_seq_params=packing)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -27,40 +28,47 @@ _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class MegatronTrainer:
-    """The gradients and the optimizer of a model, whose steps follow the same rules as `ShardedAdamW`.
+    """The gradients and the optimizer of a stage's chunks.
 
-    Each replica updates a part of the elements. The parts are gathered at the end of a step, so that the
-    model's own weights are always up to date.
+    Steps follow the same rules as those of `ShardedAdamW`. Each replica updates a part of the elements. The
+    parts are gathered at the end of a step, so that the model's own weights are always up to date.
     """
 
     def __init__(
-        self, model: MegatronModel, transformer: TransformerConfig, collection: ProcessGroupCollection,
-        config: AdamWConfig, *, blocks: Sequence[Block], overlap: bool,
+        self, chunks: Sequence[MegatronModel], transformer: TransformerConfig,
+        collection: ProcessGroupCollection, config: AdamWConfig, *, blocks: Sequence[Block], overlap: bool,
     ) -> None:  # fmt: skip
         """With `overlap`, gradients are summed over replicas during the last backward pass."""
         self.config = config
         self.num_steps = 0
         self.num_skipped = 0
         """Updates in a row that have been skipped so far."""
-        self._model = model
+        self._chunks = chunks
+        self._groups = chunks[0].groups
         self._blocks = blocks
-        _mark(model, blocks)
+        _mark(chunks, blocks)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap)
-        self.wrapped = DistributedDataParallel(transformer, settings, model, pg_collection=collection)
+        self.wrapped = [
+            DistributedDataParallel(transformer, settings, chunk, pg_collection=collection)
+            for chunk in chunks
+        ]
         transformer.finalize_model_grads_func = self._finish_grads
-        transformer.no_sync_func = self.wrapped.no_sync if overlap else None
+        transformer.no_sync_func = self._no_sync if overlap else None
         self._collection = collection
-        found = [self._make(buffers) for buffers in (
-            self.wrapped.buffers, self.wrapped.expert_parallel_buffers) if buffers]
+        kinds = (
+            {i: wrapped.buffers for i, wrapped in enumerate(self.wrapped)},
+            {i: wrapped.expert_parallel_buffers for i, wrapped in enumerate(self.wrapped)})
+        found = [self._make(buffers) for buffers in kinds if any(buffers.values())]
         self._optimizer = ChainedOptimizer(found)
 
-    def _make(self, buffers: list[Any]) -> DistributedOptimizer:
+    def _make(self, by_chunk: Mapping[int, list[Any]]) -> DistributedOptimizer:
         """Return the optimizer of the parameters in some gradient buffers. Vectors have no weight decay.
 
         `get_megatron_optimizer` is not used, because it communicates with all ranks of the run.
         """
         config = self.config
+        buffers = [buffer for some in by_chunk.values() for buffer in some]
         params = [param for buffer in buffers for param in buffer.params]
         matrices = [param for param in params if param.dim() > 1]
         vectors = [param for param in params if param.dim() == 1]
@@ -71,10 +79,10 @@ class MegatronTrainer:
             optimizer="adam", lr=0.0, use_distributed_optimizer=True, clip_grad=config.max_grad_norm,
             bf16=params[0].dtype == torch.bfloat16, params_dtype=params[0].dtype)
         made = DistributedOptimizer(
-            adam, settings, None, lambda *_: None, model_chunks=[self.wrapped],
-            per_model_buffers={0: buffers}, data_parallel_group=buffers[0].data_parallel_group,
-            data_parallel_group_gloo=None, data_parallel_group_idx=self._model.groups.layout.ranks.index(
-                self._model.groups.rank), distributed_optimizer_instance_id=0)  # fmt: skip
+            adam, settings, None, lambda *_: None, model_chunks=self.wrapped,
+            per_model_buffers=by_chunk, data_parallel_group=buffers[0].data_parallel_group,
+            data_parallel_group_gloo=None, data_parallel_group_idx=self._groups.layout.ranks.index(
+                self._groups.rank), distributed_optimizer_instance_id=0)  # fmt: skip
         made.grad_stats_parallel_group = self._collection.intra_dist_opt
         made.tp_group = self._collection.tp
         for group in made.optimizer.param_groups:
@@ -84,23 +92,33 @@ class MegatronTrainer:
                     "step": torch.zeros(())}  # fmt: skip
         return made
 
+    def _no_sync(self) -> ExitStack:
+        """Return a context in which backward passes start no sums of gradients."""
+        stack = ExitStack()
+        for wrapped in self.wrapped:
+            stack.enter_context(wrapped.no_sync())
+        return stack
+
     def _finish_grads(self, models: Any, _: Any, *, pg_collection: Any, **options: Any) -> None:
         """Sum gradients: over replicas, of split norms over tp, and of a tied embedding over both its
         stages."""
         finalize_model_grads(models, None, pg_collection=pg_collection, **options)
-        groups = self._model.groups
-        if self._model.shape.tied and groups.ends is not None:
-            weight = self._model.embedding if self._model.output is None else self._model.output
-            assert weight is not None
-            groups.ends.all_reduce(weight.main_grad)  # type: ignore[attr-defined]
+        ends = self._groups.ends
+        if self._chunks[0].shape.tied and ends is not None:
+            (weight,) = (matrix for chunk in self._chunks for matrix in chunk.matrices)
+            ends.all_reduce(weight.main_grad)  # type: ignore[attr-defined]
 
     def requires_grad_(self, requires_grad: bool) -> None:
         """Switch autograd on or off for the model's parameters."""
-        self._model.requires_grad_(requires_grad)
+        for chunk in self._chunks:
+            chunk.requires_grad_(requires_grad)
 
     @property
     def _grad_buffers(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in (*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers)]
+        return [
+            buffer.grad_data for wrapped in self.wrapped
+            for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+        ]  # fmt: skip
 
     @property
     def grad_bytes(self) -> int:
@@ -115,7 +133,7 @@ class MegatronTrainer:
 
     @property
     def _kept_kinds(self) -> list[str]:
-        is_master = self._model.config.params_dtype == torch.float32
+        is_master = self._chunks[0].config.params_dtype == torch.float32
         return [kind for kind in _KINDS if kind != "master" or not is_master]
 
     def hold_grads(self) -> None:
@@ -131,7 +149,8 @@ class MegatronTrainer:
     def start(self) -> None:
         """Begin a mini-batch: set all gradients to zero."""
         self.hold_grads()
-        self.wrapped.zero_grad_buffer()
+        for wrapped in self.wrapped:
+            wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def finish_sums(self) -> None:
@@ -195,26 +214,26 @@ class MegatronTrainer:
         self.num_skipped = num_skipped
         for part in self._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
-                if "step" in group:
-                    group["step"] = num_steps
+                group["step"] = num_steps  # FusedAdam, of Transformer Engine and Apex, counts steps here.
                 for param in group["params"]:
                     part.optimizer.state[param]["step"].fill_(num_steps)
             part._copy_main_params_to_model_params()
-        self.wrapped.start_param_sync(force_sync=True)
+        for wrapped in self.wrapped:
+            wrapped.start_param_sync(force_sync=True)
 
 
-def _mark(model: MegatronModel, blocks: Sequence[Block]) -> None:
+def _mark(chunks: Sequence[MegatronModel], blocks: Sequence[Block]) -> None:
     """Mark parameters as Megatron-Core expects it, by which gradient norms count each value once."""
-    params = {param.name: param for param in model.spec.params}
+    params = {param.name: param for param in chunks[0].spec.params}
     for block in blocks:
         param = params[block.name]
         block.tensor.tensor_model_parallel = param.split_dim is not None  # type: ignore[attr-defined]
         block.tensor.partition_dim = param.split_dim or 0  # type: ignore[attr-defined]
         block.tensor.partition_stride = 1  # type: ignore[attr-defined]
-    for matrix in (model.embedding, model.output):
-        if matrix is not None:
+    for chunk in chunks:
+        for matrix in chunk.matrices:
             # In a bucket of its own: its size differs over tp, and its copy on the other end of the pipeline
             # must be split over replicas in the same way.
             matrix.shared_embedding = True  # type: ignore[attr-defined]
-    if model.shape.tied and model.output is not None:
-        model.output.shared = True  # type: ignore[attr-defined]
+        if chunk.shape.tied and chunk.output is not None:
+            chunk.output.shared = True  # type: ignore[attr-defined]

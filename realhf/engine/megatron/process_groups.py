@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import Operation
@@ -113,10 +114,13 @@ for _name in _OPERATIONS:
         setattr(_Watched, _name, _posting(_name))
 
 
-class WatchedMessages(P2PCommunicator):
+class Messages(P2PCommunicator):
     """The messages between pipeline stages, during which the host waits for the device.
 
-    Their group must be a plain one: only of such a group does torch join what is posted together.
+    Two interleaved stages send both hidden states and gradients to each other, and messages between two ranks
+    arrive in the order in which they were sent. Megatron-Core's order has one rank receive a gradient as
+    hidden states. The group must be a plain one: only of such a group does torch join what is posted
+    together.
     """
 
     def __init__(self, groups: ParallelGroups, pp: dist.ProcessGroup, config: ModelParallelConfig) -> None:
@@ -124,13 +128,35 @@ class WatchedMessages(P2PCommunicator):
         self._group = groups.pp
         self._activity = groups.world.activity
 
-    def _communicate(self, **options: Any) -> Any:
+    def _communicate(
+        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool,
+        recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+        """Exchange messages with both neighbours; return the tensors from the previous and the next stage.
+
+        Every rank sends hidden states before gradients, and receives them in this order.
+        """
         self._group.require_working()
         self._activity.communicators.join()
+        from_prev, from_next = (
+            self._buffer(tensor_shape) if wanted else None for wanted in (recv_prev, recv_next))
+        ops = [
+            dist.P2POp(operation, tensor, peer, self.pp_group)
+            for operation, tensor, peer in (
+                (dist.isend, tensor_send_next, self.next_rank), (dist.irecv, from_prev, self.prev_rank),
+                (dist.isend, tensor_send_prev, self.prev_rank), (dist.irecv, from_next, self.next_rank),
+            ) if tensor is not None
+        ]  # fmt: skip
         operation = self._group.new_operation("messages")
         ranks = self._group.ranks
         with self._activity.waiting(ranks, operation), peer_errors(ranks):
-            return super()._communicate(**options)
+            for request in dist.batch_isend_irecv(ops) if ops else ():
+                request.wait()
+        return from_prev, from_next, None
+
+    def _buffer(self, shape: Any) -> Tensor:
+        device = torch.cuda.current_device()
+        return torch.empty(shape, requires_grad=True, device=device, dtype=self.config.pipeline_dtype)
 
 
 def _backend_of(options: Any, given: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Runs the micro-batches of a batch through the pipeline stages by Megatron-Core's 1F1B schedule."""
+"""Runs the micro-batches of a batch through the pipeline stages by Megatron-Core's schedules: 1F1B, or
+interleaved 1F1B if stages have several chunks of the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,27 +13,29 @@ from torch import Tensor
 
 from realhf.data.batch import Packed
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.megatron.process_groups import WatchedMessages
+from realhf.engine.megatron.process_groups import Messages
+from realhf.micro_batch import interleaved_group
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
 
 
 class Schedule:
-    """The schedule of one model or of its wrapper for training."""
+    """The schedule of the chunks of a stage, or of their wrappers for training."""
 
     def __init__(
-        self, model: torch.nn.Module, config: TransformerConfig, collection: ProcessGroupCollection,
-        groups: ParallelGroups,
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig,
+        collection: ProcessGroupCollection, groups: ParallelGroups,
     ) -> None:  # fmt: skip
-        self._model = model
+        self._chunks = list(chunks)
         self._config = config
         self._collection = collection
-        self._layout = groups.layout
-        self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
-        pipelined = groups.layout.pp > 1
+        self._layout = layout = groups.layout
+        self._is_interleaved = len(chunks) > 1
+        self._run = get_forward_backward_func(
+            pp_size=layout.pp, vp_size=layout.vp if self._is_interleaved else None)
         self._messages = (
-            {"p2p_communicator": WatchedMessages(groups, collection.pp, config)} if pipelined else {})
+            {"p2p_communicator": Messages(groups, collection.pp, config)} if layout.pp > 1 else {})
 
     def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
         """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
@@ -43,6 +46,7 @@ class Schedule:
         self._config.recompute_granularity = "full" if recompute else None
         self._config.recompute_method = "uniform" if recompute else None
         self._config.recompute_num_layers = 1 if recompute else None
+        count = len(micro_batches)
         sizes = self._padded_sizes(micro_batches)
         results: list[Any] = []
 
@@ -57,11 +61,14 @@ class Schedule:
             # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
             return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
 
+        numbers = [iter(range(count)) for _ in self._chunks]
+        if self._is_interleaved:
+            self._config.microbatch_group_size_per_vp_stage = interleaved_group(count, self._layout.pp)
         self._run(
-            forward_step_func=forward, data_iterator=iter(range(len(micro_batches))), model=self._model,
-            num_microbatches=len(micro_batches), seq_length=sizes[0], micro_batch_size=1,
-            forward_only=not train, collect_non_loss_data=not train, pg_collection=self._collection,
-            **self._messages)  # fmt: skip
+            forward_step_func=forward, data_iterator=numbers if self._is_interleaved else numbers[0],
+            model=self._chunks if self._is_interleaved else self._chunks[0], num_microbatches=count,
+            seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
+            pg_collection=self._collection, **self._messages)  # fmt: skip
         return results
 
     def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
