@@ -95,6 +95,13 @@ class DeviceMesh:
 
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranks)
+
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ValueError("a device mesh needs at least one rank")

@@ -58,7 +58,8 @@ class CallMemory(NamedTuple):
 
     def by_use(self) -> dict[str, Any]:
         """Return the bytes of every use that takes some, as reports name them."""
-        return {_LABELS.get(use, use): size for use, size in self._asdict().items() if np.any(size)}
+        sizes = zip(self._fields, self, strict=True)
+        return {_LABELS.get(use, use): size for use, size in sizes if np.any(size)}
 
 
 class Stage(NamedTuple):

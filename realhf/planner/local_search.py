@@ -11,6 +11,7 @@ from realhf.planner.search_space import SearchSpace
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _EXACT_AT_ONCE = 6  # Those of them that are evaluated together.
+_PENALTY = 1e6  # Seconds that rank all plans that do not fit after those that do.
 SAME = 1e-9  # Relative difference below which two times are equal.
 
 
@@ -80,11 +81,27 @@ class LocalSearch:
             rows = rows[rough[rows] < score * (1 - SAME)]
             if not len(rows):
                 break
-            exact = self._exact(plans[rows])
-            best = int(np.argmin(exact))
-            if exact[best] < score * (1 - SAME):
-                chosen, score = plans[rows[best]], exact[best]
+            found = self._best_exact(plans[rows], below=score * (1 - SAME))
+            if found is not None:
+                chosen, score = plans[rows[found[0]]], found[1]
         return chosen, score
+
+    def _best_exact(self, plans: np.ndarray, *, below: float) -> tuple[int, float] | None:
+        """Return the number of the best plan and its score; None if that is not below the given one.
+
+        The memory of plans is counted in the order of their seconds, if only one that fits can be better.
+        """
+        if below >= _PENALTY:
+            scores = self._exact(plans)
+            best = int(np.argmin(scores))
+            return (best, scores[best]) if scores[best] < below else None
+        seconds = self._space.exact_periods(plans)
+        for number in np.argsort(seconds, kind="stable").tolist():
+            if seconds[number] >= below:
+                return None
+            if self._space.excess_bytes(plans[[number]])[0] <= 0:
+                return number, seconds[number]
+        return None
 
     def improve_within(self, choices: np.ndarray) -> None:
         """Improve the plan of the leanest candidates that an unfinished plan leaves open."""
@@ -133,10 +150,10 @@ class LocalSearch:
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < self.best_score * (1 - SAME)]
-        exact = self._exact(plans[promising])
-        if not len(exact) or exact.min() >= self.best_score * (1 - SAME):
+        if not len(promising):
             return None
-        return plans[promising[np.argmin(exact)]]
+        found = self._best_exact(plans[promising], below=self.best_score * (1 - SAME))
+        return None if found is None else plans[promising[found[0]]]
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.
@@ -168,7 +185,7 @@ class LocalSearch:
         Without `exact`, memory is counted by its lower bound.
         """
         excess = np.maximum(0.0, self._space.excess_bytes(plans, exact=exact)) / self._space.capacity
-        return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
+        return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
 
 
 def _changed(plans: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:

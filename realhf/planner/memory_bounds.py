@@ -25,11 +25,13 @@ from realhf.planner.memory_account import MemoryAccount
 class Loads(NamedTuple):
     """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
 
-    Meshes have the ranks from `first` to `stop`, (U, K), over which sums over groups are fast. `part` is the
-    part of a group's mesh that has this rank, or 0 if none has; and `part`, `resting` and `running` have the
-    shape (U, U, K), of which the first axis is that of the ranks.
+    Only the `groups` count that are not open in all plans; below, U is their number. Meshes have the ranks
+    from `first` to `stop`, (U, K), over which sums over groups are fast. `part` is the part of a group's mesh
+    that has this rank, or 0 if none has; and `part`, `resting` and `running` have the shape (U, U, K), of
+    which the first axis is that of the ranks.
     """
 
+    groups: list[int]
     first: np.ndarray
     stop: np.ndarray
     part: np.ndarray
@@ -41,8 +43,9 @@ class Loads(NamedTuple):
     def fullest(self) -> np.ndarray:
         """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
         the largest and the difference were in use."""
-        need: np.ndarray = (self.resting.sum(axis=1) + self.running.max(axis=1) + self.smaller).max(axis=0)
-        return need
+        need = self.resting.sum(axis=1) + self.running.max(axis=1, initial=0.0) + self.smaller
+        fullest: np.ndarray = need.max(axis=0, initial=0.0)
+        return fullest
 
 
 class _Layouts(NamedTuple):
@@ -84,8 +87,10 @@ class MemoryBounds:
 
         This is no bound, and closer to the truth than a bound where stages differ.
         """
-        columns = list(zip(self._open_groups, choices.T, strict=True))
         loads = self._loads(choices)
+        if not loads.groups:
+            return loads.fullest() - capacity
+        columns = [(self._open_groups[u], choices[:, u]) for u in loads.groups]
         more = np.stack([g.resting[choice] - g.least_resting[choice].max(axis=1) for g, choice in columns])
         running = np.stack([group.running[choice] for group, choice in columns])
         covers = (loads.first <= loads.first[:, None]) & (loads.first[:, None] < loads.stop)
@@ -112,18 +117,19 @@ class MemoryBounds:
         loads = self._loads(choices)
         excess = loads.fullest() - capacity
         total = loads.resting.sum(axis=1)
-        for u, group in enumerate(self._open_groups):
+        for at, u in enumerate(loads.groups):
+            group = self._open_groups[u]
             rows = np.flatnonzero(group.is_mesh(choices[:, u]) & (excess <= 0))
             if not len(rows):
                 continue
             mesh = group.mesh_index(choices[rows, u])
             tier_bytes, seconds = self._tiers[u]
             first = loads.first[:, rows]
-            others = (total + loads.smaller)[:, rows] - loads.resting[:, u, rows]
-            is_inside = (first >= first[u]) & (first < loads.stop[u, rows])
+            others = (total + loads.smaller)[:, rows] - loads.resting[:, at, rows]
+            is_inside = (first >= first[at]) & (first < loads.stop[at, rows])
             fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
-            for rank in (np.full(len(rows), u), fullest):
-                part = loads.part[rank, u, rows]
+            for rank in (np.full(len(rows), at), fullest):
+                part = loads.part[rank, at, rows]
                 free = capacity - others[rank, np.arange(len(rows))]
                 tier = np.maximum((tier_bytes[mesh, part] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
@@ -154,35 +160,41 @@ class MemoryBounds:
         columns = list(zip(self._open_groups, choices.T, strict=True))
         first = np.stack([group.first[choice] for group, choice in columns])
         stop = np.stack([group.stop[choice] for group, choice in columns])
-        smaller = np.where(first >= 0, self._smaller[np.maximum(first, 0)], 0.0)
-        rank = first[:, None]
-        covers = (first <= rank) & (rank < stop)
-        part = np.where(covers, (rank - first) * PARTS // (stop - first), 0)
+        groups = np.flatnonzero((choices != OPEN).any(axis=0)).tolist()
+        low = first[groups]
+        high = stop[groups]
+        smaller = np.where(low >= 0, self._smaller[np.maximum(low, 0)], 0.0)
+        rank = low[:, None]
+        covers = (low <= rank) & (rank < high)
+        part = np.where(covers, (rank - low) * PARTS // (high - low), 0)
         resting, running = (np.empty(part.shape) for _ in range(2))
         moves = np.stack([group.is_sharded[choice] for group, choice in columns])
-        for u, (group, choice) in enumerate(columns):
-            resting[:, u] = group.least_resting[choice, part[:, u]]
-            running[:, u] = group.least_running[choice, part[:, u]]
+        for at, u in enumerate(groups):
+            group, choice = columns[u]
+            resting[:, at] = group.least_resting[choice, part[:, at]]
+            running[:, at] = group.least_running[choice, part[:, at]]
             for role, least in zip(group.copies, group.least_copied, strict=True):
                 is_apart = self._is_apart(u, role, choices, first, stop)
-                resting[:, u] += least[choice, part[:, u]] * is_apart
+                resting[:, at] += least[choice, part[:, at]] * is_apart
                 moves[self._home_of[role]] |= is_apart
-        if self.account.problem.cluster.device_type == "cuda":
-            resting += self._communicators(choices, first, stop, moves)
-        return Loads(first, stop, part, resting * covers, running * covers, smaller)
+        if self.account.problem.cluster.device_type == "cuda" and groups:
+            resting += self._communicators(groups, choices, first, stop, moves)
+        return Loads(groups, low, high, part, resting * covers, running * covers, smaller)
 
     def _communicators(
-        self, choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray
+        self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray
     ) -> np.ndarray:
-        """Return the least bytes of every group's communicators without those that earlier groups have.
+        """Return the least bytes of these groups' communicators without those that earlier ones have.
 
         `moves` says whether weights certainly move from the home in a group.
         """
-        columns = list(zip(self._open_groups, self._layouts, choices.T, strict=True))
-        layouts = np.stack([known.layout[choice] for _, known, choice in columns])
-        by_kind = np.stack([[array[choice] for array in group.connected] for group, _, choice in columns])
-        by_kind[:, 2] *= moves
+        layouts = [self._layouts[u].layout[choices[:, u]] for u in groups]
+        by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].connected] for u in groups])
+        by_kind[:, 2] *= moves[groups]
         added = by_kind.copy()
+        first = first[groups]
+        stop = stop[groups]
+        heads = [self._heads[u] for u in groups]
         for u in range(len(layouts)):
             for v in range(u):
                 are_disjoint = (stop[u] <= first[v]) | (stop[v] <= first[u])
@@ -190,7 +202,7 @@ class MemoryBounds:
                 may_equal = (first[u] == first[v]) & (stop[u] == stop[v])
                 may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
                 # Two equal layouts count as the larger of their bounds, if one has all groups of the other.
-                held = by_kind[v, :2] if self._heads[u] == self._heads[v] else np.inf
+                held = by_kind[v, :2] if heads[u] == heads[v] else np.inf
                 more = by_kind[u, :2] - np.where(may_equal, held, 0.0)
                 np.minimum(added[u, :2], np.maximum(0.0, more), out=added[u, :2])
         return added.sum(axis=1)
