@@ -57,9 +57,9 @@ def test_merged_adapters_keep_the_recorded_passes(name, tmp_path):
         logprobs = again["gen_logprobs"].values, whole["gen_logprobs"].values
         torch.testing.assert_close(*logprobs, rtol=1e-8, atol=1e-9)
         counts.append((len(tapes), sum(tape.num_replays for tape in tapes)))
-    # A size that a call has met once is recorded when the next one meets it again.
+    # There are 5 sizes, each of which is recorded when it is met for the second time.
     sizes = [num_tapes for num_tapes, _ in counts]
-    assert sizes[0] <= sizes[1] == sizes[2] <= 5 and sizes[3] > sizes[2]
+    assert 3 <= sizes[0] <= sizes[1] <= sizes[2] <= 5 < sizes[3]
     assert counts[2][1] > counts[1][1] + 20
     assert "merged" not in plain.memory()
 
