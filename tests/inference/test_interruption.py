@@ -28,6 +28,7 @@ from tests.inference.rounds import (
     write_versions,
 )
 from tests.inference.test_kept_cache import KEEP, _generate
+from tests.samples import marked
 
 MAX_NEW = 24
 PHRASE = InsertedPhrase(6, (40, 41, 42, 43, 44), (9,))
@@ -95,8 +96,8 @@ def test_rounds_change_nothing(versions, phrases, budget):
         check_rows(alone(case)[0], expected_rows(case, versions[0], keep=False), case)
 
 
-@pytest.mark.parametrize("options", [
-    {"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", marked([{"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}], quick=[2]))
 def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monkeypatch):
     restarted = []
     restart = Scheduler._restart
