@@ -89,7 +89,7 @@ def test_the_phrase_follows_long_thinking_only(versions, phrases, number):
         assert response_lengths(packed).tolist() == [len(mask) - first]
 
 
-@pytest.mark.parametrize("budget", [1, 4, 9])
+@pytest.mark.parametrize("budget", marked([1, 4, 9], quick=[1]))
 def test_rounds_change_nothing(versions, phrases, budget):
     for phrase in phrases:
         case = replace(_case(versions, budget, phrase=phrase), changes=budget > 3)
