@@ -79,18 +79,14 @@ def write_plan(directory: Path, layouts: dict[str, str]) -> Path:
     return path
 
 
-@functools.cache
-def grpo_run() -> tuple[Path, Path, Path]:
-    """A GRPO run on four local processes, scheduled for the links of a cluster file and made once: experiment
-    file, plan file, run directory."""
-    directory = Path(_shared().name)
-    experiment, plan = write_experiment(directory, steps=2), write_plan(directory, GRPO_LAYOUTS)
-    out = directory / "run"
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3,
+def make_grpo_run(directory: Path) -> None:
+    """Run GRPO on four local processes, scheduled for the links of a cluster file; leave in the directory the
+    experiment file, plan.yaml and `run`."""
+    experiment, plan = write_experiment(directory, steps=2, model={}), write_plan(directory, GRPO_LAYOUTS)
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", directory / "run", "--seed", 3,
                  "--cluster", "cpu-laptop") as command:  # fmt: skip
         code, _, err = command.finish()
     assert code == 0, err
-    return experiment, plan, out
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """Fixtures for all tests, and the number of threads with which they compute."""
 
+import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +20,19 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.stop()
+
+
+@pytest.fixture(scope="session")
+def grpo_run(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """A finished GRPO run of four processes: experiment file, plan file, run directory. It is made once,
+    whatever the number of pytest's own workers is; they have a parent directory in common."""
+    from tests.cli_tools import make_grpo_run  # Here, as it imports torch.
+
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "grpo"
+    directory.mkdir(exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "run/summary.json").exists():
+            make_grpo_run(directory)
+    return directory / "tiny_experiment.py", directory / "plan.yaml", directory / "run"

@@ -16,7 +16,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights.export_files import config_fields, files_beside
-from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
+from tests.cli_tools import GRPO_LAYOUTS, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 COMMON = {
@@ -43,8 +43,8 @@ CRITIC = {"critic/vf_loss", "critic/explained_variance", "critic/grad_norm", "ti
 
 
 @pytest.fixture(scope="module")
-def grpo() -> Path:
-    return grpo_run()[2]
+def grpo(grpo_run) -> Path:
+    return grpo_run[2]
 
 
 @pytest.fixture(scope="module")

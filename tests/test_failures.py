@@ -115,7 +115,7 @@ def test_weights_that_break_behind_the_check(tmp_path):
 
 def test_killed_worker(tmp_path):
     experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 3, "--out", out) as command:
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
         metrics = out / "metrics.jsonl"
 
         def has_begun() -> bool:

@@ -35,12 +35,13 @@ def task(tmp_path_factory):
     return directory
 
 
+@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_inputs_get_one_sentence(kind, task, monkeypatch):
+def test_damaged_inputs_get_one_sentence(kind, share, task, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     @settings(
-        max_examples=NUM_CASES.get(kind, 40), derandomize=True, database=None, deadline=None,
+        max_examples=round(share * NUM_CASES.get(kind, 40)), derandomize=True, database=None, deadline=None,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(KINDS[kind]())

@@ -52,6 +52,7 @@ def test_goals_are_judged(gpu_check):
         "generation is 2.0 times as fast "]
 
 
+@pytest.mark.slow
 def test_a_check_on_the_cpu_and_what_needs_two_gpus(tmp_path):
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--json", str(out)]

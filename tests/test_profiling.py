@@ -2,6 +2,7 @@
 
 import functools
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from realhf.model_config import ModelConfig, MoeConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import COLLECTIVES
 from realhf.planner.rates import Rates
+from realhf.profiling import clock
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
@@ -27,6 +29,9 @@ from realhf.profiling.surroundings import describe, measure_memory
 from realhf.profiling.whole_calls import whole_calls
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS
+
+FEW = (1, 2)
+"""The least and the most repetitions of what is timed."""
 
 
 @pytest.mark.parametrize("name", NUM_PARAMS)
@@ -76,8 +81,8 @@ def _apart(world, per_host):
 
 def _measured(world, per_host):
     """The machine as a Cluster."""
-    clock = Clock(_apart(world, per_host))
-    return measure_cluster(clock, ["float32"])
+    with patch.object(clock, "_REPETITIONS", FEW):
+        return measure_cluster(Clock(_apart(world, per_host)), ["float32"])
 
 
 @pytest.mark.parametrize("per_host", [4, 2, 1])
@@ -100,8 +105,9 @@ def test_links_are_measured_where_they_are(pool, per_host):
 
 
 def _links(world, per_host):
-    clock = Clock(_apart(world, per_host))
-    return [(entry.hosts, entry.tables, entry.noise) for entry in measure_links(clock, Sizes(8, 16, 4, 1))]
+    with patch.object(clock, "_REPETITIONS", FEW):
+        links = measure_links(Clock(_apart(world, per_host)), Sizes(8, 16, 4, 1))
+    return [(entry.hosts, entry.tables, entry.noise) for entry in links]
 
 
 # Ranks per host -> hosts of the tables -> sizes of the groups that were measured.
@@ -172,7 +178,8 @@ def _two(world):
 
 def _bench_of_two(world, moe, strategy):
     config = ModelConfig("qwen3_moe" if moe else "qwen2", 32, 16, 32, 2, 2, 2, 8, moe=moe)
-    bench = Bench(Clock(_two(world)), Model(config, "float32", CALLS), strategy, Sizes(4, 12, 8, 1))
+    with patch.object(clock, "_REPETITIONS", FEW):
+        bench = Bench(Clock(_two(world)), Model(config, "float32", CALLS), strategy, Sizes(4, 12, 8, 1))
     return bench.tables(), bench.noise, bench.calls()
 
 
@@ -207,6 +214,6 @@ def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):
 
 def _timed(world):
     work = {"sleep": lambda: time.sleep(0.4 if world.rank == 1 else 0)}
-    clock = Clock(world)
-    return {name: clock.seconds(work, budget=0.1, busy=busy)["sleep"]
+    timed = Clock(world)
+    return {name: timed.seconds(work, budget=0.1, busy=busy)["sleep"]
             for name, busy in (("all", ()), ("busy", (1,)))}  # fmt: skip

@@ -2,12 +2,12 @@
 
 from contextlib import ExitStack
 
-from tests.cli_tools import grpo_run, torchrun_on, untimed
+from tests.cli_tools import torchrun_on, untimed
 from tests.two_hosts import two_hosts_or_skip
 
 
-def test_two_hosts_give_the_metrics_of_four_local_processes(tmp_path):
-    experiment, plan, local = grpo_run()
+def test_two_hosts_give_the_metrics_of_four_local_processes(grpo_run, tmp_path):
+    experiment, plan, local = grpo_run
     out = tmp_path / "run"
     job = ["-m", "realhf", "run", experiment, "--plan", plan, "--out", out, "--seed", 3]
     with ExitStack() as stack:

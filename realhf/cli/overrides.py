@@ -12,8 +12,6 @@ from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
-import tyro
-
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.other_libraries import Ours, ours
@@ -22,14 +20,15 @@ from realhf.suggest import near_options
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
 _VAGUE = ("enable", "mode", "model", "name", "path", "type")
 """Last parts of names that say nothing without the parts before them."""
-_TYRO = (tyro.conf.AvoidSubcommands,)  # Makes optional parts that are set overridable like other fields.
 
 
 def print_fields(experiment: Experiment) -> None:
     """Print every override with its value and meaning; of parts that are not set, only the names."""
+    import tyro  # Here and below, as most commands do without it.
+
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
-                 config=(*_TYRO, tyro.conf.SuppressFixed))
+                 config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed))
     shown = _options(experiment, unset=False)
     if others := [option for option in _options(experiment) if option not in shown]:
         text = f"Parts that are not set have the options {', '.join(others)}."
@@ -43,6 +42,8 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
     """
     if not words:
         return experiment
+    import tyro
+
     for word in words:
         if word.startswith("--"):
             experiment = _with_part(experiment, _path(word))
@@ -52,8 +53,9 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
+            # AvoidSubcommands makes optional parts that are set overridable like other fields.
             changed, unknown = tyro.cli(type(experiment), default=experiment, args=list(words),
-                                        return_unknown_args=True, config=_TYRO)
+                                        return_unknown_args=True, config=(tyro.conf.AvoidSubcommands,))
     except (SystemExit, ValueError) as error:
         complaint = str(error)
         if isinstance(error, SystemExit):

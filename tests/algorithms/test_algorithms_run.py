@@ -25,6 +25,7 @@ from realhf.rewards.reward import column_key
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import common, role, some_reward, write_task
+from tests.samples import marked
 
 SPREAD = {
     "actor_generate": "d2t2@0-3", "greedy_generate": "d4@0-3", "ref_forward": "p2@2-3",
@@ -75,11 +76,10 @@ def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-NAMES = ("remax", "reinforce++-baseline", "dr-grpo", "dapo")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "reinforce++", "gspo", "cispo")]
+NAMES = ("remax", "dapo", "reinforce++-baseline", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
 
 
-@pytest.mark.parametrize("name", [*NAMES, *SLOW])
+@pytest.mark.parametrize("name", marked(NAMES, quick=(0, 1)))
 def test_a_plan_does_not_change_the_algorithm(pool, task, name):
     alone = pool.run(_run, name, task, {})[0]
     spread = pool.run(_run, name, task, SPREAD)[0]

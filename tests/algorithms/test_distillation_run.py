@@ -12,6 +12,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, common, role, some_reward, write_task
+from tests.samples import marked
 
 SPREAD = {
     "actor_generate": "d2t2@0-3", "teacher_1_forward": "t2@2-3", "teacher_2_forward": "c2p2@0-3",
@@ -57,7 +58,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", marked(VARIANTS, quick=(0, 2)))
 def test_a_plan_does_not_change_the_algorithm(pool, task, name):
     alone, score = pool.run(_run, VARIANTS[name], task, {})[0]
     spread, same_score = pool.run(_run, VARIANTS[name], task, SPREAD)[0]

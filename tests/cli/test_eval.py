@@ -10,7 +10,7 @@ from realhf.cli.overrides import override
 from realhf.errors import UserError
 from realhf.rewards.by_name import reward_by_name
 from realhf.runtime.evaluate_only import evaluated_model
-from tests.cli_tools import REALHF, Command, grpo_run, read_jsonl, write_experiment
+from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
 
 DATA = DatasetConfig("data.jsonl")
@@ -24,9 +24,9 @@ experiment.eval_dataset = {"first": data, "second": Evaluation(data, samples=2, 
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(grpo_run):
     """Return the directory of a finished run."""
-    return grpo_run()[2]
+    return grpo_run[2]
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_wrong_input_is_a_sentence(run, data, reward, tmp_path, capsys, words):
-    experiment, plan, _ = grpo_run()
+def test_wrong_input_is_a_sentence(grpo_run, run, data, reward, tmp_path, capsys, words):
+    experiment, plan, _ = grpo_run
     names = {"run": run, "data": data, "tmp": tmp_path, "rewards": reward.partition(":")[0], "plan": plan,
              "experiment": experiment}  # fmt: skip
     out = [] if "--out" in words else ["--out", str(tmp_path / "out")]

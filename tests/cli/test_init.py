@@ -12,6 +12,7 @@ from realhf.cli.experiment_file import load_experiment
 from realhf.cli.init import template_names
 from realhf.cli.main import main
 from tests.cli_tools import REPO
+from tests.samples import pairs
 
 
 @pytest.fixture(scope="module", params=["grpo", "sft", "dpo"])
@@ -39,11 +40,12 @@ def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
 
 def test_the_test_of_the_reward_passes_and_can_fail(made):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
-    assert subprocess.run(command, cwd=made).returncode == 0
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    assert subprocess.run(command, cwd=made, env=env).returncode == 0
     reward = made / "reward.py"
     text = reward.read_text()
     reward.write_text(text.replace("0.5 if", "1.0 if"))
-    failed = subprocess.run(command, cwd=made, capture_output=True, text=True)
+    failed = subprocess.run(command, cwd=made, env=env, capture_output=True, text=True)
     reward.write_text(text)
     assert failed.returncode == 1 and "1 failed, 3 passed" in failed.stdout
 
@@ -88,8 +90,7 @@ OWN = {
 """Columns of one's own rows for each template, apart from the prompts."""
 
 
-@pytest.mark.parametrize("template", ["grpo", "sft", "dpo"])
-@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize(("template", "is_chat"), pairs(["grpo", "sft", "dpo"], [False, True]))
 def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypatch, capsys):
     def of(role, value):
         return [{"role": role, "content": value}] if is_chat and isinstance(value, str) else value

@@ -1,9 +1,11 @@
 """`realhf plan`: its plans are legal, fit into memory and do not change results; it refuses wrong input."""
 
+import io
 import json
 import re
 import shlex
 from argparse import ArgumentParser
+from contextlib import redirect_stdout
 
 import pytest
 import yaml
@@ -33,9 +35,22 @@ def experiment(tmp_path_factory):
     return write_experiment(tmp_path_factory.mktemp("plan"), "ppo", steps=2)
 
 
-def test_the_answer_is_consistent(capsys, tmp_path):
-    path = tmp_path / "plan.yaml"
-    answer = _plan(capsys, PPO_7B, "--cluster", "h100-2x8", "-o", path)
+WHAT_IF = ("--what-if", "response_tokens=500,num_hosts=1")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Return the JSON answer for PPO of 7B models on 16 GPUs with two changes, and the file of the plan."""
+    path, out = tmp_path_factory.mktemp("planned") / "plan.yaml", io.StringIO()
+    words = [PPO_7B, "--cluster", "h100-2x8", "-o", str(path), *WHAT_IF]
+    words += ["--what-if", "inter_host.bandwidth=50Gbit/s", "--json"]
+    with redirect_stdout(out):
+        assert main(["plan", *words]) == 0
+    return json.loads(out.getvalue()), path
+
+
+def test_the_answer_is_consistent(planned):
+    answer, path = planned
     assert 0 <= answer["gap"] <= 0.05
     assert answer["lower_bound_seconds"] == pytest.approx(answer["step_seconds"] * (1 - answer["gap"]))
     assert answer["heuristic_step_seconds"] > answer["step_seconds"]
@@ -66,18 +81,18 @@ def test_the_answer_is_consistent(capsys, tmp_path):
 
 
 def test_the_table_names_every_call_and_draws_the_step(capsys):
-    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1"]) == 0
+    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1", *WHAT_IF]) == 0
     out = capsys.readouterr().out
     for call in ("actor_generate", "reward_forward", "critic_train"):
         assert out.count(call) >= 3  # in the table, under the timeline, with its reason
     assert "lower bound over the plans enumerated, found in" in out and "best possible" not in out
     assert "per step" in out and "idle" in out and "limited by" in out
     assert "would make the step" in " ".join(out.split())
+    assert "what if" in out and "response_tokens=500, num_hosts=1: the layouts need 16 devices" in out
 
 
-def test_reasons_and_changes_are_in_the_answer(capsys):
-    words = ["--what-if", "response_tokens=500,num_hosts=1", "--what-if", "inter_host.bandwidth=50Gbit/s"]
-    answer = _plan(capsys, PPO_7B, "--cluster", "h100-2x8", *words)
+def test_reasons_and_changes_are_in_the_answer(planned):
+    answer, _ = planned
     for name, call in answer["calls"].items():
         if "reason" not in call:
             continue
@@ -90,22 +105,21 @@ def test_reasons_and_changes_are_in_the_answer(capsys):
     assert fewer["values"] == {"response_tokens": "500", "num_hosts": "1"}
     assert fewer["step_seconds"] is None and fewer["obstacle"] == "the layouts need 16 devices of 8"
     assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.01 <= slower["step_seconds"] * 1.01
-    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", *words]) == 0
-    out = capsys.readouterr().out
-    assert "what if" in out and "response_tokens=500, num_hosts=1: the layouts need 16 devices" in out
 
 
-def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
+@pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
+def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monkeypatch, cluster):
     """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
     monkeypatch.setattr(search_watch, "_REPORT_SECONDS", 0.0)
-    assert main(["plan", PPO_7B, "--cluster", "h100-8x8", "--json"]) == 0
+    of = str(experiment) if cluster == "cpu-laptop" else PPO_7B
+    assert main(["plan", of, "--cluster", cluster, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["gap"] <= 0.01
     lines = err.splitlines()
     assert len(lines) > 3, err
     for line in lines:
         assert re.fullmatch(
-            r"realhf: searching for \d+ s: best .* s per step, lower bound .* s, gap \d+\.\d%", line
+            r"realhf: searching for \d+ s: best .* m?s per step, lower bound .* m?s, gap \d+\.\d%", line
         ), line
     monkeypatch.undo()
     options = ArgumentParser()
@@ -196,9 +210,9 @@ def _cpu_cluster(directory, **fields):
     return path
 
 
-def test_pins_ties_and_fewer_devices(capsys):
+def test_pins_ties_and_fewer_devices(planned, capsys):
     words = [PPO_7B, "--cluster", "h100-2x8", "--time-limit", 1]
-    free = _plan(capsys, *words)
+    free, _ = planned
     ties = ["--pin", "actor_train=d2t2p4@0-15", "--together", "critic_train,critic_forward"]
     pinned = _plan(capsys, *words, *ties)
     assert pinned["calls"]["actor_train"]["layout"] == "d2t2p4@0-15"

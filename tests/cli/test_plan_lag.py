@@ -18,6 +18,7 @@ from realhf.planner.predict import predict
 from realhf.planner.rates import Rates
 from realhf.planner.search import SearchResult
 from tests.cli_tools import REPO, write_experiment
+from tests.samples import marked
 
 GRPO_32B = str(REPO / "examples/grpo_32b.py")
 CLUSTER = ("--cluster", "h100-8x8", "--gap", "0.03")
@@ -165,7 +166,7 @@ def test_refusals(words, capsys):
         assert part in err, err
 
 
-@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("rounds", marked([2, 3], quick=[1]))
 def test_lagged_plans_pass_the_check(rounds, capsys, tmp_path):
     experiment = str(write_experiment(tmp_path, "ppo", max_lag=2, rounds=rounds))
     path = str(tmp_path / "plan.yaml")

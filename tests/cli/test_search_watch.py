@@ -11,8 +11,8 @@ import pytest
 from realhf.plan import ExecutionPlan
 from tests.cli_tools import REALHF, REPO, Command, wait_until
 
-PPO = [*REALHF, "plan", REPO / "examples/ppo_70b.py", "--json", "--gap", "0"]
-LONG = [*PPO, "--critic.model", "llama-70b", "--cluster", "h100-8x8", "--time-limit", "3000"]
+PPO = [*REALHF, "plan", REPO / "examples/ppo_7b.py", "--json", "--gap", "0"]
+LONG = [*PPO, "--cluster", "h100-1x8", "--time-limit", "3000"]
 """A search that would go on for an hour."""
 
 

@@ -23,6 +23,7 @@ from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import CALL, engine_and_minibatches, minibatch
 from tests.nn.tiny import hf_config
 from tests.realloc.test_memory import Storages
+from tests.samples import pairs
 
 FORWARD = FunctionCall(
     "ref_forward", "forward", ("sequence_ids", "response_mask"), ("logprobs",), role="actor",
@@ -46,8 +47,7 @@ def _run(world, text, chunk_tokens, tied):
     return metrics, shards, None if logprobs is None else logprobs.values
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "p2@0-1", "c2@0-1"])
+@pytest.mark.parametrize(("layout", "tied"), pairs(["d1@0", "t2@0-1", "p2@0-1", "c2@0-1"], [False, True]))
 def test_chunks_change_no_number(pool, layout, tied):
     """A chunk has one token, a few (a sequence has up to 12), or all of them."""
     whole = pool.run(_run, layout, 1000, tied)

@@ -14,6 +14,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config
+from tests.samples import marked
 
 LAYOUTS = ["c2@0-1", "c4@0-3", "c2t2@0-3", "c2p2@0-3", "d2c2@3,1,0,2"]
 INPUTS = ("sequence_ids", "response_mask")
@@ -98,7 +99,8 @@ def _train(world, text, max_tokens, recompute):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "layout"), [*((False, layout) for layout in LAYOUTS), (True, "c2p2@0-3")])
+    ("recompute", "layout"),
+    marked([(True, "c2p2@0-3"), *((False, layout) for layout in LAYOUTS)], quick=(0, 1, 2)))
 def test_metrics_of_training_count_every_token_once(pool, layout, recompute):
     expected = _train(World(), "d1@0", 40, False)
     assert expected[0]["grad_norm"] > 0.5

@@ -30,6 +30,7 @@ from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
 from tests.nn.test_moe import hf_config as moe_config
 from tests.nn.tiny import hf_config
+from tests.samples import marked
 
 STEPS = 5
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, max_grad_norm=0.5)
@@ -255,11 +256,11 @@ print(torch._C._accelerator_getAllocatorSettings())
 """
 
 
-@pytest.mark.parametrize("own, expected", [
+@pytest.mark.parametrize("own, expected", marked([
     ({}, "expandable_segments:True"),
     ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
-])  # fmt: skip
+], quick=(0, 2)))  # fmt: skip
 def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
     others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     made = subprocess.run(

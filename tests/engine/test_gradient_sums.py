@@ -16,6 +16,7 @@ from tests.engine.reference import ragged_rows
 from tests.engine.test_optimizer import hf_config as family_config
 from tests.engine.training import CALL, minibatch
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+from tests.samples import marked
 
 LORA = LoraConfig(rank=2, target_modules=("q_proj", "o_proj", "down_proj"))
 SECTION = 3000  # Parameters; the tiny models have 30,000 to 60,000.
@@ -81,13 +82,13 @@ ONE_KV_HEAD = hf_config() | {"num_key_value_heads": 1}  # Ranks over tp share it
 
 @pytest.mark.parametrize(
     ("config", "layout", "num_rows", "recompute"),
-    [
+    marked([
         (hf_config(tied=True), "d2@0-1", 8, False), (hf_config(), "d4@3,1,0,2", 9, True),
         (hf_config(), "d4@0-3", 3, False), (hf_config(), "c2@0-1", 5, True),
         (hf_config(), "d2c2@0-3", 5, False), (hf_config(tied=True), "d2p2@0-3", 7, True),
         (ONE_KV_HEAD, "d2t2@0-3", 6, False), ("qwen3-moe", "d4e2@0-3", 6, True),
         ("deepseek-v3", "d2e2p2@0-3", 6, False), ("deepseek-v3", "d2e2p2@0-3", 6, True),
-    ],
+    ], quick=(1, 4, 6, 9)),
 )  # fmt: skip
 def test_early_sums_change_nothing(pool, config, layout, num_rows, recompute):
     whole, parts = (

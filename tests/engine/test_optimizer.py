@@ -28,6 +28,7 @@ from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import fault_of
 from tests.engine.reference import plain_model, ragged_rows
 from tests.families import CASES, MOE_CASES
+from tests.samples import drawn, marked
 
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=5.95, warmup_steps=2)
@@ -107,11 +108,11 @@ def plain(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [
+    marked([
         *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
         *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
-    ],
-)
+    ], quick=(0, 1, 6, 8)),
+)  # fmt: skip
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain
     results = pool.run(_train, layout, directory, tmp_path / "out", steps)
@@ -185,7 +186,7 @@ _ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize(("family", "layout"), SPREAD)
+@pytest.mark.parametrize(("family", "layout"), drawn(SPREAD, 4))
 @pytest.mark.parametrize("section_numel", [1 << 26, 3000], ids=["whole", "in sections"])
 def test_updates_are_those_of_one_process(pool, family, layout, section_numel):
     norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")

@@ -16,6 +16,7 @@ from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.nn.tiny import hf_config
+from tests.samples import marked
 
 MAX_NEW = 40
 BLOCK = 4 * 2 * 64 * 2 * 8 * 8
@@ -87,7 +88,7 @@ def _generated(world, layout, free):
         cache_limit.free_bytes = real
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "t2p2@0-3", "d2t2@0-3"])
+@pytest.mark.parametrize("layout", marked(["d2@0-1", "t2p2@0-3", "d2t2@0-3"], quick=[1]))
 def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
     """Rank 1 has memory for 20 blocks; the rows want more."""
     expected, roomy = _generated(World(), "d1@0", [1 << 40])

@@ -28,6 +28,7 @@ from tests.inference.rounds import (
     write_versions,
 )
 from tests.inference.test_kept_cache import KEEP, _generate
+from tests.samples import marked
 
 MAX_NEW = 24
 PHRASE = InsertedPhrase(6, (40, 41, 42, 43, 44), (9,))
@@ -88,15 +89,15 @@ def test_the_phrase_follows_long_thinking_only(versions, phrases, number):
         assert response_lengths(packed).tolist() == [len(mask) - first]
 
 
-@pytest.mark.parametrize("budget", [1, 4, 9])
+@pytest.mark.parametrize("budget", marked([1, 4, 9], quick=[1]))
 def test_rounds_change_nothing(versions, phrases, budget):
     for phrase in phrases:
         case = replace(_case(versions, budget, phrase=phrase), changes=budget > 3)
         check_rows(alone(case)[0], expected_rows(case, versions[0], keep=False), case)
 
 
-@pytest.mark.parametrize("options", [
-    {"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", marked([{"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}], quick=[2]))
 def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monkeypatch):
     restarted = []
     restart = Scheduler._restart

@@ -27,6 +27,7 @@ from tests.inference.rounds import (
     rows_of,
     write_versions,
 )
+from tests.samples import marked, pairs
 
 MAX_NEW = 24
 KEEP = {"cache_on_update": "keep"}
@@ -86,7 +87,7 @@ def _generate(world, text, case, flushed=()):
     return _kept(make_engine(case, world, layout), case, world, flushed=flushed)
 
 
-@pytest.mark.parametrize("budget", [1, 5, 16])
+@pytest.mark.parametrize("budget", marked([1, 5, 16], quick=[1]))
 def test_tokens_are_those_of_a_cache_that_outlives_its_weights(versions, budget, monkeypatch):
     monkeypatch.setattr(Scheduler, "_restart", None)  # Nothing is computed twice.
     case = _case(versions, budget)
@@ -108,8 +109,8 @@ def _kept_on_pages(case, options=None):
     return _kept(engine, case, World()), tapes
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 2}, {"max_rows": 3, "prefill_tokens": 9}])
-@pytest.mark.parametrize("budget", [1, 10])
+@pytest.mark.parametrize(
+    ("options", "budget"), pairs([{}, {"max_rows": 2}, {"max_rows": 3, "prefill_tokens": 9}], [10, 1]))
 def test_recorded_steps_use_the_cache_of_their_round(versions, budget, options, monkeypatch):
     """The pool grows, and with it the memory that recorded passes use."""
     monkeypatch.setattr(Scheduler, "_restart", None)  # Nothing is computed twice.

@@ -19,6 +19,7 @@ from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import DeviceWorld, pretended_device
 from tests.inference.paged import PagedReference
+from tests.samples import marked
 
 ROWS, NEW = 5, 40
 READS = "Event.synchronize"
@@ -59,7 +60,7 @@ def _steps(
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma-2", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", marked(["qwen2", "gemma-2", "qwen3-moe", "deepseek-v3"], quick=(1, 2)))
 def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name):
     write_model(tmp_path / "model", name, max_position_embeddings=256)
     has_experts = name in ("qwen3-moe", "deepseek-v3")
@@ -118,10 +119,10 @@ def test_an_inserted_phrase_waits_for_nothing(tmp_path):
     assert [wait for wait in steps[-3][0][len(steps[2][0]) :] if not wait.startswith(READS)] == []
 
 
-@pytest.mark.parametrize("sampling", [
+@pytest.mark.parametrize("sampling", marked([
     {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 1.1, "min_new_tokens": 3}, {"presence_penalty": 0.5},
-])  # fmt: skip
+], quick=(1, 3)))  # fmt: skip
 def test_no_way_of_sampling_waits(tmp_path, sampling):
     write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
     steps = _steps(tmp_path / "model", **sampling)

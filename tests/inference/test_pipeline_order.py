@@ -12,6 +12,7 @@ from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, Post, fault_of
 from tests.engine.reference import plain_model
 from tests.inference.rounds import EOS, SIZES, Case, alone, generate_in_rounds, prompts_of
+from tests.samples import marked
 
 A, B, C = prompts_of(3, [30, 3, 24])
 CASE = Case([[A, A, B, B, C, C, B, A], [A, C]], [7], 16, {"max_rows": 6, "prefill_tokens": 40})
@@ -78,7 +79,7 @@ def _without_tokens(logs):
         for rank, posts in logs.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "late", "paged"), RUNS)
+@pytest.mark.parametrize(("layout", "late", "paged"), marked(RUNS, quick=range(0, len(RUNS), 2)))
 def test_posts_drain_and_tokens_are_those_of_gloo(pool, case, layout, late, paged):
     case = replace(case, paged=paged, model=None if layout.startswith("e") else case.model)
     expected, _ = alone(case)

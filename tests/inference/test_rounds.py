@@ -19,6 +19,7 @@ from tests.inference.rounds import (
     prompts_of,
     write_versions,
 )
+from tests.samples import marked
 
 MAX_NEW = 24
 
@@ -63,10 +64,10 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
 
 @pytest.mark.parametrize(
     "options",
-    [
+    marked([
         {"max_rows": 2}, {"max_rows": 1}, {"prefill_tokens": 7},
         {"kv_cache_gib": 5 * BLOCK_GIB}, {"kv_cache_gib": 6 * BLOCK_GIB, "prefill_tokens": 50},
-    ],
+    ], quick=(0, 4)),
 )  # fmt: skip
 def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     restarted = []

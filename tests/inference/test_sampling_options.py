@@ -32,6 +32,7 @@ from tests.inference.sampling_reference import Reference
 from tests.inference.test_kept_cache import KEEP, _generate
 from tests.inference.test_rounds import assert_same
 from tests.inference.tokenizers import write_tokenizer
+from tests.samples import marked, pairs
 
 MAX_NEW = 20
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
@@ -102,8 +103,7 @@ def _check(pool, layout, case, versions, *, keep=False):
     return expected, reference
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("layout", "name"), pairs(["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"], OPTIONS))
 def test_tokens_are_those_of_transformers_in_every_layout(pool, versions, tokenizer, layout, name):
     """With few slots, replicas of d2 take prompts from each other."""
     case = _case(versions, tokenizer, name, max_rows=2)
@@ -125,7 +125,8 @@ def _check_that_strings_stop(expected, reference, case):
     assert len(at_strings) < len(responses)
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"])
+@pytest.mark.parametrize(
+    "layout", marked(["d1@0", "pages", "t2@0-1", "p2@0-1", "d2@0-1"], quick=(1, 4)))
 def test_every_prompt_may_have_its_own_limit(pool, versions, tokenizer, layout):
     """In one round, and in rounds of four tokens."""
     for budget, settings in ((MAX_NEW, {}), (4, {"changes": True})):
@@ -138,8 +139,7 @@ def test_every_prompt_may_have_its_own_limit(pool, versions, tokenizer, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["d1@0", "pages", "d2p2@0-3", pytest.param("t2@0-1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["stops", "greedy"])
+    ("layout", "name"), pairs(["d1@0", "pages", "d2p2@0-3", "t2@0-1"], ["stops", "greedy"]))
 def test_rounds_change_nothing(pool, versions, tokenizer, layout, name):
     """What earlier rounds have drawn counts: for penalties, words and strings that began there."""
     for budget in (1, 3):

@@ -27,6 +27,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.families import MOE_CASES
 from tests.nn.tiny import hf_config
+from tests.samples import marked
 
 OUTPUTS = ("sequences", "mask", "logprobs", "finished")
 NUM_LAYERS = 2
@@ -133,7 +134,8 @@ def _check(pool, layout, lengths, options, *, family="qwen2"):
 
 
 @pytest.mark.parametrize(
-    "layout", ["d2@0-1", "d4@3,1,0,2", "d2t2@0-3", "d2p2@0-3", "d2c2@0-3", "c2t2@0-3"])
+    "layout",
+    marked(["d2@0-1", "d4@3,1,0,2", "d2t2@0-3", "d2p2@0-3", "d2c2@0-3", "c2t2@0-3"], quick=(1, 3)))
 def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
     """All but a few samples begin on the first data shard, which has few slots."""
     num_stolen = _check(pool, layout, [3, 1, 6, 2], {})
@@ -145,7 +147,7 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
         assert len({num_stolen[rank] for rank in replica}) == 1
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["d2@0-1", "d2p2@0-3"], quick=[0]))
 def test_what_waits_for_memory_goes_to_others_too(pool, layout):
     """Prompts have one or two blocks; a cohort's memory is enough for three rows. (With two stages there are
     two cohorts, and half of the layers.)"""
@@ -164,7 +166,7 @@ def test_nothing_moves_where_all_begin_at_once(pool):
     assert num_stolen == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "d2c2@0-3", "e2@0-1"])
+@pytest.mark.parametrize("layout", marked(["d2@0-1", "d2c2@0-3", "e2@0-1"], quick=[2]))
 def test_without_stealing_every_prompt_stays_where_it_is(pool, layout):
     family = "qwen2-moe" if "e" in layout else "qwen2"
     num_stolen = _check(pool, layout, [3, 1, 6, 2], {"work_stealing": False}, family=family)

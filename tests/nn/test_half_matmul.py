@@ -19,6 +19,7 @@ from realhf.param_spec import model_spec
 from tests.engine.training import CALL, minibatch
 from tests.families import CASES, MOE_CASES
 from tests.realloc.test_memory import Storages
+from tests.samples import marked
 
 BF16 = torch.bfloat16
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "_grouped_mm", "einsum")
@@ -127,7 +128,7 @@ KINDS = [*((name, None) for name in FAMILIES), ("qwen2", ADAPTERS), ("deepseek-v
 KINDS += [("qwen2", LoraConfig(rank=4, alpha=8, merge=True))]
 
 
-@pytest.mark.parametrize(("name", "lora"), KINDS)
+@pytest.mark.parametrize(("name", "lora"), marked(KINDS, quick=(1, 6, 8, 9)))
 def test_no_product_of_16_bits_is_left(without_units, name, lora):
     found, metrics, gradients = _train_and_generate(name, "bfloat16", lora)
     assert found == []

@@ -7,6 +7,7 @@ from realhf.layout import Layout
 from realhf.region import region_slices
 from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, build, compare, hf_config, step, tokens
+from tests.samples import drawn
 
 LAYOUTS = [
     *("t2@0,1", "t4@0-3", "p2@0,1", "t2p2@0-3", "p4@0-3", "d2t2@0-3", "t2@3,1"),
@@ -40,12 +41,12 @@ def _train(world, hf, layout, recompute):
 
 @pytest.mark.parametrize(
     "layout, tied, recompute",
-    [
+    drawn([
         *((layout, True, False) for layout in LAYOUTS),
         *((layout, False, False) for layout in UNTIED),
         *((layout, False, True) for layout in ("c2t2@0-3", "c2p2@0-3")),
-    ],
-)
+    ], 9),
+)  # fmt: skip
 def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied, recompute):
     hf = hf_config(tied=tied)
     alone = build(hf)

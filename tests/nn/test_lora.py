@@ -24,6 +24,7 @@ from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
 from tests.nn.test_layouts import _pass_through
 from tests.nn.tiny import SEQ_LENS, backward_of_both, compare, hf_config, step, tokens
+from tests.samples import marked
 
 FAMILIES = ("llama", "llama-bias", "qwen3", "phi-3", "gpt2", "gemma-2", "glm-4")
 LAYOUTS = ("t4@0-3", "p2@0,1", "t2p2@0-3")
@@ -150,14 +151,14 @@ HF = {
 
 @pytest.mark.parametrize(
     "family, lora, layout",
-    [
+    marked([
+        ("deepseek-v3", ALL, "e2c2@0-3"),
+        ("qwen2-moe", ALL, "e2p2@0-3"),
         *(("qwen2", ALL, layout) for layout in ("t2@0,1", *LAYOUTS, "d2t2@0-3")),
         *(("qwen2", SOME, layout) for layout in LAYOUTS),
         *(("phi-3", LoraConfig(), layout) for layout in LAYOUTS),
-        ("deepseek-v3", ALL, "e2c2@0-3"),
-        ("qwen2-moe", ALL, "e2p2@0-3"),
-    ],
-)
+    ], quick=(0, 1, 2, 8, 12)),
+)  # fmt: skip
 def test_layouts_compute_what_one_process_does(pool, layout, family, lora):
     hf = HF[family]
     alone = step(build(ModelConfig.from_hf(hf), lora))

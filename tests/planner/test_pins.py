@@ -26,6 +26,7 @@ from tests.planner.problems import (
     random_pins,
     random_problem,
 )  # fmt: skip
+from tests.samples import marked
 
 PINS_PER_PROBLEM = 12
 EARLY = 4  # Iterations after which searches with pins stop; their plans are only upper bounds anyway.
@@ -74,7 +75,7 @@ def compare_pins(problem, rng):
 
 
 @pytest.mark.parametrize(
-    ("most_devices", "num_pins"), [(4, 500), pytest.param(9, 5000, marks=pytest.mark.slow)])
+    ("most_devices", "num_pins"), marked([(4, 100), (4, 500), (9, 5000)], quick=[0]))
 def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
     ratios = []
     for seed in itertools.count():
@@ -88,7 +89,7 @@ def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
 
 @pytest.mark.parametrize(
     ("seeds", "most_pins", "least"),
-    [(range(120), 60, 8), pytest.param(range(150, 600), 400, 40, marks=pytest.mark.slow)])
+    marked([(range(40), 60, 2), (range(120), 60, 8), (range(150, 600), 400, 40)], quick=[0]))
 def test_the_best_of_all_pins_is_the_best_plan(seeds, most_pins, least):
     """With every legal layout of every call pinned in turn, the best is what the search finds without pins.
 
@@ -151,9 +152,10 @@ def test_small_clusters_have_all_legal_layouts():
             assert enumerated == set(legal_layouts(problem, call)), seed
 
 
-def test_pinning_the_plan_that_was_found_changes_nothing():
+@pytest.mark.parametrize(("seeds", "least"), marked([(range(12), 3), (range(12, 40), 8)], quick=[0]))
+def test_pinning_the_plan_that_was_found_changes_nothing(seeds, least):
     compared = 0
-    for seed in range(40):
+    for seed in seeds:
         _, problem = draw_problem(seed)
         if problem.cluster.num_devices > 4:
             continue
@@ -165,7 +167,7 @@ def test_pinning_the_plan_that_was_found_changes_nothing():
         again = make_plan(replace(problem, pins=pins), Rates(problem.cluster), time_limit=60.0)
         assert again.found.step_seconds == pytest.approx(planned.found.step_seconds, rel=1e-8), seed
         compared += 1
-    assert compared >= 12
+    assert compared >= least
 
 
 def scoring_and_training(memory, pins):

@@ -233,10 +233,10 @@ def test_what_a_profile_has_measured_cannot_be_changed():
 
 
 def test_what_if_is_a_plan_for_the_changed_problem(planned):
-    limits = SearchLimits(60.0, 0.01)
+    limits = SearchLimits(60.0, 0.1)
     found = what_if(planned, {"inter_host.bandwidth": "20 Gbit/s"}, limits)
     problem, rates = change(planned.problem, planned.space.rates, found.values)
-    best = make_plan(problem, rates, time_limit=60, gap=0.01)
+    best = make_plan(problem, rates, time_limit=60, gap=0.1, explain=False)
     assert found.best_step_seconds == pytest.approx(min(best.found.step_seconds, found.step_seconds))
     assert found.best_lower_bound_seconds <= found.best_step_seconds <= found.step_seconds
     seconds = predict(problem, rates, planned.plan).step_seconds
@@ -246,7 +246,7 @@ def test_what_if_is_a_plan_for_the_changed_problem(planned):
 
 
 def test_layouts_that_do_not_go_with_a_change(planned):
-    limits = SearchLimits(60.0, 0.05)
+    limits = SearchLimits(60.0, 0.2)
     fewer = what_if(planned, {"num_hosts": "1"}, limits)
     assert fewer.obstacle == "the layouts need 16 devices of 8" and fewer.step_seconds is None
     assert fewer.best_step_seconds > planned.found.step_seconds

@@ -16,6 +16,7 @@ from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import one_piece_each, whole_parameters
 from realhf.region import Region
+from tests.samples import pairs
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -154,8 +155,7 @@ def _move(world, case: Case, transport: str):
     return stats, len(realloc.messages), num_messages, len(realloc.staging.bytes)
 
 
-@pytest.mark.parametrize("transport", ["messages", "memory", "two hosts"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "transport"), pairs(CASES, ["messages", "memory", "two hosts"]))
 def test_every_rank_gets_its_regions(pool, name, transport):
     case = CASES[name]
     stats, num_waves, num_messages, staging_bytes = zip(*pool.run(_move, case, transport), strict=True)

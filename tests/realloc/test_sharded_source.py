@@ -13,6 +13,7 @@ from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import pieces_of
 from realhf.region import overlap, region_size, region_slices
 from tests.realloc.test_execute import _in_shared_memory, _model, _pieces, _shards, _spec
+from tests.samples import marked, pairs
 from tests.test_param_spec import small
 
 MOE = {"family": "Qwen3Moe"}
@@ -81,8 +82,9 @@ def test_parts_tile_what_a_replica_holds(layout, settings, section_numel):
             assert 0 <= sizes[-1] - sizes[0] < len(ranks) * 129 * num_sections
 
 
-@pytest.mark.parametrize("layout", ["d4e2@0-3", "d2e2p2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    pairs(["d4e2@0-3", "d2e2p2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"], ["Qwen3Moe", "DeepseekV3"]))
 @in_sections
 def test_sections_lie_end_to_end_and_share_their_elements_evenly(layout, family, section_numel):
     spec, layout = _any_spec({"family": family}, section_numel), Layout.parse(layout)
@@ -147,9 +149,12 @@ def _within(inner, outer) -> bool:
     return all(a >= c and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shared", [False, True], ids=["messages", "memory"])
-@pytest.mark.parametrize("source, target, settings", CASES)
+WAYS = [(dtype, shared) for dtype in (torch.float32, torch.bfloat16) for shared in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "source, target, settings, dtype, shared",
+    marked([(*case, *way) for case in CASES for way in WAYS], quick=range(0, len(CASES) * len(WAYS), 3)))
 def test_every_rank_gets_its_regions(pool, source, target, settings, dtype, shared):
     moved = pool.run(_move, source, target, settings, dtype, shared)
     assert all(received == lacking for received, lacking in moved)

@@ -23,6 +23,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task
+from tests.samples import marked
 
 TEXTS = ["a", "bb", "ccc", "dddd"]
 
@@ -303,7 +304,7 @@ def reference(pool, task):
     return pool.run(run_several, dict.fromkeys(CALLS, "d1@0"), task)[0]
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "t2@0-1", "p2@0-1"])
+@pytest.mark.parametrize("layout", marked(["d2@0-1", "t2@0-1", "p2@0-1"], quick=[0]))
 def test_a_plan_does_not_change_the_rewards(pool, task, reference, layout):
     layouts = dict.fromkeys(CALLS, layout)
     if layout == "d2@0-1":

@@ -10,6 +10,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
+from tests.samples import marked
 
 ROLE_CALLS = {
     "grpo": ("actor_generate", "ref_forward", "actor_train"),
@@ -72,7 +73,7 @@ def reference(pool, task):
 
 @pytest.mark.parametrize(
     ("kind", "layouts"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    marked([*CASES, *SLOW], quick=(2, 3, 4, 7, 8)),
     ids=lambda v: v if isinstance(v, str) else "-".join(dict.fromkeys(v)),
 )
 def test_plan_does_not_change_results(pool, task, reference, kind, layouts):

@@ -16,6 +16,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, untimed
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
+from tests.samples import pairs
 
 STEPS = 4
 LAGS = {
@@ -94,8 +95,7 @@ def assert_close(metrics: list[dict], expected_metrics: list[dict]) -> None:
             assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize(("lag", "plan"), pairs(LAGS, PLANS))
 def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     batches, metrics, score = pool.run(run_lagged, PLANS[plan], task, *LAGS[lag])[0]
     expected_batches, expected_metrics, expected_score = reference[lag]

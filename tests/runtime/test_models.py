@@ -16,6 +16,7 @@ from realhf.runtime.weights import model_store
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.transfers import PostingStream
 from tests.runtime.tiny import make_experiment, write_task
+from tests.samples import marked
 
 TRAIN = "d2t2@0-3"
 
@@ -108,7 +109,7 @@ def _train_with_one_posting_thread(world, *arguments):
         model_store.make_transfers = make
 
 
-@pytest.mark.parametrize("generate", ["t2@0-1", "d2@2-3"])
+@pytest.mark.parametrize("generate", marked(["t2@0-1", "d2@2-3"], quick=[1]))
 def test_reallocations_that_the_main_thread_posts_change_nothing(pool, tmp_path, generate):
     """As on CUDA: at their place among the calls, in the thread of the calls, once all ranks are ready."""
     layouts = {"actor_generate": generate, "ref_forward": "d2@0-1", "actor_train": "d2t2@0-3"}

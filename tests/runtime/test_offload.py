@@ -22,6 +22,7 @@ from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.offload import OffloadedWeights
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import make_experiment, role, write_task
+from tests.samples import marked
 
 SEQUENCE = ("sequence_ids", "response_mask")
 GRPO = {"actor_generate": "d2@0-1", "ref_forward": "t2@0-1", "actor_train": "d2@0-1"}
@@ -50,11 +51,11 @@ def _run(world, kind, task, layouts, options):
 
 @pytest.mark.parametrize(
     ("kind", "layouts", "options"),
-    [
+    marked([
         ("grpo", GRPO, {"ref_forward": "offload", "actor_train": "recompute"}),
         ("ppo", PPO, {"ref_forward": "offload", "reward_forward": "offload", "critic_train": "recompute"}),
-    ],
-)
+    ], quick=[1]),
+)  # fmt: skip
 def test_options_change_no_result(pool, task, kind, layouts, options):
     expected, expected_score, _ = pool.run(_run, kind, task, layouts, {})[0]
     metrics, score, names = pool.run(_run, kind, task, layouts, options)[0]
