@@ -30,9 +30,9 @@ from rich.table import Table
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.plan import ExecutionPlan
-from realhf.planner.predict import predict, step_seconds
-from realhf.planner.profile import Profile
-from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.cost.predict import predict, step_seconds
+from realhf.planner.cost.profile import Profile
+from realhf.planner.cost.profiled_rates import ProfiledRates
 
 CONFIGURATIONS = {
     "balanced": Setting(),

@@ -1,6 +1,6 @@
 """Schedules the movements of RLHF on 8 to 1024 H100s: ratio to the bound, and time to compute the schedule.
 
-The planner's estimate of each schedule (planner/transfer.py) is compared with it, too.
+The planner's estimate of each schedule (planner/cost/transfer.py) is compared with it, too.
 
     python benchmarks/realloc_schedule.py
     python benchmarks/realloc_schedule.py --models deepseek-v3 --only growing disjoint
@@ -24,8 +24,8 @@ from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
-from realhf.planner.parameter_boxes import ContiguousLayout, Model
-from realhf.planner.transfer import estimate_movement
+from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
+from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 from realhf.region import region_size

@@ -331,11 +331,11 @@ def test_the_tree_of_the_readme_names_what_exists():
     tree = PAGES[0].read_text().split("## Where things are")[1].split("```")[1]
     named = re.findall(r"(?<!\S)(?:\w+/|\w+\.py)(?!\S)", tree)
     package = REPO / "realhf"
-    inside = [name for name in named if (package / name).exists() or (package / "runtime" / name).exists()]
-    assert len(inside) >= 20 and all((REPO / name).exists() for name in named if name not in inside)
-    inits = [*package.glob("*/__init__.py"), *package.glob("runtime/*/__init__.py")]
-    packages = {path.parent.name + "/" for path in inits}
-    assert packages <= set(named)
+    folders = (REPO, package, package / "planner", package / "runtime")
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+    modules = {path.name for path in package.glob("[!_]*.py")}
+    packages = {f"{init.parent.name}/" for folder in folders for init in folder.glob("*/__init__.py")}
+    assert modules | packages - {"tests/"} <= set(named)
 
 
 @pytest.mark.slow

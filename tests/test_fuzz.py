@@ -13,7 +13,7 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
 from realhf.errors import UserError, one_line
 from realhf.model_config import ModelConfig
-from realhf.planner.profile import Profile
+from realhf.planner.cost.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 
 BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")

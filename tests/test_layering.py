@@ -41,6 +41,8 @@ LAYERS = {
 """Layer of every module or subpackage directly under realhf."""
 RUNTIME_LAYERS = {"compile": 0, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
 """The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
+PLANNER_LAYERS = {"workload": 0, "memory": 1, "cost": 2, "search": 3}
+"""The same of the subpackages of realhf.planner, whose own modules, such as make, are above them."""
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
@@ -125,13 +127,16 @@ def test_imports_go_strictly_downward():
     assert wrong == []
 
 
-def test_the_runtime_is_layered_too():
-    wrong = []
+@pytest.mark.parametrize(
+    ("package", "layers"), [("realhf.runtime", RUNTIME_LAYERS), ("realhf.planner", PLANNER_LAYERS)]
+)
+def test_subpackages_are_layered_too(package, layers):
+    wrong, top = [], 1 + max(layers.values())
     for module, tree in modules().items():
         for name in imports(tree, functions=True, type_checking=True):
-            if within(module, "realhf.runtime") and within(name, "realhf.runtime"):
-                here, there = (RUNTIME_LAYERS.get(part(one, depth=2), 3) for one in (module, name))
-                if part(module, depth=2) != part(name, depth=2) and there >= here != 3:
+            if within(module, package) and within(name, package):
+                here, there = (layers.get(part(one, depth=2), top) for one in (module, name))
+                if part(module, depth=2) != part(name, depth=2) and there >= here != top:
                     wrong.append(f"{module} imports {name}")
     assert wrong == []
 

@@ -17,8 +17,8 @@ from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.param_spec import model_spec
-from realhf.planner.profile import COLLECTIVES
-from realhf.planner.rates import Rates
+from realhf.planner.cost.profile import COLLECTIVES
+from realhf.planner.cost.rates import Rates
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts

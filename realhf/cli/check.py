@@ -13,8 +13,8 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
 from realhf.experiment import Experiment
-from realhf.planner import memory_report
-from realhf.planner.memory_check import require_fit
+from realhf.planner.memory import memory_report
+from realhf.planner.memory.memory_check import require_fit
 from realhf.units import format_bytes
 
 HELP = "find what is wrong with an experiment and a plan, without running it"

@@ -9,7 +9,7 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import even_split
 from realhf.learning_rates import learning_rate
-from realhf.planner.model_states import training_bytes, weights_bytes
+from realhf.planner.memory.model_states import training_bytes, weights_bytes
 from realhf.resolved_roles import optimizer_steps
 from realhf.runtime.compile.actions import adapters_of, parameter_specs
 from realhf.runtime.compile.program import Program

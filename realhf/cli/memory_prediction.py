@@ -4,7 +4,7 @@ from realhf.cli.plan import cluster_at_hand, this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.planner.memory_account import MemoryAccount
+from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.runtime.compile.program import PredictedMemory, Program
 
 

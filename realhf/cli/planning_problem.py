@@ -16,8 +16,8 @@ from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
-from realhf.planner.scoring_time import ScoringTime
+from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.step_trial import checked_parts
 from realhf.transformers_config import TransformersConfig

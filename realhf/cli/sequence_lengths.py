@@ -7,7 +7,7 @@ from typing import Any
 from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Expected, Experiment
 from realhf.field_types import require
-from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
+from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from realhf.calls import Generate
 from realhf.inference.rollout_buffer import Size
 from realhf.nn.transformer import Transformer
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import GenerationMoments
-from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.memory.activation_memory import CallPieces
+from realhf.planner.memory.call_memory import GenerationMoments
+from realhf.planner.workload.problem import ModelRole, Workload
 
 
 def pass_bytes(model: Transformer, work: Generate, sizes: Sequence[Size], *, num_samples: int) -> float:

@@ -7,9 +7,9 @@ from numbers import Real
 from typing import Any
 
 from realhf.cluster import Cluster
-from realhf.planner.problem import Problem, Workload
-from realhf.planner.profiled_rates import ProfiledRates
-from realhf.planner.rates import Rates
+from realhf.planner.cost.profiled_rates import ProfiledRates
+from realhf.planner.cost.rates import Rates
+from realhf.planner.workload.problem import Problem, Workload
 from realhf.suggest import did_you_mean
 
 WORKLOAD_KEYS = ("prompt_tokens", "response_tokens", "batch_size")

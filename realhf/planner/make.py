@@ -10,17 +10,17 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost import CallCost
-from realhf.planner.local_search import LocalSearch, leanest
-from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
-from realhf.planner.model_states import available_bytes
-from realhf.planner.problem import Problem
-from realhf.planner.rates import Rates
+from realhf.planner.cost.call_cost import CallCost
+from realhf.planner.cost.rates import Rates
+from realhf.planner.memory.memory_check import MemoryCheck, check_memory, require_fit
+from realhf.planner.memory.model_states import available_bytes
 from realhf.planner.reasons import Reason, find_reasons
-from realhf.planner.search import Progress, SearchResult, search
-from realhf.planner.search_space import SearchSpace
-from realhf.planner.simulate import Simulation, simulate
-from realhf.planner.starts_by_kind import starts_by_kind
+from realhf.planner.search.local_search import LocalSearch, leanest
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search.simulate import Simulation, simulate
+from realhf.planner.search.starts_by_kind import starts_by_kind
+from realhf.planner.search.tree_search import Progress, SearchResult, search
+from realhf.planner.workload.problem import Problem
 from realhf.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.

@@ -17,12 +17,12 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.planner.call_group import Candidate
-from realhf.planner.candidates import Variant
-from realhf.planner.memory_account import MemoryAccount
-from realhf.planner.search_space import SearchSpace
+from realhf.planner.cost.throughput import have_common_ranks, step_periods
+from realhf.planner.memory.memory_account import MemoryAccount
+from realhf.planner.search.call_group import Candidate
+from realhf.planner.search.candidates import Variant
+from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.sensitivity import WIDEST, Sensitivity, TippingPoint
-from realhf.planner.throughput import have_common_ranks, step_periods
 from realhf.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally long.

@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from realhf.planner import memory_report
-from realhf.planner.enumeration import pins_outside
 from realhf.planner.make import Planned
-from realhf.planner.simulate import TimelineEntry
+from realhf.planner.memory import memory_report
+from realhf.planner.search.enumeration import pins_outside
+from realhf.planner.search.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.

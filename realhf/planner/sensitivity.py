@@ -8,12 +8,12 @@ import numpy as np
 
 from realhf.plan import CallPlan
 from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
-from realhf.planner.cost import call_cost, ranks_per_host
-from realhf.planner.dependencies import dependencies, moving_seconds
-from realhf.planner.problem import Problem
-from realhf.planner.rates import Rates
-from realhf.planner.search_space import SearchSpace
-from realhf.planner.throughput import step_periods
+from realhf.planner.cost.call_cost import call_cost, ranks_per_host
+from realhf.planner.cost.dependencies import dependencies, moving_seconds
+from realhf.planner.cost.rates import Rates
+from realhf.planner.cost.throughput import step_periods
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.workload.problem import Problem
 from realhf.units import format_bytes
 
 WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from realhf.plan import ExecutionPlan
 from realhf.planner.changes import change
-from realhf.planner.local_search import leanest
+from realhf.planner.cost.rates import Rates
 from realhf.planner.make import Planned, make_plan
-from realhf.planner.problem import Problem
-from realhf.planner.rates import Rates
-from realhf.planner.search import Progress, search
-from realhf.planner.search_space import SearchSpace
+from realhf.planner.search.local_search import leanest
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search.tree_search import Progress, search
+from realhf.planner.workload.problem import Problem
 from realhf.units import format_bytes, format_seconds
 
 

@@ -16,8 +16,8 @@ from realhf.engine.protocol import DTYPES
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.planner.dependencies import SAMPLE_BYTES
-from realhf.planner.profile import COLLECTIVES, LinkTables, Table
+from realhf.planner.cost.dependencies import SAMPLE_BYTES
+from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock, nothing
 from realhf.profiling.memory import device_bytes
 from realhf.profiling.sizes import Sizes

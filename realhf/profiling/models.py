@@ -16,7 +16,7 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planner.profile import CALLS, OF_MODEL, Table
+from realhf.planner.cost.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, cached_tokens, most_rows
 from realhf.profiling.engine_calls import EngineCalls

@@ -29,7 +29,7 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
-from realhf.planner.enumeration import find_strategies
+from realhf.planner.search.enumeration import find_strategies
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

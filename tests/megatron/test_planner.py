@@ -10,11 +10,11 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.planner.call_memory import peak_memory
-from realhf.planner.engine_paths import MEGATRON, OUR_CUDA
-from realhf.planner.enumeration import find_strategies
-from realhf.planner.memory_account import MemoryAccount
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.cost.engine_paths import MEGATRON, OUR_CUDA
+from realhf.planner.memory.call_memory import peak_memory
+from realhf.planner.memory.memory_account import MemoryAccount
+from realhf.planner.search.enumeration import find_strategies
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from tests.megatron.test_curves import hf_config
 
 

@@ -9,9 +9,9 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig, MoeConfig
-from realhf.planner.dependencies import host_anchor
-from realhf.planner.enumeration import find_meshes
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.cost.dependencies import host_anchor
+from realhf.planner.search.enumeration import find_meshes
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 
 SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1), (9, 1))
 

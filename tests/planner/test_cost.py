@@ -14,13 +14,13 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
-from realhf.planner.cost import call_cost
-from realhf.planner.efficiencies import Efficiencies
-from realhf.planner.engine_paths import OUR_CPU
-from realhf.planner.expert_load import busiest_load
-from realhf.planner.generated_rows import in_busiest_cohort
-from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Rates, Span
+from realhf.planner.cost.call_cost import call_cost
+from realhf.planner.cost.efficiencies import Efficiencies
+from realhf.planner.cost.engine_paths import OUR_CPU
+from realhf.planner.cost.expert_load import busiest_load
+from realhf.planner.cost.generated_rows import in_busiest_cohort
+from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.workload.problem import ModelRole, Workload
 
 FREE = 1e30
 PERFECT = Efficiencies()

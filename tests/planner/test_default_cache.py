@@ -19,10 +19,10 @@ from realhf.kv_blocks import cache_limit
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner import memory_report
-from realhf.planner.memory_check import check_memory, require_fit
-from realhf.planner.memory_report import host_sentences
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.memory import memory_report
+from realhf.planner.memory.memory_check import check_memory, require_fit
+from realhf.planner.memory.memory_report import host_sentences
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 
 GB = 1e9
 ROWS, GROUP = 512, 8

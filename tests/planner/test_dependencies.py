@@ -11,11 +11,11 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.planner.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
-from realhf.planner.parameter_boxes import ContiguousLayout
-from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.rates import Rates, Span
-from realhf.planner.search_space import SearchSpace
+from realhf.planner.cost.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
+from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.compile.actions import ParameterSet, _copies

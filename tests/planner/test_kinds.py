@@ -12,18 +12,18 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.changes import change, current_values
-from realhf.planner.dependencies import reallocation_seconds
-from realhf.planner.enumeration import find_meshes
+from realhf.planner.cost.dependencies import reallocation_seconds
+from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.cost.predict import predict
+from realhf.planner.cost.rates import Rates
+from realhf.planner.cost.throughput import shared_core_seconds
 from realhf.planner.make import heuristic, make_plan
-from realhf.planner.memory_check import check_memory
-from realhf.planner.parameter_boxes import ContiguousLayout
-from realhf.planner.predict import predict
-from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.rates import Rates
-from realhf.planner.search import search
-from realhf.planner.search_space import SearchSpace
-from realhf.planner.starts_by_kind import starts_by_kind
-from realhf.planner.throughput import shared_core_seconds
+from realhf.planner.memory.memory_check import check_memory
+from realhf.planner.search.enumeration import find_meshes
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search.starts_by_kind import starts_by_kind
+from realhf.planner.search.tree_search import search
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from tests.planner.problems import random_problem
 from tests.planner.test_search import agrees
 

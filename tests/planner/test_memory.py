@@ -14,12 +14,12 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import generation_moments, peak_memory
-from realhf.planner.memory_check import check_memory
-from realhf.planner.model_states import available_bytes, training_bytes, weights_bytes
-from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.shard import num_params
+from realhf.planner.memory.activation_memory import CallPieces
+from realhf.planner.memory.call_memory import generation_moments, peak_memory
+from realhf.planner.memory.memory_check import check_memory
+from realhf.planner.memory.model_states import available_bytes, training_bytes, weights_bytes
+from realhf.planner.memory.shard import num_params
+from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.schedule import STAGING_BYTES
 from realhf.region import region_size
 from tests.planner.measured import Case, measure

@@ -14,14 +14,14 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner import memory_report
-from realhf.planner.call_group import OPEN
-from realhf.planner.communicators import Communicators, Use, use_of
-from realhf.planner.memory_check import check_memory, require_fit
-from realhf.planner.model_states import available_bytes, fixed_reserve, weights_bytes
-from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
-from realhf.planner.rates import Rates
-from realhf.planner.search_space import SearchSpace
+from realhf.planner.cost.rates import Rates
+from realhf.planner.memory import memory_report
+from realhf.planner.memory.communicators import Communicators, Use, use_of
+from realhf.planner.memory.memory_check import check_memory, require_fit
+from realhf.planner.memory.model_states import available_bytes, fixed_reserve, weights_bytes
+from realhf.planner.search.call_group import OPEN
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
 from tests.planner.problems import random_problem
 from tests.planner.test_memory import HF
 from tests.samples import marked

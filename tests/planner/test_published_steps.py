@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.planner.efficiencies import EFFICIENCIES
+from realhf.planner.cost.efficiencies import EFFICIENCIES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

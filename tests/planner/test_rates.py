@@ -22,11 +22,11 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
-from realhf.planner.efficiencies import EFFICIENCIES, TABLE, Efficiencies
-from realhf.planner.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
-from realhf.planner.expert_load import SKEW, busiest_load, used_experts
-from realhf.planner.problem import ModelRole
-from realhf.planner.rates import Rates, Span
+from realhf.planner.cost.efficiencies import EFFICIENCIES, TABLE, Efficiencies
+from realhf.planner.cost.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
+from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
+from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.workload.problem import ModelRole
 from tests.dist.recording import RecordedWorld
 
 ONE = Span(1, 1)

@@ -8,12 +8,12 @@ import pytest
 
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost import CallCost, on_shared_cores
-from realhf.planner.neighbours import seconds_with_neighbours
-from realhf.planner.predict import predict
-from realhf.planner.rates import Rates
-from realhf.planner.search_space import SearchSpace
-from realhf.planner.throughput import Dependencies
+from realhf.planner.cost.call_cost import CallCost, on_shared_cores
+from realhf.planner.cost.neighbours import seconds_with_neighbours
+from realhf.planner.cost.predict import predict
+from realhf.planner.cost.rates import Rates
+from realhf.planner.cost.throughput import Dependencies
+from realhf.planner.search.search_space import SearchSpace
 from tests.planner.problems import random_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import marked

@@ -11,8 +11,8 @@ from realhf.lora import LoraConfig, adapter_spec
 from realhf.megatron_config import MegatronConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.planner.parameter_boxes import ContiguousLayout, Model
-from realhf.planner.transfer import estimate_movement
+from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
+from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 

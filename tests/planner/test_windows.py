@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from realhf.planner.rates import Rates
-from realhf.planner.search_space import SearchSpace
-from realhf.planner.throughput import Dependencies
-from realhf.planner.windows import find_windows, window_seconds, window_tables
+from realhf.planner.cost.rates import Rates
+from realhf.planner.cost.throughput import Dependencies
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search.windows import find_windows, window_seconds, window_tables
 from tests.planner.problems import random_lagged_problem, random_problem
 from tests.planner.test_memory_account import unfinished
 

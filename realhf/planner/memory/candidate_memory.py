@@ -1,0 +1,183 @@
+"""Bytes of one call under one strategy, as the search's bounds need them: at most what the account counts."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy
+from realhf.plan import CallPlan
+from realhf.planner.memory.call_memory import RunningMemory
+from realhf.planner.memory.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
+from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem
+
+PARTS = 8
+"""The parts of equal size into which the ranks of a layout are cut, in the order of pipeline stages."""
+
+
+class Held(NamedTuple):
+    """Bytes of the home of a role, of a copy, and of what a call adds."""
+
+    home: Any
+    copy: Any
+    call: Any
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the home and of a copy on some stages, of which the first stage is the first.
+
+    `own_home` and `own_copy` leave out what may be in the memory of another role with equal frozen weights.
+    `by_part` has for each part of the ranks which of these stages have no more bytes than any stage there.
+    """
+
+    stages: tuple[int, ...]
+    by_part: np.ndarray
+    home: np.ndarray
+    copy: np.ndarray
+    own_home: np.ndarray
+    own_copy: np.ndarray
+    gradients: np.ndarray  # They exist during train steps only.
+
+    def least_by_part(self, by_stage: np.ndarray) -> np.ndarray:
+        """Return the least bytes in each part of the ranks, (..., PARTS), from those of stages, (...,
+        stages)."""
+        least: np.ndarray = np.where(self.by_part, by_stage[..., None, :], np.inf).min(axis=-1)
+        return least
+
+
+class CandidateMemory(NamedTuple):
+    """The most bytes of a rank, and the least on any rank of each part of the ranks.
+
+    `by_stage` are the bytes that the call adds on each of the stages of `StateBytes`, and `alone` is what the
+    fullest rank needs if it holds nothing else.
+    """
+
+    fullest: Held
+    by_part: Held
+    by_stage: tuple[float, ...]
+    alone: float
+
+
+def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> StateBytes:
+    """Return the bytes of the states of a call's role."""
+    role = problem.model_role(call)
+    stages, by_part = _telling_stages(role, strategy, trains=call.kind == "train_step")
+    copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
+    adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
+    training, gradients = np.zeros((2, len(stages)))
+    if call.kind == "train_step":
+        gradients += [gradient_bytes(role, strategy, stage) for stage in stages]
+    if role.trainable and not problem.offloads_optimizer(role):
+        training += [optimizer_bytes(role, strategy, stage) for stage in stages]
+    equal = [name for name, other in problem.roles.items() if role.source and other.source == role.source]
+    is_first = equal[:1] in ([], [call.role])
+    own_home = (copy if is_first else adapters) + training
+    own_copy = copy if len(equal) < 2 else adapters
+    return StateBytes(stages, by_part, copy + training, copy, own_home, own_copy, gradients)
+
+
+def candidate_memory(
+    problem: Problem, call: FunctionCall, states: StateBytes, running: np.ndarray, *, offload: bool
+) -> list[CandidateMemory]:
+    """Return the bytes of a call with each of several options that add `running`, (options, stages), and its
+    weights if it is offloaded."""
+    rests = 0.0 if offload else 1.0
+    home, copy, own_home, own_copy = (rests * array for array in states[2:6])
+    if offload and not _may_share(problem, call):
+        running = running + states.copy
+    alone = (home if call.kind == "train_step" else copy) + running
+    least_home, least_copy = map(states.least_by_part, (own_home, own_copy))
+    columns = (running, running.max(axis=1), states.least_by_part(running), alone.max(axis=1))
+    return [
+        CandidateMemory(
+            Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
+        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)
+    ]
+
+
+def running_bytes(
+    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
+    at_most: float = math.inf,
+) -> list[float] | None:  # fmt: skip
+    """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
+    without offloaded weights; None if it adds more than `at_most` on the first stage."""
+    at_home = CallPlan(call_plan.layout)
+    planned = [(problem.planned(call), call_plan)]
+    if problem.evaluations:
+        planned += [
+            (beside, call_plan if has_options else at_home)
+            for beside, has_options in problem.evaluations_beside(call)
+        ]
+    own, *others = [_least_running(problem, some, plan) for some, plan in planned]
+    needs: list[float] = []
+    for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
+        needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))
+        if needs[0] > at_most:
+            return None
+    return needs
+
+
+def _may_share(problem: Problem, call: FunctionCall) -> bool:
+    """Return whether a role's weights may be in the memory of another role."""
+    source = problem.model_role(call).source
+    return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
+
+
+def _least_running(
+    problem: Problem, planned: PlannedCall, call_plan: CallPlan
+) -> Callable[[int], float]:
+    """Return a function that returns the least bytes that a call adds on a stage besides gradients."""
+    running = RunningMemory(problem, planned, call_plan)
+    waits = planned.kind == "generate" and planned.waits_for_blocks(call_plan)
+    rows = call_plan.max_rows or planned.workload.max_rows
+
+    def bytes_on(stage: int) -> float:
+        memory = running.on(stage)
+        if waits:
+            memory = memory._replace(kv_cache=memory.kv_cache / rows)
+        return float(memory.num_bytes)
+
+    return bytes_on
+
+
+@lru_cache(maxsize=1 << 12)
+def _stages_of(layers: tuple[int, ...], trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the same as `_telling_stages` for a dense model with these numbers of blocks on its stages."""
+    pp = len(layers)
+    stands_for: dict[tuple[int, ...], int] = {}
+    keys: list[tuple[int, ...]] = []
+    for stage in range(pp):
+        is_end = stage in (0, pp - 1)
+        part = stage * PARTS // pp if trains else 0  # The first part in which the stage has ranks.
+        keys.append((stage,) if is_end else (-1, layers[stage], part))
+        stands_for[keys[-1]] = stage  # Later stages of a train step have fewer micro-batches in flight.
+        first = (-2, layers[stage])
+        if not is_end and first not in stands_for:  # The one with the most.
+            stands_for[first] = stage
+    stages = tuple(sorted({*stands_for.values()}))
+    by_part = np.zeros((PARTS, len(stages)), bool)
+    for stage, key in enumerate(keys):
+        parts = slice(stage * PARTS // pp, -(-(stage + 1) * PARTS // pp))
+        by_part[parts, stages.index(stands_for[key])] = True
+    return stages, by_part
+
+
+def _telling_stages(
+    role: ModelRole, strategy: ParallelStrategy, *, trains: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return stages among which those with the most bytes are, the first one first, and which of them have
+    the least bytes in each part of the ranks, (PARTS, stages).
+
+    Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
+    step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.
+    """
+    pp = strategy.pp
+    if role.config.moe is None:
+        return _stages_of(tuple(len(role.spec.stage_layers(strategy, stage)) for stage in range(pp)), trains)
+    low = np.arange(PARTS)[:, None] * pp // PARTS
+    high = -(-(np.arange(PARTS)[:, None] + 1) * pp // PARTS)
+    stage = np.arange(pp)
+    return tuple(stage.tolist()), (low <= stage) & (stage < high)

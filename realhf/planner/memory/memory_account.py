@@ -1,0 +1,302 @@
+"""The bytes that every rank needs under a plan, by part.
+
+This is the only place that adds up a rank's memory: `memory_check.py` reports it, and the search asks for it
+when its bounds (`memory_bounds.py`) do not decide whether a plan fits.
+
+A rank always holds the parameters of the roles whose home it is part of, with the optimizer of trained ones
+unless it is offloaded, copies of the roles that it runs in other layouts, and its communicators. Equal shards
+of frozen weights from one source count once (`runtime/weights/engine_store.py`). A rank runs one call at a
+time, so only the largest call is added. Gradients exist during train steps only.
+
+Arrays have one entry per rank of the cluster.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from realhf.kv_blocks import cache_limit
+from realhf.layout import MAX_RANKS, Layout
+from realhf.megatron_config import MegatronConfig
+from realhf.plan import CallPlan, ExecutionPlan, home_layouts
+from realhf.planner.memory.activation_memory import CallMemory
+from realhf.planner.memory.call_memory import RunningMemory
+from realhf.planner.memory.communicators import Communicators, Use, use_of
+from realhf.planner.memory.model_states import (
+    adapter_bytes,
+    available_bytes,
+    base_weights_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+)
+from realhf.planner.workload.problem import PlannedCall, Problem
+
+_STATES = {
+    "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,
+    "optimizer": optimizer_bytes,
+}  # fmt: skip
+
+
+class Placement(NamedTuple):
+    """Every rank's pipeline stage in a layout (-1 outside), and a number that is equal for equal shards."""
+
+    stage: np.ndarray
+    shard: np.ndarray
+
+    @property
+    def is_inside(self) -> np.ndarray:
+        return self.stage >= 0
+
+    def equals(self, other: "Placement") -> np.ndarray:
+        """Return which ranks hold the same shard in both layouts."""
+        return self.is_inside & (self.shard == other.shard)
+
+
+class Running(NamedTuple):
+    """The bytes that a call adds on every rank while it runs, by use; `is_here` is where it runs."""
+
+    is_here: np.ndarray
+    by_use: dict[str, np.ndarray]
+
+    @property
+    def num_bytes(self) -> np.ndarray:
+        return sum(self.by_use.values(), start=np.zeros(len(self.is_here)))
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The bytes that always rest on every rank, by part, and those that each call adds, by its name.
+
+    `on_host` are the bytes of each rank's offloaded optimizers in the memory of its host, by role.
+    """
+
+    resting: Mapping[str, np.ndarray]
+    running: Mapping[str, Running]
+    on_host: Mapping[str, np.ndarray]
+
+    @property
+    def resting_bytes(self) -> np.ndarray:
+        return sum(self.resting.values(), start=np.zeros(1))
+
+    def host_bytes(self, devices_per_host: int) -> float:
+        """Return the most bytes of offloaded optimizers on a host."""
+        if not self.on_host:
+            return 0.0
+        total = sum(self.on_host.values(), start=np.zeros(1))
+        return float(total.reshape(-1, devices_per_host).sum(axis=1).max())
+
+    def needs(self) -> dict[str, np.ndarray]:
+        """Return the bytes of every rank while each call runs; -infinity where it does not run."""
+        resting = self.resting_bytes
+        return {
+            name: np.where(call.is_here, resting + call.num_bytes, -np.inf)
+            for name, call in self.running.items()
+        }
+
+    def excess(self, available: np.ndarray) -> float:
+        """Return the most bytes that a rank lacks of what it has available; below 0 if none lacks any."""
+        return float(max((need - available).max() for need in self.needs().values()))
+
+    def parts(self, rank: int, call: str) -> dict[str, float]:
+        """Return the parts of what a rank needs while a call runs, without those that take nothing."""
+        both = {**self.resting, **self.running[call].by_use}
+        return {part: float(sizes[rank]) for part, sizes in both.items() if sizes[rank] > 0}
+
+
+class MemoryAccount:
+    """Counts the memory of plans of one problem; remembers what it has counted for calls and layouts."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_ranks = problem.cluster.num_devices
+        kinds = problem.cluster.ranks_by_kind
+        self.available = np.concatenate([np.full(len(r), available_bytes(kind)) for r, kind in kinds])
+        self.communicators = Communicators(problem.cluster, self.num_ranks)
+        self._placements: dict[Layout, Placement] = {}
+        self._kinds: dict[tuple[int, ...], int] = {}
+        self._states: dict[tuple[str, str, Layout], np.ndarray] = {}
+        self._tables: dict[tuple[object, ...], np.ndarray] = {}
+
+    def of_plan(self, plan: ExecutionPlan) -> PlanMemory:
+        """Return what every rank needs under a plan."""
+        return _PlanAccount(self, plan).total()
+
+    def placement(self, layout: Layout) -> Placement:
+        """Return the stage and the shard of every rank."""
+        if layout not in self._placements:
+            stage = np.full(self.num_ranks, -1)
+            shard = np.full(self.num_ranks, -1)
+            pp, dp, _, tp = np.indices(layout.grid.shape)
+            kind = self._kinds.setdefault((layout.pp, layout.tp, layout.ep, layout.vp), len(self._kinds))
+            stage[layout.grid] = pp
+            index = (pp * layout.tp + tp) * layout.ep + dp % layout.ep
+            shard[layout.grid] = kind * MAX_RANKS**2 + index
+            self._placements[layout] = Placement(stage, shard)
+        return self._placements[layout]
+
+    def state_bytes(self, part: str, role_name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes of a part of a role's states (see `_STATES`) on every rank of a layout."""
+        key = (part, role_name, layout)
+        if key not in self._states:
+            role = self.problem.roles[role_name]
+            stages = range(layout.pp)
+            by_stage = np.array([_STATES[part](role, layout.strategy, stage) for stage in stages], float)
+            here = self.placement(layout)
+            self._states[key] = by_stage[here.stage] * here.is_inside
+        return self._states[key]
+
+    def running_table(self, planned: PlannedCall, call_plan: CallPlan) -> np.ndarray:
+        """Return the bytes of each use (CallMemory) on each stage, (uses, stages), with a whole cache."""
+        options = (call_plan.micro_batch_tokens, call_plan.max_rows, call_plan.recompute, call_plan.offload)
+        key = (planned.name, call_plan.layout.strategy, *options)
+        if key not in self._tables:
+            running = RunningMemory(self.problem, planned, call_plan)
+            memories = [running.on(stage) for stage in range(call_plan.layout.pp)]
+            self._tables[key] = np.array(memories).T
+        return self._tables[key]
+
+
+class _PlanAccount:
+    """The count for one plan."""
+
+    def __init__(self, account: MemoryAccount, plan: ExecutionPlan) -> None:
+        self._account = account
+        self._problem = problem = account.problem
+        self._homes = home_layouts(problem.graph, plan, problem.roles)
+        self._calls = problem.planned_calls(plan, self._homes)
+        self._offloaded = {call.role for call in problem.model_calls if plan[call.name].offload}
+        self._layouts: dict[str, list[Layout]] = {role: [home] for role, home in self._homes.items()}
+        for planned, call_plan in self._calls:
+            layout = call_plan.layout
+            if planned.kind == "generate" and isinstance(problem.roles[planned.role].config, MegatronConfig):
+                layout = replace(layout, engine="native")  # A copy of its own, even where training is.
+            if layout not in (layouts := self._layouts[planned.role]):
+                layouts.append(layout)
+
+    def total(self) -> PlanMemory:
+        """Return all that rests on the ranks, and what each call adds."""
+        resting = dict(self._resting())
+        held = sum(resting.values(), start=np.zeros(self._account.num_ranks))
+        running = {}
+        for planned, call_plan in self._calls:
+            call = self._running(planned, call_plan, held)
+            if planned.workload.keeps_cache:  # It stays between the rounds.
+                resting[f"{planned.role} kept cache"] = call.by_use.pop("kv_cache")
+            running[planned.name] = call
+        on_host = {
+            name: self._account.state_bytes("optimizer", name, self._layouts[name][0])
+            for name, role in self._problem.roles.items()
+            if role.trainable and self._problem.offloads_optimizer(role)
+        }
+        return PlanMemory(resting, running, on_host)
+
+    # What always rests on a rank
+
+    def _resting(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the bytes that every rank always holds, by part."""
+        size = self._account.state_bytes
+        for name, role in self._problem.roles.items():
+            home, *copies = self._layouts[name]
+            if name not in self._offloaded:
+                yield f"{name} weights", self._weights(name, home)
+                if copies:
+                    yield f"{name} copy", np.sum([self._weights(name, layout) for layout in copies], axis=0)
+            if role.trainable and not self._problem.offloads_optimizer(role):
+                yield f"{name} optimizer", size("optimizer", name, home)
+        if self._problem.cluster.device_type == "cuda":
+            yield "communicators", self._communicators()
+
+    def _weights(self, name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes of a role's weights in a layout, apart from those in shared memory."""
+        size = self._account.state_bytes
+        weights = size("weights", name, layout) * ~self._is_shared(name, layout)
+        if self._problem.roles[name].lora is not None:
+            place = self._account.placement
+            is_apart = layout == self._homes[name] or ~place(layout).equals(place(self._homes[name]))
+            weights = weights + size("adapters", name, layout) * is_apart
+        return weights
+
+    def _is_shared(self, name: str, layout: Layout) -> np.ndarray:
+        """Return which ranks have a role's weights in the memory of its home, or of equal frozen weights.
+
+        When a home is made, only the homes of earlier roles exist.
+        """
+        place = self._account.placement
+        here = place(layout)
+        is_home = layout == self._homes[name]
+        is_apart = is_home or bool(layout.engine)
+        is_shared = np.zeros(len(here.stage), bool) if is_apart else here.equals(place(self._homes[name]))
+        source = self._problem.roles[name].source
+        for other, role in self._problem.roles.items() if source is not None else ():
+            if other == name and is_home:
+                break
+            if other != name and role.source == source and other not in self._offloaded:
+                is_shared = is_shared | here.equals(place(self._homes[other]))
+        return is_shared
+
+    # Communicators
+
+    def _communicators(self) -> np.ndarray:
+        """Return the bytes of the communicators of all layouts and reallocations."""
+        communicators = self._account.communicators
+        uses: dict[Layout, Use] = {}
+        moves: dict[tuple[int, ...], None] = {}
+        for name, role in self._problem.roles.items():
+            for layout in self._layouts[name]:
+                use = use_of(role, trains=role.trainable and layout == self._homes[name])
+                uses[layout] = use.joined(uses.get(layout, use))
+            for source, target in self._moves(name):
+                moves[tuple(dict.fromkeys((*source.ranks, *target.ranks)))] = None
+        return sum(
+            (communicators.of_layout(layout, use) for layout, use in uses.items()),
+            start=communicators.of_moves(moves))
+
+    def _moves(self, name: str) -> Iterator[tuple[Layout, Layout]]:
+        """Yield the source and the target of each reallocation of a role in which something moves."""
+        role = self._problem.roles[name]
+        home, *copies = self._layouts[name]
+        if role.trainable and home.strategy.num_replicas > 1:
+            yield home, home
+            yield from ((home, layout) for layout in copies)
+        else:
+            yield from ((home, layout) for layout in copies if self._lacks(home, layout))
+        if role.follows is not None and self._lacks(self._homes[role.follows], home):
+            yield self._homes[role.follows], home
+
+    def _lacks(self, source: Layout, target: Layout) -> bool:
+        """Return whether some rank of the target does not have its shard in the source."""
+        here = self._account.placement(target)
+        return bool((here.is_inside & ~here.equals(self._account.placement(source))).any())
+
+    # What a call adds
+
+    def _running(self, planned: PlannedCall, call_plan: CallPlan, held: np.ndarray) -> Running:
+        """Return what a call adds, with as much cache as it takes beside the bytes `held`."""
+        here = self._account.placement(call_plan.layout)
+        table = self._account.running_table(planned, call_plan)
+        sizes = CallMemory(*(table[:, here.stage] * here.is_inside))
+        if call_plan.offload:
+            is_apart = ~self._is_shared(planned.role, call_plan.layout)
+            sizes = sizes._replace(loaded_weights=sizes.loaded_weights * is_apart)
+        if planned.kind == "generate" and planned.waits_for_blocks(call_plan):
+            sizes = self._with_cache(planned, call_plan, sizes, held)
+        by_use = sizes.by_use()
+        if planned.kind == "train_step":  # Other calls release the gradients.
+            gradients = self._account.state_bytes("gradients", planned.role, call_plan.layout)
+            by_use[f"{planned.role} gradients"] = gradients
+        return Running(here.is_inside, by_use)
+
+    def _with_cache(
+        self, planned: PlannedCall, call_plan: CallPlan, sizes: CallMemory, held: np.ndarray
+    ) -> CallMemory:
+        """Return the sizes with the cache that a run takes if no plan promises how many rows decode at once:
+        no more than fits by `cache_limit`. Rows wait for which there are no blocks."""
+        apart = sizes.loaded_weights + sizes.merged
+        free = np.maximum(0.0, self._account.available - held - apart)
+        one_row = sizes.kv_cache / (call_plan.max_rows or planned.workload.max_rows)
+        device = self._problem.cluster.device_type
+        passes = sizes.num_bytes - sizes.kv_cache - apart
+        limit = np.maximum(cache_limit(free, passes, device_type=device), one_row)
+        return sizes._replace(kv_cache=np.minimum(sizes.kv_cache, limit))

@@ -1,0 +1,338 @@
+"""Search for the plan with the shortest step among those enumerated, and a lower bound over them.
+
+Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
+chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Two trees
+take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
+bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
+own, that the step is no shorter than the sum of all device seconds over the number of devices, and that calls
+between two others need their share of all devices there (`windows.py`). The search
+is anytime: the least bound among the plans that are not explored yet holds for every plan.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from realhf.planner.search.call_group import OPEN
+from realhf.planner.search.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
+from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search.windows import find_windows, window_seconds, window_tables
+
+_CHILDREN = 12_000  # The number of plans to evaluate at once.
+_DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
+_TURNS = 3  # The tree with the lowest bound has one turn in so many.
+_AIMS = (1.0, 0.4, 0.15)
+"""How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
+_MOST_PATIENCE = 3  # The same after many that did not.
+_BEAM = 24  # The width of a beam search.
+_DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
+_SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
+_MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
+
+Progress = Callable[[float, float, float], None]
+"""Called with the best step seconds, the lower bound and the seconds spent."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan found (one candidate per call group) and the lower bound over the plans enumerated."""
+
+    chosen: tuple[int, ...]
+    step_seconds: float
+    lower_bound_seconds: float
+    num_expanded: int
+
+    @property
+    def gap(self) -> float:
+        return (self.step_seconds - self.lower_bound_seconds) / self.step_seconds
+
+
+def search(
+    space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
+    max_iterations: int | None = None, progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> SearchResult | None:  # fmt: skip
+    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or
+    when there is a plan and `should_stop` returns True.
+
+    The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
+    says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
+    the same every time unless `time_limit` or `should_stop` ends the search.
+    """
+    began = time.monotonic()
+    local = LocalSearch(space)
+    for start in starts:
+        local.improve(np.array(start))
+    for start in local.starts():
+        if local.best_score == np.inf:
+            local.improve(np.array(start))
+    trees = [_Tree(space, local, steps) for steps in _orders(space)]
+    num_iterations = 0
+    while not any(tree.is_finished(gap) for tree in trees):
+        if (spent := time.monotonic() - began) >= time_limit:
+            break
+        if progress is not None:
+            progress(local.best_score, max(tree.bound for tree in trees), spent)
+        if max_iterations is not None and num_iterations >= max_iterations:
+            break
+        if should_stop is not None and local.best is not None and should_stop():
+            break
+        by_bound = sorted(trees, key=lambda tree: tree.bound)
+        tree = by_bound[-1] if num_iterations % _TURNS else by_bound[0]
+        tree.expand()
+        tree.dive(by_bound[-1].bound)
+        num_iterations += 1
+    if local.best is None:
+        return None
+    best = local.polished()
+    bound = max(tree.bound for tree in trees)
+    return SearchResult(tuple(best.tolist()), local.best_score, bound, sum(t.num_expanded for t in trees))
+
+
+class _Step(NamedTuple):
+    """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
+
+    group: int
+    is_last: bool
+
+
+def _orders(space: SearchSpace) -> list[list[_Step]]:
+    """Return two orders of steps, both with the groups with the most work first.
+
+    One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
+    decides heavy groups wholly before all others, which soon shows how much memory they need.
+    """
+    order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
+    heavy = heavy_groups(space)
+    parts = [heavy, *([u] for u in order if u not in heavy)]
+    return [
+        [_Step(u, is_last) for part in some for is_last in (False, True) for u in part]
+        for some in ([order], parts)
+    ]
+
+
+class _Tree:
+    """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
+
+    def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
+        """Set up a tree in which plans are decided in these steps.
+
+        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up.
+        """
+        self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
+        self._aim = np.inf  # Plans that take longer are of no interest to the beam search at hand.
+        self._space = space
+        self._local = local
+        self._groups = space.open_groups
+        self._num_devices = space.problem.cluster.num_devices
+        self._device_seconds = [  # Of every choice.
+            np.append(group.device_seconds[:-1], least)
+            for group, least in zip(self._groups, least_device_seconds(space), strict=True)
+        ]
+        self._windows = find_windows(space.needs)
+        self._window_tables = window_tables(self._windows, space.groups, self._num_devices)
+        self._steps = steps
+        self._choices = np.full((1, len(self._groups)), OPEN)
+        self._bounds = self._bound(self._choices, np.zeros(1))
+        self._given_up = np.inf
+        self.num_expanded = self.num_iterations = 0
+        self._next_dive = 1  # The iteration from which on to dive.
+        self._patience = _DIVE_EVERY
+        self._num_failed = 0  # Beam searches that found no better plan.
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of the seconds per step over all plans of the space.
+
+        Plans that are shorter than the best one by a share of `SAME` may have been discarded.
+        """
+        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._goal)
+
+    def is_finished(self, gap: float) -> bool:
+        goal = self._local.best_score * (1 - max(gap, SAME))
+        return not len(self._choices) or self.bound >= goal
+
+    def expand(self) -> None:
+        """Replace the most promising plans, all at one depth, with their children."""
+        depths = self._depths
+        depth = int(depths[self._most_promising(depths)])
+        level = np.flatnonzero(depths == depth)
+        taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(depth)]]
+        children, bounds = self._children(self._choices[taken], self._bounds[taken], depth)
+        self._keep(np.setdiff1d(np.arange(len(depths)), taken))
+        self.num_expanded += len(taken)
+        self.num_iterations += 1
+        if depth + 1 == self._leaf_depth:
+            self._offer(children, bounds)
+        else:
+            self._choices = np.concatenate([self._choices, children])
+            self._bounds = np.concatenate([self._bounds, bounds])
+        self._keep(self._bounds < self._goal)
+        if len(self._choices) > _MOST_NODES:
+            order = np.argsort(self._bounds, kind="stable")
+            self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
+            self._keep(order[: _MOST_NODES // 2])
+
+    def _width(self, depth: int) -> int:
+        """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
+        step = self._steps[depth]
+        group = self._groups[step.group]
+        num_meshes = len(group.by_mesh)
+        num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
+        return max(1, int(_CHILDREN / num_children))
+
+    def dive(self, bound: float) -> None:
+        """Complete the most promising plans by a beam search, and improve the outcome by local search.
+
+        This is due in every few iterations, and less often while it finds nothing better. The beam search
+        aims at plans between the lower bound and the best one. The closer it aims, the fewer plans are left,
+        and half of those that it keeps are those with the most memory to spare.
+        """
+        if not len(self._choices) or self.num_iterations < self._next_dive:
+            return
+        before = self._local.best_score
+        share = _AIMS[self._num_failed % len(_AIMS)]
+        if share < 1 and before < np.inf:
+            self._aim = bound + share * (before - bound)
+        self._complete()
+        self._aim = np.inf
+        self._num_failed += self._local.best_score == before
+        has_found = self._local.best_score < before
+        self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
+        self._next_dive = self.num_iterations + self._patience
+
+    def _complete(self) -> None:
+        depths = self._depths
+        first_depth = int(depths[self._most_promising(depths)])
+        rows = np.flatnonzero(depths == first_depth)
+        rows = rows[np.argsort(self._bounds[rows], kind="stable")[:_BEAM]]
+        choices, bounds = self._choices[rows], self._bounds[rows]
+        for depth in range(first_depth, self._leaf_depth):
+            if not len(choices):
+                return
+            choices, bounds = self._children(choices, bounds, depth, most_plans=_DIVE_CHECKS)
+            lacking = self._space.estimated_excess_bytes(choices)
+            num_lean = 0 if self._aim == np.inf else _BEAM // 2
+            fastest = np.lexsort((bounds, lacking > 0))[: _BEAM - num_lean]
+            leanest = np.argsort(lacking, kind="stable")[:num_lean]
+            rows = np.array(list(dict.fromkeys([*fastest.tolist(), *leanest.tolist()])), int)
+            choices, bounds = choices[rows], bounds[rows]
+            if depth + 1 == len(self._groups) and (choices != OPEN).all():
+                for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
+                    self._local.improve_within(choices[row])
+        self._offer(choices, bounds)
+        if len(choices):
+            self._local.improve(choices[0])
+        self._local.refine()
+
+    def _offer(self, plans: np.ndarray, seconds: np.ndarray) -> None:
+        for i in np.argsort(seconds, kind="stable"):
+            self._local.offer(plans[i], seconds[i])
+
+    @property
+    def _depths(self) -> np.ndarray:
+        """Number of steps that have been decided in each plan."""
+        return (self._choices != OPEN).sum(axis=1) + self._space.is_decided(self._choices).sum(axis=1)
+
+    def _most_promising(self, depths: np.ndarray) -> int:
+        return int(np.lexsort((-depths, self._bounds))[0])
+
+    @property
+    def _leaf_depth(self) -> int:
+        return 2 * len(self._groups)
+
+    @property
+    def _goal(self) -> float:
+        return min(self._local.best_score * (1 - SAME), self._aim)
+
+    def _keep(self, rows: np.ndarray) -> None:
+        self._choices, self._bounds = self._choices[rows], self._bounds[rows]
+
+    def _children(
+        self, choices: np.ndarray, bounds: np.ndarray, depth: int, *, most_plans: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return every plan with every mesh, or every candidate on its mesh, for the group of this step, if
+        it may still become the best.
+
+        If this completes the plans, return only the best one that fits, among the first `most_plans`.
+        """
+        u, is_last = self._steps[depth]
+        group = self._groups[u]
+        if is_last:
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, u])]
+        else:
+            next_choices = [group.mesh_choices] * len(choices)
+        counts = [len(of_plan) for of_plan in next_choices]
+        children = np.repeat(choices, counts, axis=0)
+        children[:, u] = np.concatenate(next_choices)
+        bounds = self._bound(children, np.repeat(bounds, counts))
+        alive = bounds < self._goal
+        children, bounds = children[alive], bounds[alive]
+        if is_last and len(children):
+            are_finished = depth + 1 == self._leaf_depth
+            moving = self._space.moving(children) if are_finished or self._prices_moves else None
+            exact = self._space.periods(children, moving=moving, exact=are_finished)
+            bounds = np.maximum(bounds, exact)
+            rows = np.flatnonzero(bounds < self._goal)
+            if are_finished:
+                rows = rows[np.argsort(bounds[rows], kind="stable")]
+                rows = self._best_fitting(children, rows[:most_plans])
+            children, bounds = children[rows], bounds[rows]
+        return children, bounds
+
+    def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Return the first row in this order whose plan fits; none if no plan does."""
+        for row in order:
+            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+                return np.array([row])
+        return order[:0]
+
+    def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
+        fit."""
+        columns = zip(self._device_seconds, choices.T, strict=True)
+        work = np.sum([table[choice] for table, choice in columns], axis=0)
+        bounds = np.maximum(bounds, work / self._num_devices)
+        if self._windows:
+            columns = zip(self._window_tables, choices.T, strict=True)
+            in_windows = np.sum([table[choice] for table, choice in columns], axis=0)
+            bounds = np.maximum(bounds, in_windows.max(axis=1))
+        rest = np.flatnonzero(bounds < self._goal)
+        excess, min_seconds = self._space.memory_limits(choices[rest])
+        fits = excess <= 0
+        bounds[rest[~fits]] = np.inf
+        rest = rest[fits]
+        if len(rest):
+            kept = choices[rest]
+            min_seconds = min_seconds[fits]
+            crowded = self._crowded(kept, min_seconds) / self._num_devices
+            bounds[rest] = np.maximum(bounds[rest], crowded)
+            alive = bounds[rest] < self._goal
+            rest = rest[alive]
+            kept = kept[alive]
+            min_seconds = min_seconds[alive]
+            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
+            bounds[rest] = np.maximum(bounds[rest], periods)
+            if self._windows:
+                seconds, first, stop = self._space.call_times(kept)
+                seconds = np.maximum(seconds, min_seconds)
+                in_windows = window_seconds(self._windows, seconds, first, stop, self._num_devices)
+                bounds[rest] = np.maximum(bounds[rest], in_windows)
+        return bounds
+
+    def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the device seconds of unfinished plans whose calls take at least
+        `min_seconds`."""
+        total = np.zeros(len(choices))
+        for group, table, choice in zip(self._groups, self._device_seconds, choices.T, strict=True):
+            total += table[choice]
+            longer = group.is_mesh(choice) & (min_seconds[:, group.calls] > 0).any(axis=1)
+            rows = np.flatnonzero(longer)
+            at = choice[rows]
+            seconds = np.maximum(group.seconds[at], min_seconds[rows[:, None], group.calls]).sum(axis=1)
+            total[rows] += seconds * (group.stop[at] - group.first[at]) - table[at]
+        return total
