@@ -10,7 +10,13 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.candidate_memory import CandidateMemory, Held, candidate_memory, running_bytes, state_bytes
+from realhf.planner.candidate_memory import (
+    CandidateMemory,
+    Held,
+    candidate_memory,
+    running_bytes,
+    state_bytes,
+)
 from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
 from realhf.planner.cost import CallCost, call_cost, offloaded
 from realhf.planner.enumeration import find_strategies
@@ -84,7 +90,8 @@ def find_variants(
                 costs[number] = call_cost(rates, call, role, work, at_rest, per_host=per_host)
             cost = costs[number]
             cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
-            variants.append(Variant(call_plan, cost, *memory.fullest, memory.by_part, memory.by_stage, connected))
+            variants.append(Variant(
+                call_plan, cost, *memory.fullest, memory.by_part, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 

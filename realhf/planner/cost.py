@@ -379,8 +379,9 @@ class _Estimate:
     ) -> CallCost:  # fmt: skip
         """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
 
-        `stages` are those of a mean micro-batch, one for each of `_stages`. The largest one, which takes `largest` times as long, is the
-        one that fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, section 6.1).
+        `stages` are those of a mean micro-batch, one for each of `_stages`. The largest one, which takes
+        `largest` times as long, is the one that fills and drains the pipeline (a proportionate flow shop,
+        Pinedo 2016, section 6.1).
         """
         pp = self.strategy.pp
         hop = self._hop(tokens) if pp > 1 else 0.0
