@@ -11,6 +11,7 @@ from realhf.planner.search_space import SearchSpace
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _EXACT_AT_ONCE = 6  # Those of them that are evaluated together.
+_MOST_PAIRS = 12_000  # The number of changes of two groups that are evaluated, those with the least work.
 _PENALTY = 1e6  # Seconds that rank all plans that do not fit after those that do.
 SAME = 1e-9  # Relative difference below which two times are equal.
 
@@ -73,8 +74,10 @@ class LocalSearch:
 
     def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
         """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
-        plans = _changed(chosen, group, self._allowed[group])
-        rough = self._rough(plans)
+        changes = self._allowed[group]
+        changes = changes[self._work(group, changes) < self._work_left(chosen, score, [group])]
+        plans = _changed(chosen, group, changes)
+        rough = self._rough(plans, below=score)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         for start in range(0, len(promising), _EXACT_AT_ONCE):
             rows = promising[start : start + _EXACT_AT_ONCE]
@@ -140,20 +143,28 @@ class LocalSearch:
         choose from; None if it is not better."""
         assert self.best is not None
         (u, of_u), (v, of_v) = one, other
-        groups = self._space.groups
-        least = sum(float(g.device_seconds[i]) for g, i in zip(groups, self.best, strict=True))
-        least -= float(groups[u].device_seconds[self.best[u]] + groups[v].device_seconds[self.best[v]])
-        most = self.best_score * self._space.problem.cluster.num_devices - least
-        work = groups[u].device_seconds[of_u][:, None] + groups[v].device_seconds[of_v]
-        rows, columns = np.nonzero(work < most)
+        work = self._work(u, of_u)[:, None] + self._work(v, of_v)
+        rows, columns = np.nonzero(work < self._work_left(self.best, self.best_score, [u, v]))
+        least = np.argsort(work[rows, columns], kind="stable")[:_MOST_PAIRS]
+        rows = rows[least]
+        columns = columns[least]
         plans = _changed(_changed(self.best, u, of_u[rows]), v, of_v[columns])
-        rough = self._rough(plans)
+        rough = self._rough(plans, below=self.best_score)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < self.best_score * (1 - SAME)]
         if not len(promising):
             return None
         found = self._best_exact(plans[promising], below=self.best_score * (1 - SAME))
         return None if found is None else plans[promising[found[0]]]
+
+    def _work(self, group: int, candidates: np.ndarray) -> np.ndarray:
+        work: np.ndarray = self._space.groups[group].device_seconds[candidates]
+        return work
+
+    def _work_left(self, chosen: np.ndarray, seconds: float, changing: Sequence[int]) -> float:
+        """Return the device seconds that the changing groups may take in a step that is no longer."""
+        others = sum(float(self._work(u, i)) for u, i in enumerate(chosen) if u not in changing)
+        return seconds * self._space.problem.cluster.num_devices - others
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.
@@ -165,16 +176,23 @@ class LocalSearch:
         best = self.best
         for u, group in enumerate(self._space.groups):
             plans = _changed(best, u, np.arange(len(group.candidates)))
-            as_short = self._rough(plans) <= self.best_score * (1 + SAME)
+            longest = self.best_score * (1 + SAME)
+            as_short = self._rough(plans, below=longest) <= longest
             leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[u]]))
             leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
             good = leaner[self._exact(plans[leaner]) <= self.best_score * (1 + SAME)]
             best = plans[good[0]] if len(good) else best
         return best
 
-    def _rough(self, plans: np.ndarray) -> np.ndarray:
-        """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
-        return self._scores(plans, self._space.periods(plans, exact=False), exact=False)
+    def _rough(self, plans: np.ndarray, *, below: float) -> np.ndarray:
+        """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones.
+
+        Those above `below` leave out memory, too.
+        """
+        scores = self._space.periods(plans, exact=False)
+        rows = np.flatnonzero(scores <= below)
+        scores[rows] = self._scores(plans[rows], scores[rows], exact=False)
+        return scores
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))

@@ -22,8 +22,11 @@ from realhf.planner.search_space import SearchSpace
 from realhf.planner.windows import find_windows, window_seconds, window_tables
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
-_DIVE_EVERY = 2  # The number of iterations from one beam search to the next after one that found a plan.
-_MOST_PATIENCE = 4  # The same after many that did not.
+_DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
+_TURNS = 3  # The tree with the lowest bound has one turn in so many.
+_AIMS = (1.0, 0.4, 0.15)
+"""How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
+_MOST_PATIENCE = 3  # The same after many that did not.
 _BEAM = 24  # The width of a beam search.
 _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
@@ -77,9 +80,10 @@ def search(
             break
         if should_stop is not None and local.best is not None and should_stop():
             break
-        tree = trees[num_iterations % len(trees)]
+        by_bound = sorted(trees, key=lambda tree: tree.bound)
+        tree = by_bound[-1] if num_iterations % _TURNS else by_bound[0]
         tree.expand()
-        tree.dive()
+        tree.dive(by_bound[-1].bound)
         num_iterations += 1
     if local.best is None:
         return None
@@ -120,6 +124,7 @@ class _Tree:
         otherwise too many pairs of layouts come up.
         """
         self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
+        self._aim = np.inf  # Plans that take longer are of no interest to the beam search at hand.
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -137,6 +142,7 @@ class _Tree:
         self.num_expanded = self.num_iterations = 0
         self._next_dive = 1  # The iteration from which on to dive.
         self._patience = _DIVE_EVERY
+        self._num_failed = 0  # Beam searches that found no better plan.
 
     @property
     def bound(self) -> float:
@@ -179,30 +185,42 @@ class _Tree:
         num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
         return max(1, int(_CHILDREN / num_children))
 
-    def dive(self) -> None:
-        """Complete the most promising plan by a beam search, and improve the outcome by local search.
+    def dive(self, bound: float) -> None:
+        """Complete the most promising plans by a beam search, and improve the outcome by local search.
 
-        This is due in every few iterations, and less often while it finds nothing better.
+        This is due in every few iterations, and less often while it finds nothing better. The beam search
+        aims at plans between the lower bound and the best one. The closer it aims, the fewer plans are left,
+        and half of those that it keeps are those with the most memory to spare.
         """
         if not len(self._choices) or self.num_iterations < self._next_dive:
             return
         before = self._local.best_score
+        share = _AIMS[self._num_failed % len(_AIMS)]
+        if share < 1 and before < np.inf:
+            self._aim = bound + share * (before - bound)
         self._complete()
+        self._aim = np.inf
+        self._num_failed += self._local.best_score == before
         has_found = self._local.best_score < before
         self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
         self._next_dive = self.num_iterations + self._patience
 
     def _complete(self) -> None:
         depths = self._depths
-        row = self._most_promising(depths)
-        choices, bounds = self._choices[[row]], self._bounds[[row]]
-        for depth in range(int(depths[row]), self._leaf_depth):
+        first_depth = int(depths[self._most_promising(depths)])
+        rows = np.flatnonzero(depths == first_depth)
+        rows = rows[np.argsort(self._bounds[rows], kind="stable")[:_BEAM]]
+        choices, bounds = self._choices[rows], self._bounds[rows]
+        for depth in range(first_depth, self._leaf_depth):
             if not len(choices):
                 return
             choices, bounds = self._children(choices, bounds, depth, most_plans=_DIVE_CHECKS)
-            is_tight = self._space.estimated_excess_bytes(choices) > 0
-            best = np.lexsort((bounds, is_tight))[:_BEAM]
-            choices, bounds = choices[best], bounds[best]
+            lacking = self._space.estimated_excess_bytes(choices)
+            num_lean = 0 if self._aim == np.inf else _BEAM // 2
+            fastest = np.lexsort((bounds, lacking > 0))[: _BEAM - num_lean]
+            leanest = np.argsort(lacking, kind="stable")[:num_lean]
+            rows = np.array(list(dict.fromkeys([*fastest.tolist(), *leanest.tolist()])), int)
+            choices, bounds = choices[rows], bounds[rows]
             if depth + 1 == len(self._groups) and (choices != OPEN).all():
                 for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
                     self._local.improve_within(choices[row])
@@ -229,7 +247,7 @@ class _Tree:
 
     @property
     def _goal(self) -> float:
-        return self._local.best_score * (1 - SAME)
+        return min(self._local.best_score * (1 - SAME), self._aim)
 
     def _keep(self, rows: np.ndarray) -> None:
         self._choices, self._bounds = self._choices[rows], self._bounds[rows]
