@@ -170,7 +170,7 @@ class _Stages(NamedTuple):
 
     stage: int
     num_layers: int
-    count: int
+    num_stages: int
 
 
 @lru_cache(maxsize=1 << 12)
@@ -386,7 +386,7 @@ class _Estimate:
         """
         pp, chunks = self.strategy.pp, self.strategy.vp
         hop = self._hop(tokens) if pp > 1 else 0.0
-        once = sum(stage.seconds * some.count for stage, some in zip(stages, self._stages, strict=True))
+        once = sum(stage.seconds * some.num_stages for stage, some in zip(stages, self._stages, strict=True))
         once += hops_per_slot * (pp * chunks - 1) * hop
         slowest = max(stages, key=lambda stage: stage.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.

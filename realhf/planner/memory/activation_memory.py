@@ -65,7 +65,7 @@ class CallMemory(NamedTuple):
 class Stage(NamedTuple):
     """A pipeline stage, and the number of its decoder blocks."""
 
-    index: int
+    number: int
     num_layers: int
     is_first: bool
     is_last: bool

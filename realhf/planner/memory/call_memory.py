@@ -121,7 +121,7 @@ class GenerationMoments:
         role = pieces.role
         merged = 0.0
         if role.lora is not None and role.lora.merge:  # Assumed for all weights.
-            merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.index))
+            merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
         base = self._base._replace(kv_cache=self._cache_bytes(stage), merged=merged)
         moments = [base._replace(activations=self._block)]
         if stage.is_last:

@@ -69,7 +69,7 @@ class TrainMoments:
         """Return the samples, and the activations and messages of all micro-batches in flight."""
         pieces = self.pieces
         num_micro_batches = pieces.micro_batch.num_micro_batches
-        num_in_flight = passes_in_flight(self.strategy, stage.index, num_micro_batches)
+        num_in_flight = passes_in_flight(self.strategy, stage.number, num_micro_batches)
         has_previous = not stage.is_first or self.strategy.vp > 1
         has_next = not stage.is_last or self.strategy.vp > 1
         messages = 0.0
@@ -185,7 +185,7 @@ class TrainMoments:
         all_received = self._received(stage)
         if all_received == 0:
             return []
-        trained = trained_params(self.role, self.strategy, stage.index)
+        trained = trained_params(self.role, self.strategy, stage.number)
         section_share = self.role.trained_spec.section_numel / trained  # That a section has at least.
         moments = []
         activations = in_flight.activations + self._block_recomputed
@@ -203,7 +203,7 @@ class TrainMoments:
         if self.pieces.fused:
             return 0.0
         s = self.strategy
-        shard = (self.role.config, s, stage.index, self.role.lora)
+        shard = (self.role.config, s, stage.number, self.role.lora)
         held_by_kind = held_params(*shard)
         section_by_kind = in_section(*shard, self.role.trained_spec.section_numel)
         kinds = zip(held_by_kind, section_by_kind, (s.num_replicas, s.num_expert_replicas), strict=True)
@@ -215,7 +215,7 @@ class TrainMoments:
         if not self.role.offloads_optimizer:
             return 0.0
         s = self.strategy
-        shard = (self.role.config, s, stage.index, self.role.lora)
+        shard = (self.role.config, s, stage.number, self.role.lora)
         replicas = (s.num_replicas, s.num_expert_replicas)
         sections = in_section(*shard, self.role.trained_spec.section_numel)
         held = sum(numel / num for numel, num in zip(held_params(*shard), replicas, strict=True))
@@ -239,7 +239,7 @@ class TrainMoments:
             weights = stage.num_layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
             shared = w * weights * pieces.sum_copies(sharers)
         if self.role.lora is not None:  # The bound assumes that all adapters have a shared side.
-            trained = trained_params(self.role, s, stage.index)
+            trained = trained_params(self.role, s, stage.number)
             shared = w * trained * pieces.sum_copies(s.tp) if s.tp > 1 else 0.0
         is_end = s.pp > 1 and (stage.is_first or stage.is_last)
         is_tied = config.tied and is_end and self.role.lora is None and not pieces.fused

@@ -90,8 +90,8 @@ def find_variants(
                 costs[number] = call_cost(rates, call, role, work, at_rest, per_host=per_host)
             cost = costs[number]
             cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
-            bounds = (*memory.fullest, memory.by_part, memory.by_stage)
-            variants.append(Variant(call_plan, cost, *bounds, connected))
+            variants.append(Variant(
+                call_plan, cost, *memory.fullest, memory.by_part, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 
