@@ -14,7 +14,7 @@ WIDENED_TOKENS_NUMEL = 1 << 21
 """Elements of the tokens that are converted to float32 at a time for a product on CPU."""
 EXPANDED_TOKENS = 8192
 """Cached latents whose keys and values are computed at a time, for the later pieces of long prompts."""
-WINDOW_NUMEL = 1 << 24
+OPTIMIZER_SLICE_NUMEL = 1 << 24
 """Parameters whose states of an optimizer in host memory are on the device together."""
 CUDA_PARTS = 16
 """A GPU converts this many times more elements at a time, because each part costs kernel launches."""

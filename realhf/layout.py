@@ -234,6 +234,6 @@ class Layout:
         return tuple(self.grid[at.pp, at.dp % self.ep :: self.ep, :, at.tp].ravel().tolist())
 
     @property
-    def heads(self) -> tuple[int, ...]:
+    def result_ranks(self) -> tuple[int, ...]:
         """Return the rank that has the results of each data shard: last stage, first of cp and of tp."""
         return tuple(self.grid[-1, :, 0, 0].tolist())

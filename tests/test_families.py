@@ -87,7 +87,7 @@ def _generate(engine, layout, rank):
     )  # fmt: skip
     batch = Batch(share, {"prompt_ids": Packed.of([prompts[i] for i in share])})
     result = engine.run(call, [batch], micro_batch_tokens=1000).batch
-    if rank not in layout.heads:
+    if rank not in layout.result_ranks:
         return {}
     return {i: row.tolist() for i, row in zip(share, result["ids"].split(), strict=True)}
 

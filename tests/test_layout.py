@@ -15,7 +15,7 @@ def test_rank_order_of_d2t2p2():
     assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert layout.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert layout.heads == (4, 6)
+    assert layout.result_ranks == (4, 6)
 
 
 def test_mesh_order_decides_who_stands_where():

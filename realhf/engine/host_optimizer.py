@@ -1,7 +1,7 @@
-"""HostStates: states of an optimizer in host memory, which pass through the device window by window.
+"""HostStates: states of an optimizer in host memory, which pass through the device slice by slice.
 
-A window is a section of the parameters, or a part of a large one. Two buffers on the device take turns: while
-the optimizer updates one window, the states of the next one come up, and those of the one before go back
+A slice is a section of the parameters, or a part of a large one. Two buffers on the device take turns: while
+the optimizer updates one slice, the states of the next one come up, and those of the one before go back
 (ZeRO-Offload, Ren et al. 2021, with the update on the device). Every element is updated by the same kernel as
 without a host copy, so results are equal bit for bit. Between steps the states take no memory of the device.
 """
@@ -17,13 +17,13 @@ from realhf.pinned import run_bounds
 
 
 class HostStates:
-    """The states of an optimizer's windows in host memory, and two buffers for them on the device.
+    """The states of an optimizer's slices in host memory, and two buffers for them on the device.
 
     On a CPU the same copies are made, and wait for one another.
     """
 
     def __init__(self, states: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        """Take the states of each window: flat tensors in host memory, of one dtype.
+        """Take the states of each slice: flat tensors in host memory, of one dtype.
 
         Call `release` once all views of `on_device` are made, for which the buffers need their memory.
         """
@@ -37,7 +37,7 @@ class HostStates:
             list(self._buffers[i % 2][:size].split([len(tensor) for tensor in tensors]))
             for i, (tensors, size) in enumerate(zip(states, sizes, strict=True))
         ]
-        """For each window the views of a buffer that have its states while it is updated."""
+        """For each slice the views of a buffer that have its states while it is updated."""
         self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._up = _copy_stream(device)
         self._down = _copy_stream(device)
@@ -48,7 +48,7 @@ class HostStates:
         return sum(tensor.nbytes for tensors in self._states for tensor in tensors)
 
     def update(self, update: Callable[[int], None]) -> None:
-        """Call `update` with the number of each window while `on_device` has its states.
+        """Call `update` with the number of each slice while `on_device` has its states.
 
         The host waits until all states are back, so that it may read them afterwards.
         """
@@ -69,13 +69,13 @@ class HostStates:
                 event.synchronize()
         self.release()
 
-    def _bring(self, window: int, *, after: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
-        """Copy a window's states to the device; return an event after which they are there."""
-        return self._copy(self._up, self.on_device[window], self._states[window], after)
+    def _bring(self, number: int, *, after: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
+        """Copy a slice's states to the device; return an event after which they are there."""
+        return self._copy(self._up, self.on_device[number], self._states[number], after)
 
-    def _take_back(self, window: int, *, after: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
-        """Copy a window's states back to the host; return an event after which they are there."""
-        return self._copy(self._down, self._states[window], self.on_device[window], after)
+    def _take_back(self, number: int, *, after: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
+        """Copy a slice's states back to the host; return an event after which they are there."""
+        return self._copy(self._down, self._states[number], self.on_device[number], after)
 
     def _copy(
         self, stream: "torch.cuda.Stream | None", targets: Sequence[Tensor], sources: Sequence[Tensor],

@@ -37,7 +37,7 @@ class _Section(NamedTuple):
     first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
 
 
-class _Window(NamedTuple):
+class _OptimizerSlice(NamedTuple):
     """Some of this member's elements of a section, which are updated together."""
 
     number: int  # Of the section.
@@ -45,7 +45,7 @@ class _Window(NamedTuple):
     part: slice  # Of the member's chunk.
 
     def spans(self) -> Iterator[tuple[str, slice]]:
-        """Yield each parameter of which the window has elements, and which of its elements these are."""
+        """Yield each parameter of which the slice has elements, and which of its elements these are."""
         start = 0
         for name, boxes in self.section.boxes.items():
             stop = start + sum(map(region_size, boxes))
@@ -75,9 +75,9 @@ class _Parts(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """The parts that are updated together: whole windows, and the norms and biases among them.
+    """The parts that are updated together: whole slices, and the norms and biases among them.
 
-    The values of `fixed` stay. Afterwards, `mine` of the model's parameters get those of the windows.
+    The values of `fixed` stay. Afterwards, `mine` of the model's parameters get those of the slices.
     """
 
     whole: _Parts
@@ -129,21 +129,21 @@ class ShardedAdamW:
         """Whether sums have begun, of which what is left over of every section follows (see `sum_rests`)."""
         self._in_flight: deque[Callable[[], None]] = deque()
         """Functions that complete the sums that have begun."""
-        self._slices = self._mine
+        self._masters = self._mine
         """The master copy, by section."""
         self._has_own_copy = model.flat.dtype != grads.dtype
         if self._has_own_copy:
-            self._slices = self._zeros(shared=True)
+            self._masters = self._zeros(shared=True)
         self._means = self._zeros()
         self._squares = self._zeros()
         self._host = None
-        self._windows = self._split_into_windows(config.offload)
+        self._optimizer_slices = self._split_into_slices(config.offload)
         if config.offload:
-            kinds = [*([self._slices] if self._has_own_copy else []), self._means, self._squares]
-            states = [[kind[window.number][window.part] for kind in kinds] for window in self._windows]
+            kinds = [*([self._masters] if self._has_own_copy else []), self._means, self._squares]
+            states = [[kind[piece.number][piece.part] for kind in kinds] for piece in self._optimizer_slices]
             self._host = HostStates(states, model.flat.device)
         self.reload()
-        self.shards = self._by_parameter(self._slices)
+        self.shards = self._by_parameter(self._masters)
         """Parameter name -> this replica's part of the master copy."""
         self._mean_shards = self._by_parameter(self._means)
         self._square_shards = self._by_parameter(self._squares)
@@ -165,43 +165,43 @@ class ShardedAdamW:
             return list(self._groups.world.zeros(sum(sizes), dtype).split(sizes))
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
 
-    def _split_into_windows(self, is_offloaded: bool) -> list[_Window]:
+    def _split_into_slices(self, is_offloaded: bool) -> list[_OptimizerSlice]:
         """Return whole sections, or parts of them that pass through the device together."""
-        windows = []
+        slices = []
         for number, section in enumerate(self._sections):
             count = section.own.stop - section.own.start
-            step = min(max(1, count), chunk_sizes.WINDOW_NUMEL) if is_offloaded else max(1, count)
+            step = min(max(1, count), chunk_sizes.OPTIMIZER_SLICE_NUMEL) if is_offloaded else max(1, count)
             for start in range(0, max(1, count), step):
-                windows.append(_Window(number, section, slice(start, min(start + step, count))))
-        return windows
+                slices.append(_OptimizerSlice(number, section, slice(start, min(start + step, count))))
+        return slices
 
     def _make_updates(self) -> list[_Update]:
-        """Return the updates of a step: one of everything, or one of each window that is on the host."""
+        """Return the updates of a step: one of everything, or one of each slice that is on the host."""
         if self._host is None:
-            return [self._update_of(self._windows, self._slices, self._means, self._squares)]
+            return [self._update_of(self._optimizer_slices, self._masters, self._means, self._squares)]
         updates = []
-        for window, states in zip(self._windows, self._host.on_device, strict=True):
+        for piece, states in zip(self._optimizer_slices, self._host.on_device, strict=True):
             *master, mean, square = states
-            updates.append(self._update_of([window], master or [window.mine], [mean], [square]))
+            updates.append(self._update_of([piece], master or [piece.mine], [mean], [square]))
         return updates
 
     def _update_of(
-        self, windows: Sequence[_Window], masters: list[torch.Tensor], means: list[torch.Tensor],
+        self, slices: Sequence[_OptimizerSlice], masters: list[torch.Tensor], means: list[torch.Tensor],
         squares: list[torch.Tensor],
     ) -> _Update:  # fmt: skip
-        """Return the update of some windows, whose states lie in the given tensors."""
-        whole = _Parts(masters, [window.grads for window in windows], means, squares, _steps_of(masters))
+        """Return the update of some slices, whose states lie in the given tensors."""
+        whole = _Parts(masters, [piece.grads for piece in slices], means, squares, _steps_of(masters))
         vectors = _Parts([], [], [], [], [])
         fixed = []
-        for i, window in enumerate(windows):
-            for name, span in window.spans():
+        for i, piece in enumerate(slices):
+            for name, span in piece.spans():
                 if self._by_name[name].is_vector:
                     for all_parts, tensors in zip(vectors[:4], whole[:4], strict=True):
                         all_parts.append(tensors[i][span])
                 if not self._by_name[name].trainable:
                     fixed.append(masters[i][span])
         vectors.steps.extend(_steps_of(vectors.params))
-        return _Update(whole, vectors, fixed, [window.mine for window in windows])
+        return _Update(whole, vectors, fixed, [piece.mine for piece in slices])
 
     def _by_parameter(self, slices: Sequence[torch.Tensor]) -> Shards:
         """Return this replica's part of every parameter, as views of one flat tensor per section."""
@@ -219,13 +219,13 @@ class ShardedAdamW:
         for update in self._updates:
             for step in (*update.whole.steps, *update.vectors.steps):
                 step.fill_(num_steps)
-        for master, mine in zip(self._slices, self._mine, strict=True):
+        for master, mine in zip(self._masters, self._mine, strict=True):
             mine.copy_(master)
 
     @property
     def held(self) -> list[torch.Tensor]:
         """Tensors kept besides the parameters and their gradients, except for the numbers of steps."""
-        return [*(self._slices if self._has_own_copy else []), *self._means, *self._squares]
+        return [*(self._masters if self._has_own_copy else []), *self._means, *self._squares]
 
     @property
     def _mine(self) -> list[torch.Tensor]:
@@ -253,7 +253,7 @@ class ShardedAdamW:
 
     def reload(self) -> None:
         """Copy parameters that were written from outside to the master copy."""
-        for master, mine in zip(self._slices, self._mine, strict=True):
+        for master, mine in zip(self._masters, self._mine, strict=True):
             master.copy_(mine)
 
     def layer_is_done(self, layer: int) -> None:
@@ -319,7 +319,7 @@ class ShardedAdamW:
         if self._host is None:
             self._update(self._updates[0], rate)
         else:
-            self._host.update(lambda window: self._update(self._updates[window], rate))
+            self._host.update(lambda number: self._update(self._updates[number], rate))
         if gather:  # (a no-op for one replica)
             self._gather()
         self._model.forget_grads()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from realhf.dist.group import Pending
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.decode_graphs import DecodeGraphs
+from realhf.inference.decode_windows import DecodeWindows
 from realhf.inference.forward_batch import (
     chunk_arrays,
     cpu_segments,
@@ -37,7 +38,6 @@ from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import ParkedRow, Prompt, Step
 from realhf.inference.transfers import Download, StepUpload, upload
-from realhf.inference.windows import Windows
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 
@@ -94,7 +94,7 @@ class Cohort:
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
         self._last: _Started | None = None
-        self._windows = Windows(self._parallel.ep_control)
+        self._windows = DecodeWindows(self._parallel.ep_control)
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._leased: list[int] = []

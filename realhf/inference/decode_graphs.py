@@ -59,7 +59,7 @@ class DecodeGraphs:
 
     They hold the addresses of the cache and of the model's weights. Passes with collectives must be recorded
     in the same step on all ranks: those of a tp group have the same rows, and those of an ep group agree on
-    the shapes (windows.py) and on what they have recorded (PagePool.match_graphs).
+    the shapes (decode_windows.py) and on what they have recorded (PagePool.match_graphs).
     """
 
     def __init__(

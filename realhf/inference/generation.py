@@ -4,7 +4,7 @@ Under pipeline parallelism the samples form one cohort per stage, so that all st
 All ranks of a replica run all cohorts.
 
 Under expert parallelism the ranks of an ep group pass through the experts together, in windows of steps whose
-shapes they have agreed on (windows.py).
+shapes they have agreed on (decode_windows.py).
 
 Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """

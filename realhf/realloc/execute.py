@@ -56,12 +56,12 @@ def _assumed_links(world: World) -> Links:
 
 def schedule_of(
     spec: ModelSpec, *, source: Layout, target: Layout, dtype: torch.dtype, links: Links,
-    sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
+    sharded: bool = False, follow_rate: float = 1.0, staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:  # fmt: skip
     """Return the schedule of a Reallocator with the same arguments."""
     return make_schedule(
         spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, links=links,
-        forward=eta == 1, staging_bytes=staging_bytes,
+        forward=follow_rate == 1, staging_bytes=staging_bytes,
     )  # fmt: skip
 
 
@@ -69,25 +69,25 @@ class Reallocator:
     """A mover of one model from layout `source` to layout `target`, which may run any number of times.
 
     Every rank of either layout must construct it and call `run`, in the same order relative to its other
-    group requests and messages. A run writes target = eta * source + (1 - eta) * target. The source may be on
-    another device. With `sharded` it is the optimizer's copy, `spec.boxes_held_by(..., sharded=True)`.
-    Parameters travel in `dtype`, the dtype of the target's tensors. `staging_bytes` caps the memory for
-    messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
+    group requests and messages. A run sets the target to follow_rate * source + (1 - follow_rate) * target.
+    The source may be on another device. With `sharded` it is the optimizer's copy,
+    `spec.boxes_held_by(..., sharded=True)`. Parameters travel in `dtype`, the dtype of the target's tensors.
+    `staging_bytes` caps the memory for messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
     the links that the schedule is made for; by default they are assumed. A `schedule` made from the same
     arguments is taken as it is. With `posts`, ranks may call `wait_until_ready`.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
-        sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
+        sharded: bool = False, follow_rate: float = 1.0, staging_bytes: int = STAGING_BYTES,
         staging: Staging | None = None, role: str = "a model", links: Links | None = None,
         schedule: Schedule | None = None, posts: bool = False,
     ) -> None:  # fmt: skip
         self.schedule = schedule or schedule_of(
-            spec, source=source, target=target, dtype=dtype, sharded=sharded, eta=eta,
+            spec, source=source, target=target, dtype=dtype, sharded=sharded, follow_rate=follow_rate,
             links=links or _assumed_links(world), staging_bytes=staging_bytes,
         )  # fmt: skip
-        self.eta = eta
+        self.follow_rate = follow_rate
         self._rank = world.rank
         self._device = world.device
         self.messages = self.schedule.messages(self._rank)
@@ -96,8 +96,8 @@ class Reallocator:
         self._ready = world.group(self._group.ranks, purpose="ready") if posts else None
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
-        arrives_apart = eta != 1 and self.schedule.num_waves > self.schedule.num_slices
-        self._in_place = eta == 1 or arrives_apart
+        arrives_apart = follow_rate != 1 and self.schedule.num_waves > self.schedule.num_slices
+        self._in_place = follow_rate == 1 or arrives_apart
         self._binder = Binder(
             self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
             device=world.device, in_place=self._in_place,
@@ -192,7 +192,8 @@ class Reallocator:
             rows = max(1, _AVERAGED * len(pair[0]) // max(1, pair[0].numel()))
             for target, source in zip(*(part.split(rows) for part in pair), strict=True):
                 # Rounding product and sum separately yields equal bits for local and received elements.
-                target.mul_(1 - self.eta).add_(source.to(device=target.device, dtype=target.dtype) * self.eta)
+                source = source.to(device=target.device, dtype=target.dtype)
+                target.mul_(1 - self.follow_rate).add_(source * self.follow_rate)
 
     @contextmanager
     def _explained(self, when: str) -> Iterator[None]:

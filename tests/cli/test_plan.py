@@ -232,7 +232,7 @@ def test_plans_are_for_any_graph_and_pass_the_check(capsys, tmp_path, kind):
     assert "it fits" in capsys.readouterr().out
     calls = yaml.safe_load(path.read_text())["calls"]
     if kind == "ppo":  # Plain Python runs where its data is.
-        heads = ExecutionPlan.load(str(path))["actor_generate"].layout.heads
+        heads = ExecutionPlan.load(str(path))["actor_generate"].layout.result_ranks
         assert calls["advantages"]["layout"].startswith("d1@") and heads
 
 

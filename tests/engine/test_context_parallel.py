@@ -129,7 +129,7 @@ def _generate(world, text, num_rows):
     [(1, "c2@0-1"), (15, "c2@0-1"), (3, "c4@3,1,0,2"), (15, "c2t2@0-3"), (1, "c2p2@0-3"), (15, "c2p2@0-3")])
 def test_ranks_share_out_the_rows_of_a_generation(pool, num_rows, layout):
     results, expected = pool.run(_generate, layout, num_rows), _generate(World(), "d1@0", num_rows)
-    head = Layout.parse(layout).heads[0]
+    head = Layout.parse(layout).result_ranks[0]
     assert [rank for rank, result in enumerate(results) if result is not None] == [head]
     ids, sequences, masks, logprobs, finished = results[head]
     assert ids == expected[0] and torch.equal(finished, expected[4])

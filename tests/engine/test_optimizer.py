@@ -91,7 +91,7 @@ def _train(world, text, source, target, steps):
         batch = _batch(rows, dp=layout.dp, index=layout.coordinate(world.rank).dp)
         metrics.append(engine.run(CALL, [batch], micro_batch_tokens=20).metrics)
     save_weights(target, engine.model)
-    return [(m["loss"], m["grad_norm"]) for m in metrics] if world.rank == layout.heads[0] else None
+    return [(m["loss"], m["grad_norm"]) for m in metrics] if world.rank == layout.result_ranks[0] else None
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

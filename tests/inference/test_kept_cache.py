@@ -65,7 +65,7 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
         if number in flushed:
             engine.flush_cache("gen")
             rows_of_ranks = control.all_gather_bytes(held.pack())
-            unfinished = Batch.unpack(rows_of_ranks[layout.ranks.index(layout.heads[dp])])
+            unfinished = Batch.unpack(rows_of_ranks[layout.ranks.index(layout.result_ranks[dp])])
         ids = case.ids(number)
         batch = case.batch(number, ids[dp :: layout.dp])
         result = engine.run(

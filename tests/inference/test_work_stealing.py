@@ -119,7 +119,7 @@ def _check(pool, layout, lengths, options, *, family="qwen2"):
     results = {rank: result for rank, result in enumerate(results) if result is not None}
     for rank, (ids, made, columns, _, (before, after)) in results.items():
         assert before == after
-        if rank not in Layout.parse(layout).heads:
+        if rank not in Layout.parse(layout).result_ranks:
             assert made == [[], []]
             continue
         assert made == [ids, ids]

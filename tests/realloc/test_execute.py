@@ -67,7 +67,7 @@ class Case:
     target: str
     spec: ModelSpec = field(default_factory=_spec)
     dtypes: tuple[torch.dtype, torch.dtype] = (F32, F32)
-    eta: float = 1.0
+    follow_rate: float = 1.0
     staging_bytes: int = 1 << 28
 
 
@@ -92,11 +92,11 @@ CASES = {
     "a rank in neither": Case("d2@0-1", "t2@1-2"),
     "cast": Case("t2@0-1", "p2d2@0-3", dtypes=(F64, F32)),
     "cast to bf16": Case("d2t2@0-3", "t4@0-3", dtypes=(F32, BF16)),
-    "moving average": Case("d2t2@0-3", "d4@0-3", eta=0.25),
-    "moving average with cast": Case("t4@0-3", "t2p2@0-3", dtypes=(F64, F32), eta=0.75),
-    "moving average from one": Case("d1@0", "d4@0-3", eta=0.5),
+    "moving average": Case("d2t2@0-3", "d4@0-3", follow_rate=0.25),
+    "moving average with cast": Case("t4@0-3", "t2p2@0-3", dtypes=(F64, F32), follow_rate=0.75),
+    "moving average from one": Case("d1@0", "d4@0-3", follow_rate=0.5),
     "several waves": Case("d2t2@0-3", "d4@0-3", staging_bytes=2000),
-    "moving average in several waves": Case("t4@0-3", "p3@1-3", eta=0.25, staging_bytes=1000),
+    "moving average in several waves": Case("t4@0-3", "p3@1-3", follow_rate=0.25, staging_bytes=1000),
     "waves of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=200),
 }
 
@@ -108,7 +108,7 @@ def _reallocator(world, case: Case, staging: Staging | None = None) -> Reallocat
         target=Layout.parse(case.target),
         world=world,
         dtype=case.dtypes[1],
-        eta=case.eta,
+        follow_rate=case.follow_rate,
         staging_bytes=case.staging_bytes,
         staging=staging,
     )
@@ -148,7 +148,8 @@ def _move(world, case: Case, transport: str):
         stats = realloc.run(_pieces(source, held), _pieces(target, wanted))
         for name, region in wanted.items():
             cast = new[name].to(case.dtypes[1])
-            expected = cast if case.eta == 1 else case.eta * cast + (1 - case.eta) * old[name]
+            rate = case.follow_rate
+            expected = cast if rate == 1 else rate * cast + (1 - rate) * old[name]
             assert torch.equal(target[name], expected[_at(region)]), name
         assert all(torch.equal(source[name], new[name][_at(region)]) for name, region in held.items())
     num_messages = sum(len(wave.sends) for wave in realloc._binding.waves)
@@ -176,7 +177,7 @@ def test_every_rank_gets_its_regions(pool, name, transport):
         assert stats[0].over_bound == 1 and sum(num_messages) == sum(staging_bytes) == 0
 
 
-def _move_in_place(world, eta):
+def _move_in_place(world, follow_rate):
     """Move p2 -> t2 -> p2 in the memory of the first layout where possible, through one staging buffer."""
     staging = Staging(world.device)
     there, back = Case("p2@0-1", "t2@0-1"), Case("t2@0-1", "p2@0-1")
@@ -189,20 +190,23 @@ def _move_in_place(world, eta):
         low = [start for start, _ in full[name]]
         within = (slice(a - z, b - z) for (a, b), z in zip(half[name], low, strict=True))
         target[name] = source[name][tuple(within)]
-    _reallocator(world, replace(there, eta=eta), staging).run(_pieces(source, full), _pieces(target, half))
+    there = replace(there, follow_rate=follow_rate)
+    _reallocator(world, there, staging).run(_pieces(source, full), _pieces(target, half))
     for name, region in half.items():
-        moved = new[name] if name in full or eta == 1 else eta * new[name] + (1 - eta) * old[name]
+        average = follow_rate * new[name] + (1 - follow_rate) * old[name]
+        moved = new[name] if name in full or follow_rate == 1 else average
         assert torch.equal(target[name], moved[_at(region)]), name
-    if eta == 1:
+    if follow_rate == 1:
         kept = {name: tensor.clone() for name, tensor in source.items()}
         _reallocator(world, back, staging).run(_pieces(target, half), _pieces(source, full))
         assert all(torch.equal(source[name], kept[name]) for name in full)
     return len(half)
 
 
-@pytest.mark.parametrize("eta", [1.0, 0.5])
-def test_a_target_in_the_memory_of_its_source(pool, eta):
-    assert min(pool.run(_move_in_place, eta, num_ranks=2)) > 0  # The workers compare so many tensors each.
+@pytest.mark.parametrize("follow_rate", [1.0, 0.5])
+def test_a_target_in_the_memory_of_its_source(pool, follow_rate):
+    # The workers return how many tensors each has compared.
+    assert min(pool.run(_move_in_place, follow_rate, num_ranks=2)) > 0
 
 
 def test_parameters_that_need_gradients(pool):
@@ -216,8 +220,9 @@ def _move_into_parameters(world):
     held = _shards(model, regions)
     source = {name: torch.nn.Parameter(tensor) for name, tensor in held.items()}
     target = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in model.items()}
-    for eta in (1.0, 0.5):
-        _reallocator(world, replace(case, eta=eta)).run(_pieces(source, regions), whole_parameters(target))
+    for follow_rate in (1.0, 0.5):
+        mover = _reallocator(world, replace(case, follow_rate=follow_rate))
+        mover.run(_pieces(source, regions), whole_parameters(target))
         assert all(torch.equal(target[name], model[name]) for name in model)
     assert all(p.is_leaf and p.grad_fn is None for p in target.values())
     return len(target)

@@ -80,9 +80,9 @@ def test_the_counter_counts_memory_of_numpy():
     assert storages.now < 80 < storages.peak
 
 
-def _move(world, source, target, eta, sharded, dtype):
+def _move(world, source, target, follow_rate, sharded, dtype):
     spec, layouts = SPEC, (Layout.parse(source), Layout.parse(target))
-    prefix = f"memory {source} {target} {eta} {sharded}"
+    prefix = f"memory {source} {target} {follow_rate} {sharded}"
     store = torch.distributed.PrefixStore(prefix, world._store)
     apart = World(rank=world.rank, size=world.size, store=store, ranks_per_host=1)
     model = _model(spec, seed=1, dtype=torch.float32)
@@ -92,7 +92,8 @@ def _move(world, source, target, eta, sharded, dtype):
         for name, boxes in held.items()
     }  # fmt: skip
     ends = {"source": layouts[0], "target": layouts[1], "sharded": sharded}
-    realloc = Reallocator(spec, **ends, world=apart, dtype=dtype, eta=eta, staging_bytes=STAGING_BYTES)
+    realloc = Reallocator(
+        spec, **ends, world=apart, dtype=dtype, follow_rate=follow_rate, staging_bytes=STAGING_BYTES)
     wanted = spec.held_by(layouts[1], world.rank)
     with Storages() as storages:
         shapes = {name: [stop - start for start, stop in region] for name, region in wanted.items()}
@@ -102,7 +103,7 @@ def _move(world, source, target, eta, sharded, dtype):
 
 
 @pytest.mark.parametrize(
-    "source, target, eta, sharded, dtype",
+    "source, target, follow_rate, sharded, dtype",
     [
         ("t4@0-3", "d4@0-3", 1.0, False, torch.float32),
         ("d1@0", "d4@0-3", 1.0, False, torch.bfloat16),
@@ -110,8 +111,9 @@ def _move(world, source, target, eta, sharded, dtype):
         ("d4@0-3", "t2p2@0-3", 1.0, True, torch.bfloat16),
     ],
 )
-def test_peak_is_target_plus_staging(pool, source, target, eta, sharded, dtype):
-    moved = pool.run(_move, source, target, eta, sharded, dtype)
+def test_peak_is_target_plus_staging(pool, source, target, follow_rate, sharded, dtype):
+    moved = pool.run(_move, source, target, follow_rate, sharded, dtype)
     for peak, target_bytes in moved:
-        assert target_bytes <= peak <= target_bytes + STAGING_BYTES + SLACK_BYTES + AVERAGE_BYTES * (eta < 1)
+        average_bytes = AVERAGE_BYTES * (follow_rate < 1)
+        assert target_bytes <= peak <= target_bytes + STAGING_BYTES + SLACK_BYTES + average_bytes
     assert max(target_bytes for _, target_bytes in moved) > 2 * STAGING_BYTES

@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-def _move(world, source, target, interleaved, eta, staging_bytes, shared):
+def _move(world, source, target, interleaved, follow_rate, staging_bytes, shared):
     spec = _spec(num_heads=16, num_kv_heads=8)
     held = spec.held_by(Layout.parse(source), world.rank)
     wanted = spec.held_by(Layout.parse(target), world.rank)
@@ -68,11 +68,12 @@ def _move(world, source, target, interleaved, eta, staging_bytes, shared):
         else:
             sides.append(_pieces(_in_shared_memory(world, tensors) if shared else tensors, regions))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
-    mover = Reallocator(spec, **ends, world=world, dtype=F32, eta=eta, staging_bytes=staging_bytes)
+    mover = Reallocator(
+        spec, **ends, world=world, dtype=F32, follow_rate=follow_rate, staging_bytes=staging_bytes)
     stats = mover.run(*sides)
     most = 0
     for name, region in wanted.items():
-        expected = new[name] if eta == 1 else eta * new[name] + (1 - eta) * old[name]
+        expected = new[name] if follow_rate == 1 else follow_rate * new[name] + (1 - follow_rate) * old[name]
         assert torch.equal(assembled(sides[1][name], region), expected[_at(region)]), name
         most = max(most, len(sides[1][name]))
     lacking = _lacking(spec, ends["source"], ends["target"], world.rank)

@@ -115,7 +115,7 @@ def _operations(rank, numbered_actions):
 def _deposits(send):
     """Return pairs of a head and the rank of the target that receives its samples."""
     ranks = send.target.ranks
-    return [(h, h if h in ranks else ranks[i % len(ranks)]) for i, h in enumerate(send.source.heads)]
+    return [(h, h if h in ranks else ranks[i % len(ranks)]) for i, h in enumerate(send.source.result_ranks)]
 
 
 def _execute(actions_of):
@@ -201,7 +201,7 @@ def test_every_call_gets_its_inputs_once_from_where_they_were_made():
     for _ in range(150):
         graph, plan, _, actions = _compile(rng)
         first = next(call for call in graph.order if {*call.inputs} & {"prompt_ids", "prompt"})
-        reader = plan[first.name].layout.heads[0]
+        reader = plan[first.name].layout.result_ranks[0]
         made = {key: (None, Layout.parse(f"d1@{reader}")) for key in graph.inputs}
         sent, received, ran, tags = [], None, [], []
         for action in actions:
@@ -242,7 +242,7 @@ def _versions_seen(actions, homes, num_steps=3):
             if isinstance(action, Reallocate):
                 source = copies[action.source_set, None if action.sharded else action.source]
                 target = copies.get((action.target_set, action.target))
-                if action.rate is not None:
+                if action.follow_rate is not None:
                     copies[action.target_set, action.target] = (*(target or ()), source)
                 elif target != source:
                     copies[action.target_set, action.target] = source

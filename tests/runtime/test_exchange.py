@@ -72,7 +72,7 @@ def _move(world, seed):
         given = []
         for tag, (layout, keys, shards) in enumerate(sources):
             mine = None
-            if world.rank in layout.heads:
+            if world.rank in layout.result_ranks:
                 mine = whole.select(shards[layout.coordinate(world.rank).dp]).pick(keys)
             given.append(Source(layout, mine, 10 + tag))
         for source in reversed(given):  # In another order than they are received.

@@ -180,7 +180,7 @@ class Simulator:
                     if action.producer in producers:
                         self._send(action, prompts, operation)
             elif kind == "read":
-                self._all(("read", tuple(what), self.case.plan[what[0]].layout.heads))
+                self._all(("read", tuple(what), self.case.plan[what[0]].layout.result_ranks))
             else:
                 self._run_part(*what)
 
@@ -199,7 +199,7 @@ class Simulator:
                 sources = [(send.producer, _deposits(send), send.tag) for send in action.sends]
                 self._receive(action.call.name, sources, action.target, action.tag, prompts, operation)
             elif isinstance(action, Redistribute):
-                sources = [("unfinished", [(head, head) for head in action.layout.heads], None)]
+                sources = [("unfinished", [(head, head) for head in action.layout.result_ranks], None)]
                 self._receive(action.call.name, sources, action.layout, action.tag, (), operation)
             else:
                 self._run(action, prompts, operation)
@@ -245,14 +245,14 @@ class Simulator:
         what = (action, prompts, operation)
         self._all(("meet", frozenset(layout.ranks), self.meetings, what), layout.ranks)
         if call.kind == "host" and call.work is not None:
-            self._all(("post", (call.name, operation)), layout.heads)
+            self._all(("post", (call.name, operation)), layout.result_ranks)
         if call.kind == "train_step":
             self.versions.count_update((call.role, self.case.homes[call.role]))
 
     def _reallocate(self, action):
         if action.ahead and self.is_last:
             return
-        if action.rate is not None:
+        if action.follow_rate is not None:
             self._all(("finish", action.target_set, None))
         is_new = self.versions.begin(action)
         ranks = {*action.source.ranks, *action.target.ranks}
@@ -399,7 +399,7 @@ class Simulator:
             given.append((self.contents[rank].get((call.role, layout)) if call.role else None, taken))
         assert all(one == given[0] for one in given), "ranks of one call have different weights or samples"
         self.seen.append((operation, call.name, *given[0]))
-        for rank in layout.heads:
+        for rank in layout.result_ranks:
             self.made[rank] |= {(call.name, prompt): operation for prompt in self._completed(call, prompts)}
         self._count_round(call, prompts)
         if call.kind == "train_step":
@@ -427,7 +427,7 @@ class Simulator:
         for rank in action.target.ranks:
             held = self.contents[rank]
             target = (action.target_set, action.target)
-            held[target] = sources[0] if action.rate is None else (*held[target], sources[0])
+            held[target] = sources[0] if action.follow_rate is None else (*held[target], sources[0])
 
 
 def _cut(rng, graph):

@@ -161,9 +161,9 @@ def test_another_layout_gets_equal_shares_of_whole_groups(seed):
         store.deal(layouts, rank, group_size=GROUP_SIZE)
     for name in COLUMNS:
         check_shares([contents(store, name) for store in after], expected_rows(name, versions[name]),
-                     layouts[name].heads)  # fmt: skip
+                     layouts[name].result_ranks)  # fmt: skip
     unfinished = [rows_of(store.unfinished.get("generate", Batch([]))) for store in after]
-    check_shares(unfinished, expected_rows("generate", rows), layouts["generate"].heads)
+    check_shares(unfinished, expected_rows("generate", rows), layouts["generate"].result_ranks)
 
 
 def check_shares(by_rank, expected, heads):

@@ -6,7 +6,7 @@ is the number of bytes of an element that needs precision.
 
 from functools import cached_property
 
-from realhf.chunk_sizes import WINDOW_NUMEL
+from realhf.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.micro_batch import passes_in_flight
 from realhf.planner.memory.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.memory.model_states import num_states, trained_params
@@ -220,7 +220,7 @@ class TrainMoments:
         sections = in_section(*shard, self.role.trained_spec.section_numel)
         held = sum(numel / num for numel, num in zip(held_params(*shard), replicas, strict=True))
         largest = max(numel / num for numel, num in zip(sections, replicas, strict=True))
-        buffers = min(held, 2 * min(largest, WINDOW_NUMEL))
+        buffers = min(held, 2 * min(largest, OPTIMIZER_SLICE_NUMEL))
         return num_states(self.role) * self.role.wide_itemsize * buffers
 
     def _optimizer_temporaries(self, stage: Stage) -> float:

@@ -92,7 +92,7 @@ class SearchSpace:
         for call in self.calls:
             if call.role is None:
                 anchor, is_split = host_anchor(self.problem, call)
-                ranks = plans[anchor].layout.heads if anchor is not None else (0,)
+                ranks = plans[anchor].layout.result_ranks if anchor is not None else (0,)
                 ranks = ranks if is_split else ranks[:1]
                 plans[call.name] = CallPlan(Layout(ParallelStrategy(dp=len(ranks)), DeviceMesh(ranks)))
         return {call.name: plans[call.name] for call in self.problem.graph.order}

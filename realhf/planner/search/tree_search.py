@@ -5,7 +5,7 @@ chooses a mesh for every call group, those with the most work first, and a candi
 take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
 bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
 own, that the step is no shorter than the sum of all device seconds over the number of devices, and that calls
-between two others need their share of all devices there (`windows.py`). The search
+between two others need their share of all devices there (`calls_between.py`). The search
 is anytime: the least bound among the plans that are not explored yet holds for every plan.
 """
 
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.planner.search.call_group import OPEN
+from realhf.planner.search.calls_between import find_calls_between, seconds_between, tables_between
 from realhf.planner.search.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
 from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.windows import find_windows, window_seconds, window_tables
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
@@ -133,8 +133,8 @@ class _Tree:
             np.append(group.device_seconds[:-1], least)
             for group, least in zip(self._groups, least_device_seconds(space), strict=True)
         ]
-        self._windows = find_windows(space.needs)
-        self._window_tables = window_tables(self._windows, space.groups, self._num_devices)
+        self._calls_between = find_calls_between(space.needs)
+        self._tables_between = tables_between(self._calls_between, space.groups, self._num_devices)
         self._steps = steps
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
@@ -297,10 +297,10 @@ class _Tree:
         columns = zip(self._device_seconds, choices.T, strict=True)
         work = np.sum([table[choice] for table, choice in columns], axis=0)
         bounds = np.maximum(bounds, work / self._num_devices)
-        if self._windows:
-            columns = zip(self._window_tables, choices.T, strict=True)
-            in_windows = np.sum([table[choice] for table, choice in columns], axis=0)
-            bounds = np.maximum(bounds, in_windows.max(axis=1))
+        if self._calls_between:
+            columns = zip(self._tables_between, choices.T, strict=True)
+            seconds_inside = np.sum([table[choice] for table, choice in columns], axis=0)
+            bounds = np.maximum(bounds, seconds_inside.max(axis=1))
         rest = np.flatnonzero(bounds < self._goal)
         excess, min_seconds = self._space.memory_limits(choices[rest])
         fits = excess <= 0
@@ -317,11 +317,11 @@ class _Tree:
             min_seconds = min_seconds[alive]
             periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
             bounds[rest] = np.maximum(bounds[rest], periods)
-            if self._windows:
+            if self._calls_between:
                 seconds, first, stop = self._space.call_times(kept)
                 seconds = np.maximum(seconds, min_seconds)
-                in_windows = window_seconds(self._windows, seconds, first, stop, self._num_devices)
-                bounds[rest] = np.maximum(bounds[rest], in_windows)
+                seconds_inside = seconds_between(self._calls_between, seconds, first, stop, self._num_devices)
+                bounds[rest] = np.maximum(bounds[rest], seconds_inside)
         return bounds
 
     def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:

@@ -26,16 +26,16 @@ RANK_0 = Layout.parse("d1@0")
 class Reallocate:
     """Copies a parameter set (see ParameterSet) from one layout to another. Sets go by their names.
 
-    With a `rate`, the target set follows the source set: target = rate * source + (1 - rate) * target. With
-    `sharded`, the source is the optimizer's copy, of which every replica has a part. With `ahead`, the copy
-    is for the next step, so it may run while other calls do.
+    With a `follow_rate`, the target set follows the source set: it becomes follow_rate * source +
+    (1 - follow_rate) * target. With `sharded`, the source is the optimizer's copy, of which every replica has
+    a part. With `ahead`, the copy is for the next step, so it may run while other calls do.
     """
 
     source_set: str
     source: Layout
     target_set: str
     target: Layout
-    rate: float | None = None
+    follow_rate: float | None = None
     sharded: bool = False
     ahead: bool = False
 
@@ -44,7 +44,7 @@ class Reallocate:
 class Send:
     """Sends those outputs of one producer (None: the dataset) that a call reads, without waiting.
 
-    They go from the heads of the producer's layout to ranks of the call's layout.
+    They go from the result ranks of the producer's layout to ranks of the call's layout.
     """
 
     call: FunctionCall
@@ -174,10 +174,10 @@ def complete_plan(
 
 
 def dataset_layout(graph: DataflowGraph, plan: ExecutionPlan) -> Layout:
-    """Return the layout of the dataset: the first head of the first call that reads from it."""
+    """Return the layout of the dataset: the first result rank of the first call that reads from it."""
     keys = set(graph.inputs)
     readers = (plan[call.name].layout for call in graph.order if not keys.isdisjoint(call.inputs))
-    return Layout.parse(f"d1@{next(readers, RANK_0).heads[0]}")
+    return Layout.parse(f"d1@{next(readers, RANK_0).result_ranks[0]}")
 
 
 def compile_actions(

@@ -158,7 +158,7 @@ class Executor:
     def _read_answers(self, call: str, operation: int) -> list[Any]:
         """Return the answers of a host call; the wait counts for this rank's next call."""
         with self._waiting(call, f"waits for the answer of {call}"):
-            return self._agreements.read(call, operation, self._calls[call].layout.heads)
+            return self._agreements.read(call, operation, self._calls[call].layout.result_ranks)
 
     def forget(self, prompts: Sequence[int]) -> None:
         """Free the memory of these samples."""
@@ -203,7 +203,7 @@ class Executor:
 
     def _send(self, action: Send, samples: "_Chosen") -> None:
         rank = self._world.rank
-        if rank in action.source.heads and rank not in action.target:
+        if rank in action.source.result_ranks and rank not in action.target:
             with self._record.timed(rank=rank, name=action.call.name, kind="move"):
                 Exchange(self._world, self._outbox).send(self._source(action, samples), action.target)
 
@@ -223,7 +223,7 @@ class Executor:
         call = action.call
         if self._world.rank not in action.layout or self._unfinished.engine_holds(call):
             return
-        mine = self._unfinished.of(call) if self._world.rank in action.layout.heads else None
+        mine = self._unfinished.of(call) if self._world.rank in action.layout.result_ranks else None
         routing = Routing(self._group_size, keep_groups=True, equal_costs=True)
         with self._waiting(call.name, "waits for unfinished samples"):
             (samples,) = Exchange(self._world, self._outbox).receive(
@@ -249,7 +249,7 @@ class Executor:
 
     def _source(self, send: Send, samples: "_Chosen") -> Source:
         batch = None
-        if self._world.rank in send.source.heads:
+        if self._world.rank in send.source.result_ranks:
             if send.producer is None:
                 batch = self._dataset(samples.prompts).pick(send.keys)
             else:
@@ -271,7 +271,7 @@ class Executor:
         """
         if action.ahead and self._is_last:
             return
-        if action.rate is not None:
+        if action.follow_rate is not None:
             self._wait(action.target_set)  # Copies in flight are made of values that now change.
         is_new = self._models.start(action)
         if action.ahead:
@@ -290,7 +290,7 @@ class Executor:
         self._arrivals.add(finished)
 
     def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
-        """Run the call; return its output columns on heads of the layout, None elsewhere."""
+        """Run the call; return its output columns on result ranks of the layout, None elsewhere."""
         call = action.call
         layout = action.layout
         rank = self._world.rank
@@ -309,18 +309,18 @@ class Executor:
                 gather=False, report=self._world.activity.note, **self._generation_options(call),
             )  # fmt: skip
             self._arrivals.delay(event)
-            if call.kind == "train_step" and rank in layout.heads:
+            if call.kind == "train_step" and rank in layout.result_ranks:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-            if call.role in self._flops and rank in layout.heads:
+            if call.role in self._flops and rank in layout.result_ranks:
                 event["flops"] = self._count_flops(call, minibatches, before, result)
         if self._unfinished.has(call):
             self._unfinished.put(call, result.unfinished)
-        if result.metrics.get("skipped_updates") and rank in layout.heads:
+        if result.metrics.get("skipped_updates") and rank in layout.result_ranks:
             self._save_samples(call.name, minibatches)
-        if rank == layout.heads[0]:
+        if rank == layout.result_ranks[0]:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
-        return result.batch if rank in layout.heads else None
+        return result.batch if rank in layout.result_ranks else None
 
     def _count_flops(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult

@@ -1,7 +1,7 @@
 """Exchange: sends samples from the ranks that hold a call's inputs to the ranks that run it.
 
-Every head of the source sends its samples to one rank of the target as soon as it has them, without waiting.
-When all ranks of the target are free, they tell each other the ids and lengths of the samples that they have
+Every result rank of the source sends its samples to one rank of the target as soon as it has them, without
+waiting. When all ranks of the target are free, they tell each other the ids and lengths of the samples that they have
 received, derive the same assignment of samples to data shards, and send one packed message to every rank that
 lacks some of its samples. Samples are small beside parameters, so they go from host memory to host memory
 over the control group.
@@ -23,7 +23,7 @@ Locations = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Source:
-    """Columns that the heads of one layout have computed, sent under `tag`.
+    """Columns that the result ranks of one layout have computed, sent under `tag`.
 
     `batch` is this rank's part; None if it is no head.
     """
@@ -33,9 +33,12 @@ class Source:
     tag: int
 
     def receivers(self, target: Layout) -> dict[int, int]:
-        """Return for each head the rank of the target that gets its samples: itself if it is one of them."""
+        """Return for each result rank the rank of the target that gets its samples: itself if it is there."""
         ranks = target.ranks
-        return {h: h if h in target else ranks[i % len(ranks)] for i, h in enumerate(self.layout.heads)}
+        return {
+            sender: sender if sender in target else ranks[i % len(ranks)]
+            for i, sender in enumerate(self.layout.result_ranks)
+        }
 
 
 @dataclass(frozen=True)

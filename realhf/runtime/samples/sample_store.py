@@ -41,7 +41,7 @@ class SampleStore:
     def deal(self, layouts: Mapping[str, Layout], rank: int, *, group_size: int) -> None:
         """Keep this rank's share of the samples, after `unpack` has added those of all ranks.
 
-        `layouts` are the layouts of the calls, whose heads get equal shares of whole groups.
+        `layouts` are the layouts of the calls, whose result ranks get equal shares of whole groups.
         """
         for name, batches in self.complete.items():
             self.complete[name] = [_share(Batch.concat(batches), layouts[name], rank, group_size)]
@@ -74,12 +74,12 @@ class SampleStore:
 
 
 def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
-    """Return the samples of the groups that a rank gets; none if it is no head of the layout."""
+    """Return the samples of the groups that a rank gets; none if it is no result rank of the layout."""
     prompts = sorted({prompt_of(sample, group_size) for sample in batch.ids})
-    heads = layout.heads
+    ranks = layout.result_ranks
     mine: set[int] = set()
-    if rank in heads:
-        mine = set(prompts[slice(*even_split(len(prompts), len(heads), heads.index(rank)))])
+    if rank in ranks:
+        mine = set(prompts[slice(*even_split(len(prompts), len(ranks), ranks.index(rank)))])
     return batch.select([i for i, sample in enumerate(batch.ids) if prompt_of(sample, group_size) in mine])
 
 

@@ -36,7 +36,7 @@ class CopyVersions:
         A reallocation that updates a moving average always has something to do.
         """
         target = (action.target_set, action.target)
-        if action.rate is not None:
+        if action.follow_rate is not None:
             self._updates[action.target_set] += 1
             self._versions[target] += 1
             return True
@@ -75,7 +75,7 @@ class CopyVersions:
             home: _NEVER if home in self._sharded else known[home] for home in self._versions
         }
         for action in actions:
-            if isinstance(action, Reallocate) and action.rate is None:
+            if isinstance(action, Reallocate) and action.follow_rate is None:
                 exists = action.sharded or (action.source_set, action.source) in self._versions
                 if exists and known.get((action.target_set, action.target)) == self._newest(action):
                     start(action)

@@ -123,7 +123,8 @@ class Reallocations:
         return {
             "spec": self._catalog.specs[action.source_set], "source": action.source, "target": action.target,
             "dtype": DTYPES[self._catalog.roles[self._role(action)].weights_dtype],
-            "sharded": action.sharded, "eta": 1.0 if action.rate is None else action.rate, "links": links,
+            "sharded": action.sharded, "links": links,
+            "follow_rate": 1.0 if action.follow_rate is None else action.follow_rate,
         }  # fmt: skip
 
     def _takes_part(self, action: Reallocate) -> bool:

@@ -3,7 +3,7 @@
 If some calls read what call a makes, and call b reads what they make, they all run between the end of a and
 the start of b. All devices together need their device seconds for that, so b starts at least these over the
 number of devices after a has ended. If the next a waits for b, as generation waits for new weights, then the
-step takes at least as long as a, this window and b.
+step takes at least as long as a, these calls and b.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from realhf.planner.cost.throughput import Dependencies
 from realhf.planner.search.call_group import CallGroup
 
 
-class Window(NamedTuple):
+class CallsBetween(NamedTuple):
     """The positions of the call before, of the calls inside, and of the call after."""
 
     before: int
@@ -24,44 +24,47 @@ class Window(NamedTuple):
     after: int
 
 
-def find_windows(needs: Dependencies) -> list[Window]:
-    """Return the windows of a step with two calls or more inside."""
+def find_calls_between(needs: Dependencies) -> list[CallsBetween]:
+    """Return all pairs of calls of a step that have two calls or more between them."""
     num_calls = len(needs.data)
     same_step = nx.DiGraph()
     same_step.add_nodes_from(range(num_calls))
     same_step.add_edges_from((j, i) for i, j in np.argwhere(np.isfinite(needs.data)).tolist())
     same_step.add_edges_from((j, i) for i, j, lag in needs.weights if lag == 0)
-    return [window for window in _windows(needs, same_step) if len(window.inside) > 1]
+    return [between for between in _all_calls_between(needs, same_step) if len(between.inside) > 1]
 
 
-def _windows(needs: Dependencies, same_step: nx.DiGraph) -> Iterator[Window]:
+def _all_calls_between(needs: Dependencies, same_step: nx.DiGraph) -> Iterator[CallsBetween]:
     next_step = {(i, j) for i, j, lag in needs.weights if lag == 1}
     next_step |= {(i, j) for i, j in np.argwhere(np.isfinite(needs.late_data)).tolist()}
     for before, after in sorted(next_step):
         inside = nx.descendants(same_step, before) & nx.ancestors(same_step, after)
-        yield Window(before, tuple(sorted(inside)), after)
+        yield CallsBetween(before, tuple(sorted(inside)), after)
 
 
-def window_tables(windows: list[Window], groups: list[CallGroup], num_devices: int) -> list[np.ndarray]:
-    """Return for each group the seconds that each of its choices adds to each window, (choices, windows)."""
+def tables_between(
+    all_between: list[CallsBetween], groups: list[CallGroup], num_devices: int
+) -> list[np.ndarray]:
+    """Return for each group the seconds that each choice adds to each CallsBetween, (choices, rows)."""
     tables = []
     for group in groups:
         width = (group.stop - group.first) / num_devices
-        values = np.zeros((len(group.candidates), len(windows)))
-        for column, window in zip(values.T, windows, strict=True):
+        values = np.zeros((len(group.candidates), len(all_between)))
+        for column, between in zip(values.T, all_between, strict=True):
             for seconds, call in zip(group.seconds.T, group.calls, strict=True):
-                at_ends = call in (window.before, window.after)
-                column += seconds * (width * (call in window.inside) + at_ends)
+                at_ends = call in (between.before, between.after)
+                column += seconds * (width * (call in between.inside) + at_ends)
         by_mesh = [values[on_mesh].min(axis=0) for on_mesh in group.by_mesh]
         tables.append(np.concatenate([values, by_mesh, values.min(axis=0, keepdims=True)]))
     return tables
 
 
-def window_seconds(
-    windows: list[Window], seconds: np.ndarray, first: np.ndarray, stop: np.ndarray, num_devices: int
-) -> np.ndarray:
+def seconds_between(
+    all_between: list[CallsBetween], seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
+    num_devices: int,
+) -> np.ndarray:  # fmt: skip
     """Return a lower bound of the step of each plan, (K,), from the seconds and ranks of calls, (K, N)."""
     work = seconds * (stop - first) / num_devices
-    ends = [seconds[:, [window.before, window.after]].sum(axis=1) for window in windows]
-    inside = [work[:, window.inside].sum(axis=1) for window in windows]
+    ends = [seconds[:, [between.before, between.after]].sum(axis=1) for between in all_between]
+    inside = [work[:, between.inside].sum(axis=1) for between in all_between]
     return np.max([a + b for a, b in zip(ends, inside, strict=True)], axis=0, initial=0.0)

@@ -21,7 +21,7 @@ MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
-class Window:
+class DecodeWindow:
     """Steps of one cohort, which are the same on all ranks of an ep group."""
 
     num_steps: int = 0  # 0: no rank has anything left.
@@ -30,14 +30,14 @@ class Window:
     prefills: bool = False  # Whether some rank prefills prompts in the step.
 
 
-class Windows:
+class DecodeWindows:
     """Plans the steps of a cohort, window by window; a group of one rank has windows of one step."""
 
     def __init__(self, group: Group) -> None:
         """`group` has the ranks of an ep group, over gloo."""
         self._group = group
         self._num_left = 0
-        self.now = Window()
+        self.now = DecodeWindow()
         """The window of the step that has been planned last."""
 
     def next_step(self, scheduler: Scheduler, samples: RolloutBuffer, *, num_pages: int) -> Step | None:
@@ -50,7 +50,7 @@ class Windows:
         if begins and self._group.size == 1:
             num_rows = 0 if step is None else len(step.rows)
             prefills = step is not None and len(step.chunks) > 0
-            self.now = Window(int(step is not None), _padded(num_rows), num_pages, prefills)
+            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills)
         elif begins:
             self.now = self._agree(step, scheduler, samples, num_pages)
         self._num_left = self.now.num_steps if begins else self._num_left
@@ -59,7 +59,7 @@ class Windows:
 
     def _agree(
         self, step: Step | None, scheduler: Scheduler, samples: RolloutBuffer, num_pages: int
-    ) -> Window:
+    ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
         begun = scheduler.begun
         own = scheduler.most_rows, max(samples.num_left(begun), default=0), num_pages
@@ -67,7 +67,7 @@ class Windows:
         wishes = self._group.all_gather_json([*own, prefills])
         num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
         num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
-        return Window(num_steps, _padded(num_rows), num_pages, prefills)
+        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills)
 
 
 def _padded(num_rows: int) -> int:

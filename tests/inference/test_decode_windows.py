@@ -11,7 +11,7 @@ from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.inference.windows import MOST_STEPS, Windows
+from realhf.inference.decode_windows import MOST_STEPS, DecodeWindows
 from realhf.kv_blocks import num_blocks
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -50,7 +50,7 @@ class _Rank(_Replay):
             prefill_tokens=rng.choice([7, 60, 10_000]), restart_at=rng.choice([None, None, 100]),
             wanted=[min(self.most, rng.choice([1, 2, 40, MAX_NEW])) for _ in self.samples],
             num_later=rng.choice([0, len(prompts) // 2]))
-        self.windows = Windows(group)
+        self.windows = DecodeWindows(group)
         self.width = rng.choice([8, 16])
         self.seen = []
 
