@@ -72,9 +72,10 @@ class Reallocator:
     group requests and messages. A run sets the target to follow_rate * source + (1 - follow_rate) * target.
     The source may be on another device. With `sharded` it is the optimizer's copy,
     `spec.boxes_held_by(..., sharded=True)`. Parameters travel in `dtype`, the dtype of the target's tensors.
-    `staging_bytes` caps the memory for messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
-    the links that the schedule is made for; by default they are assumed. A `schedule` made from the same
-    arguments is taken as it is. With `posts`, ranks may call `wait_until_ready`.
+    `staging_bytes` caps the memory for messages in flight. `role` names the model in errors. `links`,
+    which must be the same on all ranks, are the links that the schedule is made for; by default they are
+    assumed. A `schedule` made from the same arguments is taken as it is. With `posts`, ranks may call
+    `wait_until_ready`.
     """
 
     def __init__(

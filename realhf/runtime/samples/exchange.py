@@ -1,10 +1,10 @@
 """Exchange: sends samples from the ranks that hold a call's inputs to the ranks that run it.
 
 Every result rank of the source sends its samples to one rank of the target as soon as it has them, without
-waiting. When all ranks of the target are free, they tell each other the ids and lengths of the samples that they have
-received, derive the same assignment of samples to data shards, and send one packed message to every rank that
-lacks some of its samples. Samples are small beside parameters, so they go from host memory to host memory
-over the control group.
+waiting. When all ranks of the target are free, they tell each other the ids and lengths of the samples that
+they have received, derive the same assignment of samples to data shards, and send one packed message to every
+rank that lacks some of its samples. Samples are small beside parameters, so they go from host memory to host
+memory over the control group.
 """
 
 from collections.abc import Sequence
