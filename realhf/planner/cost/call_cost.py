@@ -148,9 +148,10 @@ def update_seconds(rates: Rates, role: ModelRole, *, owned: float) -> float:
 def on_shared_cores(cost: CallCost, crowding: Sequence[float]) -> CallCost:
     """Return the cost of a call whose ranks share cores.
 
-    Work takes `crowding[k - 1]` times as long while k replicas have some. The work of those besides the
-    slowest one is taken to be spread evenly around its mean. Ranks that work use the cores of those that
-    wait. So the call takes as long as with cores for all ranks, or as long as its work, whichever is longer.
+    While k replicas are at work, work takes `crowding[k - 1]` times as long. The slowest replica has the work
+    1; the others are assumed to have works spread evenly around their mean: with mean 0.5 and two of them,
+    0.25 and 0.75. Ranks that work use the cores of those that wait, so the call takes as long as with cores
+    for all ranks, or as long as its work, whichever is longer.
     """
     replicas = len(crowding)
     works = np.ones(replicas)
@@ -184,8 +185,8 @@ def _alike_stages(num_layers: int, pp: int, are_blocks_alike: bool) -> tuple[_St
         first, stop = even_split(num_layers, pp, stage)
         is_alone = stage in (0, pp - 1) or not are_blocks_alike
         alike.setdefault((stage if is_alone else -1, stop - first), []).append(stage)
-    found = [_Stages(some[0], num_layers, len(some)) for (_, num_layers), some in alike.items()]
-    return tuple(sorted(found))
+    return tuple(sorted(
+        _Stages(stages[0], num_layers, len(stages)) for (_, num_layers), stages in alike.items()))
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class _Estimate:
         head = self.rates.head(
             self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output
         )
-        stages = [self._block().times(some.num_layers) for some in self._stages]
+        stages = [self._block().times(alike.num_layers) for alike in self._stages]
         stages[-1] = stages[-1].plus(head)
         return self._pipelined(
             stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1, largest=micro.largest,
@@ -217,9 +218,9 @@ class _Estimate:
         micro = self._micro_batch
         block = self._block().times(2 if self.call_plan.recompute else 1).plus(self._block(backward=True))
         stages = []
-        for some in self._stages:
-            gradients = rates.accumulate(role, trained_params(role, strategy, some.stage))
-            stages.append(block.times(some.num_layers).plus(Cost(gradients)))
+        for alike in self._stages:
+            gradients = rates.accumulate(role, trained_params(role, strategy, alike.stage))
+            stages.append(block.times(alike.num_layers).plus(Cost(gradients)))
         for backward in (False, True):
             head = rates.head(
                 role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
@@ -265,7 +266,7 @@ class _Estimate:
         block = self.rates.block(
             self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
         ).times(passes)
-        stages = [block.times(some.num_layers) for some in self._stages]
+        stages = [block.times(alike.num_layers) for alike in self._stages]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
         steps = self._decode_steps(live, slots)
         compute, communication, step = self._decode(steps, slots, cohorts)
@@ -301,7 +302,7 @@ class _Estimate:
         """Return the seconds of computation, of communication and of all together of each kind of step."""
         rates = self.rates
         tp = self.groups.tp
-        deepest = max(some.num_layers for some in self._stages)
+        deepest = max(alike.num_layers for alike in self._stages)
         running = np.minimum(cohorts, steps.rows)  # Cohorts that still have rows.
         rows = steps.rows / running
         busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, steps.alike_rows)

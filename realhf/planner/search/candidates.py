@@ -83,7 +83,7 @@ def find_variants(
         connected = None
         for number, call_plan, memory in _fitting(problem, call, layout):
             if connected is None:
-                placed = [some.least(layout, use) for some in communicators]
+                placed = [on_mesh.least(layout, use) for on_mesh in communicators]
                 connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
             if number not in costs:
                 at_rest = replace(call_plan, offload=False) if call_plan.offload else call_plan

@@ -66,18 +66,18 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
     communicators: dict[tuple[int, int, int], Communicators] = {}
-    members = [{i: calls[i] for i in sorted(group)} for group in nx.connected_components(ties)]
+    members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
     members.sort(key=list)
-    found = [_mesh_choices(problem, rates, list(some.values()), communicators) for some in members]
-    kept = _without_useless_cp([some.by_shape for some in found])
+    choices = [_mesh_choices(problem, rates, list(tied.values()), communicators) for tied in members]
+    kept = _without_useless_cp([of_group.by_shape for of_group in choices])
     groups = []
-    for some, (meshes, _), by_shape in zip(members, found, kept, strict=True):
+    for tied, (meshes, _), by_shape in zip(members, choices, kept, strict=True):
         candidates = [
             Candidate(ContiguousLayout(strategy, mesh.start), variants)
             for mesh in meshes for strategy, variants in by_shape[_shape(problem.cluster, mesh)]
         ]  # fmt: skip
-        homes = [role for role, owner in owners.items() if owner in some]
-        groups.append(CallGroup(some, candidates, homes=homes))
+        homes = [role for role, owner in owners.items() if owner in tied]
+        groups.append(CallGroup(tied, candidates, homes=homes))
     return groups
 
 

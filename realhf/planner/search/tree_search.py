@@ -107,11 +107,13 @@ def _orders(space: SearchSpace) -> list[list[_Step]]:
     """
     order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
     heavy = heavy_groups(space)
-    parts = [heavy, *([u] for u in order if u not in heavy)]
-    return [
-        [_Step(u, is_last) for part in some for is_last in (False, True) for u in part]
-        for some in ([order], parts)
-    ]
+    heavy_first = [heavy, *([group] for group in order if group not in heavy)]
+    return [_steps([order]), _steps(heavy_first)]
+
+
+def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
+    """Return the steps that decide the groups part by part: first the meshes of a part, then its candidates."""
+    return [_Step(group, is_last) for part in parts for is_last in (False, True) for group in part]
 
 
 class _Tree:

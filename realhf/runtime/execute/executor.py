@@ -65,7 +65,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """Samples of updates that were skipped are saved in the directory `failures`.
 
-        Events of calls on roles in `flops` tell the FLOPs of the samples of their rank.
+        The record of a call has the FLOPs of this rank's samples if the call's role is in `flops`.
         """
         self.samples = SampleStore()
         self._world = world

@@ -43,18 +43,19 @@ class Moved:
 
 
 class Arrivals:
-    """Reallocations for which this rank has waited, until its record tells of them.
+    """Reallocations whose end has not been recorded yet.
 
-    On CUDA the host does not wait. It asks for times when a call has ended that needed the weights.
+    A call waits for the weights that it needs, runs and ends; then the times of their reallocations are read
+    and recorded. On CUDA the host itself does not wait, and the times are known only then.
     """
 
     def __init__(self) -> None:
-        self._untold: list[Moved] = []
+        self._unrecorded: list[Moved] = []
         self._new: list[Moved] = []
 
     def add(self, moved: Sequence[Moved]) -> None:
         """Add reallocations for which the next call waits."""
-        self._untold += moved
+        self._unrecorded += moved
         self._new += moved
 
     def delay(self, event: dict[str, Any]) -> None:
@@ -66,8 +67,8 @@ class Arrivals:
 
     def take_events(self, rank: int) -> list[dict[str, Any]]:
         """Return the events of what has been added since the last call of this method."""
-        events = [moved.event(rank) for moved in self._untold]
-        self._untold = []
+        events = [moved.event(rank) for moved in self._unrecorded]
+        self._unrecorded = []
         return events
 
 
