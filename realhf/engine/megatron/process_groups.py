@@ -83,7 +83,7 @@ class _Watched(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return self.inner._device_types
 
-    def _get_backend(self, device: torch.device) -> dist.Backend:
+    def _get_backend(self, device: torch.device) -> Any:
         return self.inner._get_backend(device)
 
     def post(self, name: str, *args: Any, **options: Any) -> Any:
