@@ -19,7 +19,7 @@ def megatron() -> Iterator[Callable[..., list[Any]]]:
     """Run `name(world, *args)` of runs.py on `num_ranks` ranks, and return the results by rank."""
     workers = Pool()
 
-    def run(name: str, *args: Any, num_ranks: int, timeout: float = 120) -> list[Any]:
+    def run(name: str, *args: Any, num_ranks: int, timeout: float = 300) -> list[Any]:
         return workers.run(_call, name, args, num_ranks=num_ranks, timeout=timeout)
 
     yield run

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from realhf.dist.activity import Activity
@@ -111,26 +109,6 @@ def _posting(name: str) -> Callable[..., Any]:
 for _name in _OPERATIONS:
     if hasattr(dist.ProcessGroup, _name):
         setattr(_Watched, _name, _posting(_name))
-
-
-class WatchedMessages(P2PCommunicator):
-    """The messages between pipeline stages, during which the host waits for the device.
-
-    Their group must be a plain one: only of such a group does torch join what is posted together.
-    """
-
-    def __init__(self, groups: ParallelGroups, pp: dist.ProcessGroup, config: ModelParallelConfig) -> None:
-        super().__init__(pp, config)
-        self._group = groups.pp
-        self._activity = groups.world.activity
-
-    def _communicate(self, **options: Any) -> Any:
-        self._group.require_working()
-        self._activity.communicators.join()
-        operation = self._group.new_operation("messages")
-        ranks = self._group.ranks
-        with self._activity.waiting(ranks, operation), peer_errors(ranks):
-            return super()._communicate(**options)
 
 
 def _backend_of(options: Any, given: Any) -> Any:

@@ -5,14 +5,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from realhf.data.batch import Packed
+from realhf.dist.group import peer_errors
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.megatron.process_groups import WatchedMessages
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
@@ -72,6 +74,28 @@ class Schedule:
         tp = self._layout.tp
         sizes = [max(1, -(-len(tokens.values) // tp)) * tp for tokens in micro_batches]
         return sizes if self._layout.pp == 1 else [max(sizes)] * len(sizes)
+
+
+class WatchedMessages(P2PCommunicator):
+    """The messages between pipeline stages, which the watch knows.
+
+    Their group must be a plain one: only of such a group does torch join what is posted together.
+    """
+
+    def __init__(self, groups: ParallelGroups, pp: ProcessGroup, config: TransformerConfig) -> None:
+        super().__init__(pp, config)
+        self._group = groups.pp
+        self._activity = groups.world.activity
+
+    def _communicate(self, **options: Any) -> Any:
+        self._group.require_working()
+        self._activity.communicators.join()
+        operation = self._group.new_operation("messages")
+        ranks = self._group.ranks
+        with self._activity.waiting(ranks, operation), peer_errors(ranks):
+            received = super()._communicate(**options)
+        self._group.note(operation)  # The current stream waits for them, if the host has not.
+        return received
 
 
 def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
