@@ -107,9 +107,8 @@ class ModelSpec:
 
     def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
         """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
-        num_virtual = strategy.pp * strategy.vp
-        virtual_stages = range(stage, num_virtual, strategy.pp)
-        return [range(*even_split(self.config.num_layers, num_virtual, i)) for i in virtual_stages]
+        count = strategy.pp * strategy.vp
+        return [range(*even_split(self.config.num_layers, count, i)) for i in range(stage, count, strategy.pp)]
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> list[int]:
         return [layer for layers in self.chunk_layers(strategy, stage) for layer in layers]
@@ -225,11 +224,8 @@ class ModelSpec:
         """Return the columns of all parameters: index of shape and split, layer index, expert (-1: none)."""
         kinds: dict[tuple[object, ...], int] = {}
         rows = [
-            (
-                kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)),
-                self._layer_index(p),
-                -1 if p.expert is None else p.expert,
-            )
+            (kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)), self._layer_index(p),
+             -1 if p.expert is None else p.expert)
             for p in self.params
         ]
         return np.array(rows).T
