@@ -107,8 +107,8 @@ class ModelSpec:
 
     def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
         """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
-        count = strategy.pp * strategy.vp
-        return [range(*even_split(self.config.num_layers, count, i)) for i in range(stage, count, strategy.pp)]
+        n = strategy.pp * strategy.vp
+        return [range(*even_split(self.config.num_layers, n, i)) for i in range(stage, n, strategy.pp)]
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> list[int]:
         return [layer for layers in self.chunk_layers(strategy, stage) for layer in layers]
@@ -206,9 +206,8 @@ class ModelSpec:
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
     def _first_stage(self, layer: int | None, layout: Layout) -> int:
-        if layer is None:
-            return layout.pp - 1
-        return max(0, even_part(self.config.num_layers, layout.pp * layout.vp, layer)) % layout.pp
+        n = layout.pp * layout.vp
+        return (n - 1 if layer is None else max(0, even_part(self.config.num_layers, n, layer))) % layout.pp
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
