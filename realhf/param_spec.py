@@ -107,9 +107,8 @@ class ModelSpec:
 
     def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
         """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
-        num_virtual = strategy.pp * strategy.vp
-        virtual_stages = range(stage, num_virtual, strategy.pp)
-        return [range(*even_split(self.config.num_layers, num_virtual, i)) for i in virtual_stages]
+        n = strategy.pp * strategy.vp
+        return [range(*even_split(self.config.num_layers, n, i)) for i in range(stage, n, strategy.pp)]
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> list[int]:
         return [layer for layers in self.chunk_layers(strategy, stage) for layer in layers]
@@ -207,9 +206,8 @@ class ModelSpec:
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
     def _first_stage(self, layer: int | None, layout: Layout) -> int:
-        if layer is None:
-            return layout.pp - 1
-        return max(0, even_part(self.config.num_layers, layout.pp * layout.vp, layer)) % layout.pp
+        n = layout.pp * layout.vp
+        return (n - 1 if layer is None else max(0, even_part(self.config.num_layers, n, layer))) % layout.pp
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
@@ -225,11 +223,8 @@ class ModelSpec:
         """Return the columns of all parameters: index of shape and split, layer index, expert (-1: none)."""
         kinds: dict[tuple[object, ...], int] = {}
         rows = [
-            (
-                kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)),
-                self._layer_index(p),
-                -1 if p.expert is None else p.expert,
-            )
+            (kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)), self._layer_index(p),
+             -1 if p.expert is None else p.expert)
             for p in self.params
         ]
         return np.array(rows).T

@@ -168,4 +168,4 @@ def test_what_rewards_log_of_an_answer_is_kept_and_shown(place, capsys):
         assert sizes == sorted((length for length in lengths if length % 2), reverse=True)
         assert main([*words, "--where", "extra.size>=0", "--full", "--limit", "1"]) == 0
         out = capsys.readouterr().out
-        assert "kind: " in out and "size: " in out and "score 0" in out and "-0" not in out
+        assert "kind: " in out and "size: " in out and "score 0" in out and " -0" not in out

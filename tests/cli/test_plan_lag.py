@@ -48,22 +48,30 @@ def printed(capsys, *words):
     return out
 
 
-@pytest.mark.parametrize(
-    "words", ["--max-lag 1", pytest.param("--max-lag 2 --rounds 3", marks=pytest.mark.slow)])
-def test_both_steps_and_the_faster_one(words, capsys):
-    answer = json.loads(printed(capsys, *shlex.split(words), "--json"))
-    without = json.loads(printed(capsys, "--json"))
+CASES = [
+    (16, "--max-lag 1", "neither"), (64, "--max-lag 1", "lagged"), (64, "--max-lag 2 --rounds 3", "lagged"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_devices", "words", "faster"), marked(CASES, quick=[0]))
+def test_both_steps_and_the_faster_one(num_devices, words, faster, capsys):
+    devices = ("--devices", num_devices)
+    answer = json.loads(printed(capsys, *devices, *shlex.split(words), "--json"))
+    without = json.loads(printed(capsys, *devices, "--json"))
     assert answer["lag"] == int(words.split()[1]) and answer["rounds"] == int(words.split()[-1])
     assert answer["lagged_seconds"] == answer["step_seconds"]
     assert answer["synchronous_seconds"] == without["step_seconds"]
     assert answer["synchronous_lower_bound_seconds"] == without["lower_bound_seconds"]
-    assert answer["faster"] == "lagged" and answer["lagged_seconds"] < answer["synchronous_seconds"]
+    assert answer["faster"] == faster
+    assert faster == "neither" or answer["lagged_seconds"] < answer["synchronous_seconds"]
     assert "lag" not in without and "faster" not in without
-    shown = printed(capsys, *shlex.split(words))
+    shown = printed(capsys, *devices, *shlex.split(words))
     times = answer["synchronous_seconds"] / answer["lagged_seconds"]
-    assert f"\nlagged steps are {times:.2f} x as fast on this cluster" in shown
+    said = "the lag makes steps neither faster nor slower" if faster == "neither" else (
+        f"lagged steps are {times:.2f} x as fast")
+    assert f"\n{said} on this cluster" in shown
     assert shown.count("\nsynchronous ") == shown.count("\nlagged  ") == 1
-    assert "synchronous" not in printed(capsys)
+    assert "synchronous" not in printed(capsys, *devices)
 
 
 @pytest.mark.parametrize(

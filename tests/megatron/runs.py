@@ -3,6 +3,7 @@
 from tests.megatron import shim  # isort: skip
 
 import contextlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +120,11 @@ def reads_of_globals(world: World, hf: dict[str, Any], text: str) -> list[str]:
 
 
 def waits(world: World, hf: dict[str, Any], text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the operations, with their ranks, in which a train step is seen to wait."""
+    """Return the operations, with their ranks, in which a train step is seen to wait.
+
+    The environment asks for torch's barriers after new groups, for which this process would wait for ever.
+    """
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     engine = make_engine(world, "megatron", hf, text)
     seen = set()
     activity = world.activity

@@ -152,6 +152,7 @@ class Messages(P2PCommunicator):
         with self._activity.waiting(ranks, operation), peer_errors(ranks):
             for request in dist.batch_isend_irecv(ops) if ops else ():
                 request.wait()
+        self._group.note(operation)  # The current stream waits for them, if the host has not.
         return from_prev, from_next, None
 
     def _buffer(self, shape: Any) -> Tensor:

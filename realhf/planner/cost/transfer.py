@@ -102,8 +102,8 @@ def covers(model: Model, held: ContiguousLayout, wanted: ContiguousLayout) -> bo
 def _inside(boxes: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return which intervals between edges lie in which rank's box, shape (N, intervals), as 0.0 or 1.0."""
     in_part = (boxes[..., :1] <= edges[:-1]) & (edges[1:] <= boxes[..., 1:])
-    inside = np.asarray(in_part.reshape(len(boxes), -1, len(edges) - 1).any(axis=1))
-    return inside.astype(np.float32)
+    inside = np.any(in_part.reshape(len(boxes), -1, len(edges) - 1), axis=1)
+    return np.asarray(inside, np.float32)
 
 
 class _Side(NamedTuple):
