@@ -191,11 +191,13 @@ class ModelSpec:
                 if owner and not self._expert_names & regions.keys():  # Counted with the first owner.
                     continue
                 for part, rank in zip(split_evenly(regions, len(ranks)), ranks, strict=True):
-                    for name, box in ((name, box) for name, some in part.items() for box in some):
-                        boxes[name].setdefault(box, []).append(rank)
-        found: dict[Placement, Placement] = {}
-        made = (tuple((r, tuple(sorted(ranks))) for r, ranks in boxes[p.name].items()) for p in self.params)
-        return [found.setdefault(placement, placement) for placement in made]
+                    for name, boxes_of_name in part.items():
+                        for box in boxes_of_name:
+                            boxes[name].setdefault(box, []).append(rank)
+        equal: dict[Placement, Placement] = {}  # So that equal placements are one object.
+        all_of = [boxes[param.name].items() for param in self.params]
+        placements = (tuple((box, tuple(sorted(ranks))) for box, ranks in items) for items in all_of)
+        return [equal.setdefault(placement, placement) for placement in placements]
 
     def is_primary(self, param: ParamSpec, layout: Layout, at: Coordinate) -> bool:
         """Return whether sums over parameters count the region at this coordinate.
@@ -206,8 +208,9 @@ class ModelSpec:
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
     def _first_stage(self, layer: int | None, layout: Layout) -> int:
-        n = layout.pp * layout.vp
-        return (n - 1 if layer is None else max(0, even_part(self.config.num_layers, n, layer))) % layout.pp
+        if layer is None:
+            return layout.pp - 1
+        return max(0, even_part(self.config.num_layers, layout.pp * layout.vp, layer)) % layout.pp
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
@@ -324,12 +327,9 @@ class _Table:
             self._filled[in_file] = start + shape[0]
         is_linear = kind == "weight" and len(shape) == 2 and layer not in (None, -1)
         transposed = self.config.describes.transposed and is_linear
-        self.params.append(
-            ParamSpec(
-                name, shape, layer, split_dim, num_units, expert, part, partial,
-                InFile(in_file, start, transposed), trainable, num_terms,
-            )
-        )  # fmt: skip
+        self.params.append(ParamSpec(
+            name, shape, layer, split_dim, num_units, expert, part, partial,
+            InFile(in_file, start, transposed), trainable, num_terms))
 
 
 def _attention(table: _Table, layer: int) -> None:

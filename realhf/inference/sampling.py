@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -129,22 +130,46 @@ def sample(
         local_B = argmax_B if greedy else _inverse_cdf(kept_BV, max_B, cdf_BC, uniform_B * cdf_BC[:, -1])
         chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0]
         return local_B, chosen_B.double().sub_(own_max_B).sub_(sum_B.log())
-    sums = [own_max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]
-    sums += [] if processing is None else [max_B.to(sum_B.dtype)]
-    shards = group.all_gather(torch.stack(sums))
-    own_max_RB, sum_RB, kept_RB = shards[:, :3].unbind(1)
-    max_RB = shards[:, -1] if processing is not None else own_max_RB
-    scale_RB = (max_RB - max_RB.max(0).values).exp()
-    own_top_B = own_max_RB.max(0).values
-    log_total_B = own_top_B + (sum_RB * (own_max_RB - own_top_B).exp()).sum(0).log()
-    owner_B, local_B = max_RB.argmax(0), argmax_B
+    shards = _gather_sums(own_max_B, sum_B, cdf_BC[:, -1], None if processing is None else max_B, group=group)
+    owner_B, local_B = shards.kept_max_RB.argmax(0), argmax_B
     if not greedy:
-        owner_B, inside_B = _in_shard(cdf_BC, kept_RB * scale_RB, uniform_B, index=group.index)
+        owner_B, inside_B = _in_shard(cdf_BC, shards.kept_mass_RB, uniform_B, index=group.index)
         local_B = _inverse_cdf(kept_BV, max_B, cdf_BC, inside_B)
-    chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - log_total_B
+    chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - shards.log_total_B
     answer_2B = torch.stack([(local_B + vocab_start).to(chosen_B.dtype), chosen_B])
     tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
     return tokens_B.long(), logprobs_B
+
+
+class _ShardSums(NamedTuple):
+    """Maxima and sums of all shards of the vocabulary: of the model's logits (`own`), and of the scores that
+    processing and filters keep of them (`kept`). Sums are those of exp(value - maximum of the shard)."""
+
+    own_max_RB: Tensor
+    own_sum_RB: Tensor
+    kept_sum_RB: Tensor
+    kept_max_RB: Tensor
+
+    @property
+    def log_total_B(self) -> Tensor:
+        """The logarithm of the sum of exp(logit) over the whole vocabulary."""
+        top_B = self.own_max_RB.max(0).values
+        return top_B + (self.own_sum_RB * (self.own_max_RB - top_B).exp()).sum(0).log()
+
+    @property
+    def kept_mass_RB(self) -> Tensor:
+        """The sums of what is kept, on one scale for all shards."""
+        return self.kept_sum_RB * (self.kept_max_RB - self.kept_max_RB.max(0).values).exp()
+
+
+def _gather_sums(
+    own_max_B: Tensor, own_sum_B: Tensor, kept_sum_B: Tensor, kept_max_B: Tensor | None, *, group: Group
+) -> _ShardSums:
+    """Return the sums of all shards, gathered in one message; without `kept_max_B` the maxima are equal."""
+    sums = [own_max_B.to(own_sum_B.dtype), own_sum_B, kept_sum_B]
+    sums += [] if kept_max_B is None else [kept_max_B.to(own_sum_B.dtype)]
+    shards = group.all_gather(torch.stack(sums))
+    return _ShardSums(*shards[:, :3].unbind(1), kept_max_RB=shards[:, 0 if kept_max_B is None else 3])
 
 
 def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:

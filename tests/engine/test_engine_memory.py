@@ -130,7 +130,7 @@ def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_windows_bound_the_memory_of_large_sections(monkeypatch, section_numel, window, dtype):
     """A model in one section, and one in several, of which two windows are on the device at a time."""
-    monkeypatch.setattr(chunk_sizes, "WINDOW_NUMEL", window)
+    monkeypatch.setattr(chunk_sizes, "OPTIMIZER_SLICE_NUMEL", window)
     world = World()
     plain, offloaded = (
         _engine(world, "d1@0", dtype=dtype, offload=offload, section_numel=section_numel)
@@ -158,20 +158,20 @@ def test_the_planner_counts_the_buffers(pool, text, section_numel):
         pieces = CallPieces(
             role, Workload(8, 8, 8), layout.strategy, 0, micro_batch_tokens=40, recompute=False, fused=True)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(train_memory, "WINDOW_NUMEL", window)
+            patched.setattr(train_memory, "OPTIMIZER_SLICE_NUMEL", window)
             counted = TrainMoments(pieces)._optimizer_buffers()
         assert max(found) <= 1.02 * counted <= 2.1 * max(found), (window, found, counted)
 
 
 def _buffer_bytes(world, text, section_numel, window):
-    before = chunk_sizes.WINDOW_NUMEL
-    chunk_sizes.WINDOW_NUMEL = window
+    before = chunk_sizes.OPTIMIZER_SLICE_NUMEL
+    chunk_sizes.OPTIMIZER_SLICE_NUMEL = window
     try:
         engine = _engine(
             world, text, dtype="bfloat16", offload=True, section_numel=section_numel,
             hf=moe_config("qwen3-moe"))
     finally:
-        chunk_sizes.WINDOW_NUMEL = before
+        chunk_sizes.OPTIMIZER_SLICE_NUMEL = before
     return engine.optimizer._host.buffer_bytes
 
 

@@ -112,7 +112,7 @@ def _orders(space: SearchSpace) -> list[list[_Step]]:
 
 
 def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
-    """Return the steps that decide the groups part by part: first the meshes of a part, then its candidates."""
+    """Return the steps that decide groups part by part: first the meshes of a part, then its candidates."""
     return [_Step(group, is_last) for part in parts for is_last in (False, True) for group in part]
 
 
