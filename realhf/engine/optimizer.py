@@ -6,62 +6,39 @@ own. If parameters have the optimizer's dtype, their slice is itself the master 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
-from realhf import chunk_sizes
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
 from realhf.engine.host_optimizer import HostStates, host_tensors
+from realhf.engine.optimizer_sections import OptimizerSlice, Section, make_sections, split_into_slices
 from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards, pieces_of
-from realhf.region import Region, chunk_edges, region_size, split_evenly
 
 _MAX_IN_FLIGHT = 2
 """Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
 
 
-class _Section(NamedTuple):
-    """A part of the flat parameters that all members of `group` hold, split into one chunk per member."""
+class _States(NamedTuple):
+    """AdamW's state of this member's chunks, one flat tensor of each kind per section.
 
-    group: Group
-    params: torch.Tensor
-    grads: torch.Tensor
-    own: slice  # This member's chunk of both.
-    boxes: dict[str, tuple[Region, ...]]  # Parameter name -> its boxes in this member's chunk.
-    names: list[str]  # Names of all parameters of the section.
-    first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
+    If the model has the optimizer's dtype, `masters` are chunks of its parameters (`has_own_copy` is False).
+    """
 
-
-class _OptimizerSlice(NamedTuple):
-    """Some of this member's elements of a section, which are updated together."""
-
-    number: int  # Of the section.
-    section: _Section
-    part: slice  # Of the member's chunk.
-
-    def spans(self) -> Iterator[tuple[str, slice]]:
-        """Yield each parameter of which the slice has elements, and which of its elements these are."""
-        start = 0
-        for name, boxes in self.section.boxes.items():
-            stop = start + sum(map(region_size, boxes))
-            first, last = max(start, self.part.start), min(stop, self.part.stop)
-            if first < last:
-                yield name, slice(first - self.part.start, last - self.part.start)
-            start = stop
+    masters: list[torch.Tensor]
+    means: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    has_own_copy: bool
 
     @property
-    def mine(self) -> torch.Tensor:
-        """The model's parameters."""
-        return self.section.params[self.section.own][self.part]
-
-    @property
-    def grads(self) -> torch.Tensor:
-        return self.section.grads[self.section.own][self.part]
+    def added(self) -> list[list[torch.Tensor]]:
+        """The kinds of tensors that are kept besides the model's parameters."""
+        return [*([self.masters] if self.has_own_copy else []), self.means, self.squares]
 
 
 class _Parts(NamedTuple):
@@ -101,26 +78,8 @@ class ShardedAdamW:
         self._groups = model.groups
         self._by_name = {param.name: param for param in model.spec.params}
         model.enable_grad()
-        grads = model.grad_buffer
-        assert grads is not None
-        self._sections: list[_Section] = []
-        self._counted: list[torch.Tensor] = []
-        """Gradients that this rank counts in the norm: those that several ranks share count once."""
-        start = 0
-        for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
-            group = model.groups.world.group(ranks)
-            stop = start + sum(map(region_size, regions.values()))
-            first, last = chunk_edges(stop - start, group.size)[group.index :][:2]
-            boxes = split_evenly(regions, group.size)[group.index]
-            layers = [model.spec.layer_of[name] for name in regions]
-            first_layer = min(math.inf if layer is None else layer for layer in layers)
-            params = model.flat[start:stop]
-            sums = grads[start:stop]
-            self._sections.append(
-                _Section(group, params, sums, slice(first, last), boxes, list(regions), first_layer))
-            self._counted += self._primary(regions, grads, start + first, start + last)
-            start = stop
-        self._by_group: dict[Group, list[_Section]] = {}
+        self._sections = make_sections(model)
+        self._by_group: dict[Group, list[Section]] = {}
         for section in self._sections:
             self._by_group.setdefault(section.group, []).append(section)
         self._open = self._by_layer()
@@ -129,29 +88,31 @@ class ShardedAdamW:
         """Whether sums have begun, of which what is left over of every section follows (see `sum_rests`)."""
         self._in_flight: deque[Callable[[], None]] = deque()
         """Functions that complete the sums that have begun."""
-        self._masters = self._mine
-        """The master copy, by section."""
-        self._has_own_copy = model.flat.dtype != grads.dtype
-        if self._has_own_copy:
-            self._masters = self._zeros(shared=True)
-        self._means = self._zeros()
-        self._squares = self._zeros()
-        self._host = None
-        self._optimizer_slices = self._split_into_slices(config.offload)
-        if config.offload:
-            kinds = [*([self._masters] if self._has_own_copy else []), self._means, self._squares]
-            states = [[kind[piece.number][piece.part] for kind in kinds] for piece in self._optimizer_slices]
-            self._host = HostStates(states, model.flat.device)
+        self._states = self._make_states()
+        self._optimizer_slices = split_into_slices(self._sections, is_offloaded=config.offload)
+        self._host = self._make_host_states() if config.offload else None
         self.reload()
-        self.shards = self._by_parameter(self._masters)
+        self.shards = self._by_parameter(self._states.masters)
         """Parameter name -> this replica's part of the master copy."""
-        self._mean_shards = self._by_parameter(self._means)
-        self._square_shards = self._by_parameter(self._squares)
         self.sources = self.shards if self._host is None else self._by_parameter(self._mine)
         """The same on the device, for reallocation: equal to the master copy in the model's dtype."""
+        self._mean_shards = self._by_parameter(self._states.means)
+        self._square_shards = self._by_parameter(self._states.squares)
         self._updates = self._make_updates()
         if self._host is not None:
             self._host.release()
+
+    def _make_states(self) -> _States:
+        """Return moments of zeros, and a master copy, without values yet, if the model's dtype is another."""
+        has_own_copy = self._model.flat.dtype != self._mine_grads[0].dtype
+        masters = self._zeros(shared=True) if has_own_copy else self._mine
+        return _States(masters, self._zeros(), self._zeros(), has_own_copy)
+
+    def _make_host_states(self) -> HostStates:
+        """Return the states by slice, which pass through the device one after the other."""
+        slices = self._optimizer_slices
+        states = [[kind[piece.number][piece.part] for kind in self._states.added] for piece in slices]
+        return HostStates(states, self._model.flat.device)
 
     def _zeros(self, *, shared: bool = False) -> list[torch.Tensor]:
         """Return zeros for each slice: in host memory if the optimizer is offloaded, else on the device,
@@ -165,20 +126,10 @@ class ShardedAdamW:
             return list(self._groups.world.zeros(sum(sizes), dtype).split(sizes))
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
 
-    def _split_into_slices(self, is_offloaded: bool) -> list[_OptimizerSlice]:
-        """Return whole sections, or parts of them that pass through the device together."""
-        slices = []
-        for number, section in enumerate(self._sections):
-            count = section.own.stop - section.own.start
-            step = min(max(1, count), chunk_sizes.OPTIMIZER_SLICE_NUMEL) if is_offloaded else max(1, count)
-            for start in range(0, max(1, count), step):
-                slices.append(_OptimizerSlice(number, section, slice(start, min(start + step, count))))
-        return slices
-
     def _make_updates(self) -> list[_Update]:
         """Return the updates of a step: one of everything, or one of each slice that is on the host."""
         if self._host is None:
-            return [self._update_of(self._optimizer_slices, self._masters, self._means, self._squares)]
+            return [self._update_of(self._optimizer_slices, *self._states[:3])]
         updates = []
         for piece, states in zip(self._optimizer_slices, self._host.on_device, strict=True):
             *master, mean, square = states
@@ -186,7 +137,7 @@ class ShardedAdamW:
         return updates
 
     def _update_of(
-        self, slices: Sequence[_OptimizerSlice], masters: list[torch.Tensor], means: list[torch.Tensor],
+        self, slices: Sequence[OptimizerSlice], masters: list[torch.Tensor], means: list[torch.Tensor],
         squares: list[torch.Tensor],
     ) -> _Update:  # fmt: skip
         """Return the update of some slices, whose states lie in the given tensors."""
@@ -219,13 +170,13 @@ class ShardedAdamW:
         for update in self._updates:
             for step in (*update.whole.steps, *update.vectors.steps):
                 step.fill_(num_steps)
-        for master, mine in zip(self._masters, self._mine, strict=True):
+        for master, mine in zip(self._states.masters, self._mine, strict=True):
             mine.copy_(master)
 
     @property
     def held(self) -> list[torch.Tensor]:
         """Tensors kept besides the parameters and their gradients, except for the numbers of steps."""
-        return [*(self._masters if self._has_own_copy else []), *self._means, *self._squares]
+        return [tensor for kind in self._states.added for tensor in kind]
 
     @property
     def _mine(self) -> list[torch.Tensor]:
@@ -237,23 +188,9 @@ class ShardedAdamW:
         """The gradients of `_mine`, complete once all sums are."""
         return [section.grads[section.own] for section in self._sections]
 
-    def _primary(
-        self, names: Iterable[str], grads: torch.Tensor, start: int, stop: int
-    ) -> list[torch.Tensor]:
-        """Return these parameters' gradients in [start, stop) that this rank counts in the norm."""
-        found = []
-        groups = self._groups
-        offsets = self._model.offsets
-        for name in names:
-            first, last = max(offsets[name][0], start), min(offsets[name][1], stop)
-            param = self._by_name[name]
-            if first < last and self._model.spec.is_primary(param, groups.layout, groups.at):
-                found.append(grads[first:last])
-        return found
-
     def reload(self) -> None:
         """Copy parameters that were written from outside to the master copy."""
-        for master, mine in zip(self._masters, self._mine, strict=True):
+        for master, mine in zip(self._states.masters, self._mine, strict=True):
             master.copy_(mine)
 
     def layer_is_done(self, layer: int) -> None:
@@ -264,7 +201,7 @@ class ShardedAdamW:
         while self._open and self._open[-1].first_layer >= layer:
             self._reduce(self._open.pop())
 
-    def _reduce(self, section: _Section) -> None:
+    def _reduce(self, section: Section) -> None:
         """Begin to sum a section's gradients over its replicas."""
         self._model.finish_grads(section.names)
         self._has_rests = True
@@ -294,7 +231,7 @@ class ShardedAdamW:
         for group, sections in self._by_group.items():
             group.spread_rests([section.params for section in sections])
 
-    def _by_layer(self) -> list[_Section]:
+    def _by_layer(self) -> list[Section]:
         """Return the sections by first layer; the backward pass completes the last section first."""
         return sorted(self._sections, key=lambda section: section.first_layer)
 
@@ -307,7 +244,8 @@ class ShardedAdamW:
         """
         self.finish_sums()
         grads = self._mine_grads
-        norm = torch.nn.utils.get_total_norm(self._counted).to(self._model.flat.device, torch.float64)
+        counted = [grad for section in self._sections for grad in section.counted]
+        norm = torch.nn.utils.get_total_norm(counted).to(self._model.flat.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
             self._skip(grad_norm)
@@ -368,7 +306,7 @@ class ShardedAdamW:
             weight_decay=decay, eps=self.config.eps)
 
 
-def _by_parameter(sections: Sequence[_Section], slices: Sequence[torch.Tensor]) -> Shards:
+def _by_parameter(sections: Sequence[Section], slices: Sequence[torch.Tensor]) -> Shards:
     """Return the parts of parameters in one flat tensor per section."""
     return {
         name: pieces for section, part in zip(sections, slices, strict=True)

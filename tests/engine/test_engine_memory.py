@@ -128,8 +128,8 @@ def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
 
 @pytest.mark.parametrize("section_numel, window", [(1 << 24, 640), (2000, 640), (2000, 128)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_windows_bound_the_memory_of_large_sections(monkeypatch, section_numel, window, dtype):
-    """A model in one section, and one in several, of which two windows are on the device at a time."""
+def test_slices_bound_the_memory_of_large_sections(monkeypatch, section_numel, window, dtype):
+    """A model in one section, and one in several, of which two slices are on the device at a time."""
     monkeypatch.setattr(chunk_sizes, "OPTIMIZER_SLICE_NUMEL", window)
     world = World()
     plain, offloaded = (
@@ -148,7 +148,7 @@ def test_windows_bound_the_memory_of_large_sections(monkeypatch, section_numel, 
     ("d1@0", 1 << 24), ("d1@0", 9000), ("d2@0-1", 9000), ("t2@0-1", 1 << 24), ("e2@0-1", 9000),
     ("e2@0-1", 1 << 24)])  # fmt: skip
 def test_the_planner_counts_the_buffers(pool, text, section_numel):
-    """It counts no less than there is, and at most twice as much: it assumes two of the largest windows."""
+    """It counts no less than there is, and at most twice as much: it assumes two of the largest slices."""
     layout = Layout.parse(text)
     config = ModelConfig.from_hf(moe_config("qwen3-moe"))
     for window in (1 << 24, 3000):
@@ -156,10 +156,10 @@ def test_the_planner_counts_the_buffers(pool, text, section_numel):
         role = ModelRole(config, "bfloat16", True, offloads_optimizer=True)
         role.__dict__["spec"] = replace(role.spec, section_numel=section_numel)
         pieces = CallPieces(
-            role, Workload(8, 8, 8), layout.strategy, 0, micro_batch_tokens=40, recompute=False, fused=True)
+            role, Workload(8, 8, 8), layout.strategy, micro_batch_tokens=40, recompute=False, fused=True)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(train_memory, "OPTIMIZER_SLICE_NUMEL", window)
-            counted = TrainMoments(pieces)._optimizer_buffers()
+            counted = TrainMoments(pieces)._optimizer_buffers(pieces.stage(0))
         assert max(found) <= 1.02 * counted <= 2.1 * max(found), (window, found, counted)
 
 

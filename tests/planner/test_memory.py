@@ -15,7 +15,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.call_memory import generation_moments, peak_memory
+from realhf.planner.memory.call_memory import GenerationMoments, peak_memory
 from realhf.planner.memory.memory_check import check_memory
 from realhf.planner.memory.model_states import available_bytes, training_bytes, weights_bytes
 from realhf.planner.memory.shard import num_params
@@ -314,21 +314,21 @@ def test_a_pass_over_long_prompts_takes_no_more_than_one_over_pieces():
     the rows is added up in float32, three times, beside one of 192 dims in bfloat16."""
     role, strategy = ModelRole(ModelConfig.load("deepseek-v3")), ParallelStrategy(tp=8)
 
-    def moments(prompt_tokens, config=role.config, fused=True):
+    def in_block(prompt_tokens, config=role.config, fused=True):
         work = Workload(16, prompt_tokens, max_new_tokens=1000)
-        return generation_moments(
-            CallPieces(replace(role, config=config), work, strategy, 0, 4096, recompute=False, fused=fused))
+        pieces = CallPieces(replace(role, config=config), work, strategy, 4096, recompute=False, fused=fused)
+        return GenerationMoments(pieces).on(pieces.stage(0))[0].activations
 
-    passes = [moments(tokens)["block"].activations for tokens in (9_000, 30_000, 100_000)]
+    passes = [in_block(tokens) for tokens in (9_000, 30_000, 100_000)]
     assert passes[0] == passes[1] == passes[2]
-    pieces = CallPieces(role, Workload(16, 9_000), strategy, 0, 4096, recompute=False, fused=True)
+    pieces = CallPieces(role, Workload(16, 9_000), strategy, 4096, recompute=False, fused=True)
     expanded = 2 * 8192 * (576 + 16 * (128 + 128 + 192 + 192))
     output = 8208 * 16 * (3 * 4 * 128 + 2 * 192)
     assert pieces.expanded_bytes(8208, 100_000) == expanded + output
     assert pieces.expanded_bytes(8208, 100) == expanded * 100 / 8192 + output
     dense = ModelConfig.load("llama-7b")
-    passes = [moments(tokens, dense)["block"].activations for tokens in (9_000, 100_000)]
-    assert passes[0] == passes[1] < moments(100_000, dense, fused=False)["block"].activations
+    passes = [in_block(tokens, dense) for tokens in (9_000, 100_000)]
+    assert passes[0] == passes[1] < in_block(100_000, dense, fused=False)
 
 
 def test_the_check_counts_the_cache_that_a_run_takes():

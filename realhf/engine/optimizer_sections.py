@@ -1,0 +1,102 @@
+"""Sections of a model's flat parameters, which replicas split among them, and slices of what each one has."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from realhf import chunk_sizes
+from realhf.dist.group import Group
+from realhf.nn.parameters import ShardedParameters
+from realhf.param_spec import ParamSpec
+from realhf.region import Region, chunk_edges, region_size, split_evenly
+
+
+class Section(NamedTuple):
+    """A part of the flat parameters that all members of `group` hold, split into one chunk per member."""
+
+    group: Group
+    params: torch.Tensor
+    grads: torch.Tensor
+    own: slice  # This member's chunk of both.
+    boxes: dict[str, tuple[Region, ...]]  # Parameter name -> its boxes in this member's chunk.
+    names: list[str]  # Names of all parameters of the section.
+    first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
+    counted: list[torch.Tensor]  # Gradients of this member's chunk that count in the norm on this rank.
+
+
+class OptimizerSlice(NamedTuple):
+    """Some of this member's elements of a section, which are updated together."""
+
+    number: int  # Of the section.
+    section: Section
+    part: slice  # Of the member's chunk.
+
+    def spans(self) -> Iterator[tuple[str, slice]]:
+        """Yield each parameter of which the slice has elements, and which of its elements these are."""
+        start = 0
+        for name, boxes in self.section.boxes.items():
+            stop = start + sum(map(region_size, boxes))
+            first, last = max(start, self.part.start), min(stop, self.part.stop)
+            if first < last:
+                yield name, slice(first - self.part.start, last - self.part.start)
+            start = stop
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """The model's parameters."""
+        return self.section.params[self.section.own][self.part]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        return self.section.grads[self.section.own][self.part]
+
+
+def make_sections(model: ShardedParameters) -> list[Section]:
+    """Split a model's flat parameters and gradients into sections, each with its group of replicas."""
+    grads = model.grad_buffer
+    assert grads is not None
+    params = {param.name: param for param in model.spec.params}
+    sections = []
+    start = 0
+    for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
+        group = model.groups.world.group(ranks)
+        stop = start + sum(map(region_size, regions.values()))
+        first, last = chunk_edges(stop - start, group.size)[group.index :][:2]
+        boxes = split_evenly(regions, group.size)[group.index]
+        layers = [model.spec.layer_of[name] for name in regions]
+        first_layer = min(math.inf if layer is None else layer for layer in layers)
+        counted = _primary(model, grads, [params[name] for name in regions], start + first, start + last)
+        sections.append(Section(
+            group, model.flat[start:stop], grads[start:stop], slice(first, last), boxes, list(regions),
+            first_layer, counted))
+        start = stop
+    return sections
+
+
+def _primary(
+    model: ShardedParameters, grads: torch.Tensor, params: Sequence[ParamSpec], start: int, stop: int
+) -> list[torch.Tensor]:
+    """Return these parameters' gradients in [start, stop) that this rank counts in the norm.
+
+    Gradients that several ranks share count on one of them.
+    """
+    counted = []
+    for param in params:
+        offsets = model.offsets[param.name]
+        first, last = max(offsets[0], start), min(offsets[1], stop)
+        if first < last and model.spec.is_primary(param, model.groups.layout, model.groups.at):
+            counted.append(grads[first:last])
+    return counted
+
+
+def split_into_slices(sections: Sequence[Section], *, is_offloaded: bool) -> list[OptimizerSlice]:
+    """Return whole sections, or parts of them that pass through the device together."""
+    slices = []
+    for number, section in enumerate(sections):
+        count = section.own.stop - section.own.start
+        step = min(max(1, count), chunk_sizes.OPTIMIZER_SLICE_NUMEL) if is_offloaded else max(1, count)
+        for start in range(0, max(1, count), step):
+            slices.append(OptimizerSlice(number, section, slice(start, min(start + step, count))))
+    return slices
