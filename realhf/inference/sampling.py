@@ -169,7 +169,8 @@ def _gather_sums(
     sums = [own_max_B.to(own_sum_B.dtype), own_sum_B, kept_sum_B]
     sums += [] if kept_max_B is None else [kept_max_B.to(own_sum_B.dtype)]
     shards = group.all_gather(torch.stack(sums))
-    return _ShardSums(*shards[:, :3].unbind(1), kept_max_RB=shards[:, 0 if kept_max_B is None else 3])
+    own_max_RB, own_sum_RB, kept_sum_RB, *others = shards.unbind(1)
+    return _ShardSums(own_max_RB, own_sum_RB, kept_sum_RB, others[0] if others else own_max_RB)
 
 
 def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
