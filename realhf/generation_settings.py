@@ -22,8 +22,8 @@ WorkStealing = Annotated[
         "Switch it off for runs that must repeat bit for bit.")]
 CudaGraphs = Annotated[
     bool, Doc(
-        "Whether a GPU records and replays decoding steps, for models without experts held whole by one "
-        "rank.")]
+        "Whether a GPU records and replays decoding steps; not for experts in float32, nor where rotations "
+        "depend on lengths.")]
 CacheOnUpdate = Annotated[
     Literal["recompute", "keep"], Doc(
         "What happens to cached keys and values of unfinished samples when the weights change between rounds "

@@ -1,5 +1,6 @@
 """Measurements of models (a few blocks of every kind, and decoding rows) and of a machine's links."""
 
+import dataclasses
 import functools
 import time
 from unittest.mock import patch
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from realhf.algorithms.sft import CrossEntropy
-from realhf.calls import Generate, TrainStep
+from realhf.calls import Generate, SamplingConfig, TrainStep
 from realhf.cli.plan import this_machine
 from realhf.cluster import num_cores
 from realhf.dist.world import World
@@ -17,11 +18,13 @@ from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.param_spec import model_spec
+from realhf.planner.cost.call_cost import CallCost
 from realhf.planner.cost.profile import COLLECTIVES
 from realhf.planner.cost.rates import Rates
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
+from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench
 from realhf.profiling.sizes import Model, Sizes
@@ -143,6 +146,7 @@ def test_memory_and_surroundings_are_measured(pool):
 
 
 MOE = MoeConfig(num_experts=4, num_experts_per_token=2, expert_width=16)
+NARROW = ModelConfig("qwen3_moe", 32, 16, 32, 2, 2, 2, 8, moe=MOE)
 CALLS = (
     FunctionCall("generate", "generate", ("prompt_ids",), (), role="actor", work=Generate()),
     FunctionCall("train", "train_step", ("sequence_ids",), (), role="actor", work=TrainStep(CrossEntropy())),
@@ -192,17 +196,36 @@ class _Priced(Rates):
 
 @pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(dp=2, ep=2)])
 def test_whole_calls_are_compared_with_their_price(pool, strategy):
-    """Tiny calls take some milliseconds, so much less than their price."""
     found, other = pool.run(_whole_calls, strategy, num_ranks=2)
     assert found == other and found.keys() == {"forward", "train_step", "generate"}
     assert all(1e-3 < share < 30 for share in found.values())
 
 
 def _whole_calls(world, strategy):
-    config = ModelConfig("qwen3_moe", 32, 16, 32, 2, 2, 2, 8, moe=MOE)
     sizes = Sizes(4, 12, 8, 1)
-    model = Model(config, "float32", CALLS)
+    model = Model(NARROW, "float32", CALLS)
     return whole_calls(Clock(_two(world)), model, strategy, sizes, _Priced(this_machine(2)))
+
+
+@pytest.mark.parametrize(("max_rows", "second"), [(512, 0.1), (3, 0.1), (3, 10.0)])
+def test_whole_calls_run_what_they_price(max_rows, second, monkeypatch):
+    """A generation has no more rows than a replica decodes at once, and fewer if it takes too long."""
+    priced, run = [], []
+    monkeypatch.setattr(
+        "realhf.profiling.whole_calls.call_cost",
+        lambda rates, call, role, work, plan, per_host: priced.append((call.kind, work)) or CallCost(second))
+    monkeypatch.setattr(
+        EngineCalls, "generate", lambda self, engine, rows, prompt, new, *, in_one_pass: run.append(
+            (rows, prompt, new, in_one_pass)) or (lambda: None))
+    generate, train = CALLS
+    work = Generate(SamplingConfig(max_new_tokens=80), max_rows=max_rows)
+    generate = dataclasses.replace(generate, work=work)
+    model = Model(NARROW, "float32", (generate, train))
+    whole_calls(Clock(World()), model, ParallelStrategy(), Sizes(10, 90, 8, 1), _Priced(this_machine(1)))
+    (rows, prompt, new, in_one_pass), (kind, work) = run[0], priced[-1]
+    assert kind == "generate" and not in_one_pass
+    assert (rows, prompt, new) == (work.num_samples, work.prompt_tokens, work.max_new_tokens)
+    assert (rows, new) == ((1, 40) if second > 1 else (min(8, max_rows), 80))
 
 
 def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):

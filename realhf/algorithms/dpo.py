@@ -70,12 +70,12 @@ class DPOLoss:
         else:
             means = split_pairs(log_ratio_S / num_trained_tokens(mask).clamp(min=1.0), batch)
             loss_P = (means[0] - means[1] - 1 / (2 * self.beta)) ** 2
-        reward_P, other_P = self.beta * chosen_P.detach(), self.beta * rejected_P.detach()
+        chosen_reward_P, rejected_reward_P = self.beta * chosen_P.detach(), self.beta * rejected_P.detach()
         metrics = {
-            "rewards/chosen": reward_P,
-            "rewards/rejected": other_P,
-            "rewards/margins": reward_P - other_P,
-            "rewards/accuracies": (reward_P > other_P).to(reward_P.dtype),
+            "rewards/chosen": chosen_reward_P,
+            "rewards/rejected": rejected_reward_P,
+            "rewards/margins": chosen_reward_P - rejected_reward_P,
+            "rewards/accuracies": (chosen_reward_P > rejected_reward_P).to(chosen_reward_P.dtype),
         }
         count = max(totals["pairs"], 1.0)
         return loss_P.sum() / count, {name: x_P.sum() / count for name, x_P in metrics.items()}

@@ -61,6 +61,7 @@ class _DeviceLane:
     device. (Works are not kept, as they would keep their tensors.)
     """
 
+    @torch.inference_mode(False)  # Generation may need a lane first, and training marks the same one.
     def __init__(self, device: str) -> None:
         self._numbers = torch.arange(_NUM_MARKS, device=device)
         self._passed = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device == "cuda")

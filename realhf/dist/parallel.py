@@ -29,6 +29,8 @@ class ParallelGroups:
     replicas_control: Group
     ep: Group
     ep_control: Group
+    passes_control: Group
+    """The ranks that pass through layers together: those of the tp groups of an ep group."""
     all: Group
     ends: Group | None
     world: World
@@ -44,6 +46,7 @@ class ParallelGroups:
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
         first = at.dp - at.dp % layout.ep
         line["ep"] = line["dp"][first : first + layout.ep]
+        together = layout.grid[at.pp, first : first + layout.ep, at.cp].ravel().tolist()
         is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
         ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
@@ -53,6 +56,7 @@ class ParallelGroups:
             dp_control=world.group(line["dp"], purpose="control"),
             replicas_control=world.group(layout.replicas(rank), purpose="control"),
             ep_control=world.group(line["ep"], purpose="control"),
+            passes_control=world.group(together, purpose="control"),
             all=world.group(layout.ranks),
         )
 

@@ -31,7 +31,7 @@ def compute_outputs(
 
     Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
     `row_of_token`, on the host, says which rows these are, unless there is one row per token. All indices are
-    computed on the host, which waits for nothing.
+    computed on the host, which waits for nothing if it has the mask.
     """
     cp = model.groups.cp
     start, stop = token_range(len(tokens.values), cp)

@@ -55,7 +55,7 @@ class NativeEngine(Engine):
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._paged = paged
         self._kept: dict[str, tuple[Generation, Batch]] = {}
-        """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
+        """Call -> its generation with a cache that is kept, and on result ranks the unfinished samples."""
 
     @cached_property
     def pages(self) -> PagePool | None:
@@ -122,9 +122,12 @@ class NativeEngine(Engine):
     def release(self, *what: Literal["gradients", "cache"]) -> None:
         super().release(*what)
         if "cache" in what:
+            if self._pool is not None:
+                if self.model.merged_bytes:  # Recorded passes hold their addresses.
+                    self._pool.drop_graphs()
+                if not self._kept:
+                    self._pool.release()
             self.model.release_merged()
-            if self._pool is not None and not self._kept:
-                self._pool.release()
 
     @property
     def _pool(self) -> PagePool | None:

@@ -37,9 +37,10 @@ from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import ParkedRow, Prompt, Step
-from realhf.inference.transfers import Download, StepUpload, upload
+from realhf.inference.transfers import Download, StepUpload
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
+from realhf.pinned import upload
 
 
 @dataclass
@@ -285,8 +286,8 @@ class Cohort:
         """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
         drawn.
 
-        A recorded pass decodes the rows if there is one, and a second pass then prefills the chunks. So it is
-        with experts on several ranks, where rows are gathered, and an empty step takes part in both passes.
+        Rows and chunks go through two passes if passes are recorded, or if experts are on several ranks: rows
+        are then gathered, and an empty step takes part in both passes.
         """
         last_tokens = self.samples.tokens[:0, 0]
         if step.rows:

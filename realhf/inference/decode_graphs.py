@@ -59,7 +59,8 @@ class DecodeGraphs:
 
     They hold the addresses of the cache and of the model's weights. Passes with collectives must be recorded
     in the same step on all ranks: those of a tp group have the same rows, and those of an ep group agree on
-    the shapes (decode_windows.py) and on what they have recorded (PagePool.match_graphs).
+    the shapes (decode_windows.py). All of them agree on what they have recorded
+    (PagePool.drop_unequal_graphs).
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from realhf.inference.steps import Step
 from realhf.kv_blocks import padded_size
 
 MOST_STEPS = 16
-"""A slot that becomes free in a window is filled after it; the last window may have steps without rows."""
+"""Most steps of a window. Slots that become free are filled only after it, and the last steps may be without
+rows."""
 
 
 @dataclass(frozen=True)

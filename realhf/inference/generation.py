@@ -136,8 +136,8 @@ class Generation:
             waiting = queue.put([group for cohort in cohorts for group in cohort.rest])
             for cohort in cohorts:
                 cohort.start(waiting)
-            if self._pool is not None and self._model.groups.ep.size > 1:
-                self._pool.match_graphs(self._model.groups.ep_control)
+            if self._pool is not None and self._work.cuda_graphs:
+                self._pool.drop_unequal_graphs(self._model.groups.passes_control)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
         self._made = [cohort.samples for cohort in cohorts]

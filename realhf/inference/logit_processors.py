@@ -19,7 +19,7 @@ from torch import Tensor
 from realhf.calls import SamplingConfig
 from realhf.inference.block_tables import Integers
 from realhf.inference.sampling import parts_of
-from realhf.inference.transfers import upload
+from realhf.pinned import upload
 
 
 class Samples(Protocol):

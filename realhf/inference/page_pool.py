@@ -58,16 +58,22 @@ class PagePool:
             self._graphs = DecodeGraphs(self._model, self.cache, self.backends, self._record)
         return self._graphs
 
-    def match_graphs(self, group: Group) -> None:
-        """Drop the recorded passes if other ranks of an ep group (over gloo) have recorded others.
+    def drop_graphs(self) -> None:
+        """Forget the recorded passes; they are recorded anew when they are needed."""
+        self._graphs = None
 
-        They may have lost theirs, for example when their pools grew. All ranks then record anew, in the same
-        steps.
+    def drop_unequal_graphs(self, group: Group) -> None:
+        """Forget the recorded passes unless all ranks of a group (over gloo) have recorded the same ones.
+
+        A rank may have lost its own, for example when its pool grew or its memory was needed. All ranks then
+        record anew, in the same steps.
         """
-        graphs = self.graphs
+        if group.size == 1:
+            return
+        graphs = None if self._cache is None else self.graphs
         known = group.all_gather_json(None if graphs is None else graphs.known)
         if any(other != known[0] for other in known):
-            self._graphs = None
+            self.drop_graphs()
 
     def lease(self, count: int, *, page_size: int) -> list[int]:
         """Return `count` pages of `page_size` tokens, for which the pool grows if it must.

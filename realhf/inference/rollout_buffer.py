@@ -18,8 +18,8 @@ from realhf.inference.phrase_insertion import Insertions, PhraseInserter
 from realhf.inference.sampling import Draws, Floats
 from realhf.inference.steps import Prompt
 from realhf.inference.stop_strings import StopStrings, stop_matcher
-from realhf.inference.transfers import upload
 from realhf.nn.packed import token_positions
+from realhf.pinned import upload
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
 """Returns changed logits of samples, from which their next tokens are drawn."""

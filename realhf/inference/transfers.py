@@ -8,25 +8,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.pinned import upload as upload
-
 Arrays = Mapping[str, NDArray[Any]]
-_NUM_BUFFERS = 3  # A step's buffer is written again when the step before the last one has ended.
+_NUM_BUFFERS = 3  # A step's buffer is written again three steps later, when its copy has usually ended.
 _ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
-
 
 
 class StepUpload:
     """Sends all numbers of a step to the device in one copy.
 
-    The copies start from a ring of pinned buffers. Whoever sends has read a result of the step that has sent
-    two steps earlier, so that the buffer of the step before that one is free.
+    The copies start from a ring of pinned buffers. The host waits for the last copy from a buffer before it
+    writes to it again. While rows decode, that copy has ended: the tokens of a later step have been read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ring = [torch.empty(0, dtype=torch.uint8)] * (0 if device.type == "cpu" else _NUM_BUFFERS)
         self._next = 0
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._ring)
+        """The ends of the last copies from the buffers."""
 
     def __call__(self, arrays: Arrays) -> dict[str, Tensor]:
         """Return the arrays as tensors on the device; a CPU shares the arrays' memory."""
@@ -34,7 +33,9 @@ class StepUpload:
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         stops = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]).tolist()
         num_bytes = max(_ALIGNMENT, stops[-1] if stops else 0)
-        buffer = self._buffer(num_bytes)
+        number = self._next
+        self._next = (number + 1) % len(self._ring)
+        buffer = self._buffer(number, num_bytes)
         spans = {name: slice(stop - -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT, stop)
                  for (name, array), stop in zip(arrays.items(), stops, strict=True)}  # fmt: skip
         host = buffer.numpy()
@@ -42,6 +43,8 @@ class StepUpload:
             start = spans[name].start
             host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         there = buffer[:num_bytes].to(self._device, non_blocking=True)
+        copied = self._copied[number] = torch.cuda.Event()
+        copied.record()
         found = {}
         for name, array in arrays.items():
             start = spans[name].start
@@ -49,14 +52,15 @@ class StepUpload:
             found[name] = there[start : start + array.nbytes].view(dtype).view(array.shape)
         return found
 
-    def _buffer(self, num_bytes: int) -> Tensor:
-        """Return the next buffer of the ring, of at least so many bytes."""
-        at = self._next
-        self._next = (at + 1) % len(self._ring)
-        if len(self._ring[at]) < num_bytes:
+    def _buffer(self, number: int, num_bytes: int) -> Tensor:
+        """Return a buffer of the ring, of at least so many bytes, that no copy reads any more."""
+        copied = self._copied[number]
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        if len(self._ring[number]) < num_bytes:
             size = 1 << (num_bytes - 1).bit_length()
-            self._ring[at] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._ring[at]
+            self._ring[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._ring[number]
 
 
 class Download:

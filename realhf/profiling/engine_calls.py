@@ -76,12 +76,15 @@ class EngineCalls:
         """Return whether a loss on this output needs the entropy of the model's distribution."""
         return any(loss.entropy for loss in self._losses if loss.output == output)
 
-    def generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
-        """Return a generation that decodes all rows at once, after one pass of their prompts."""
+    def generate(
+        self, engine: NativeEngine, rows: int, prompt: int, new: int, *, in_one_pass: bool = True
+    ) -> Callable[[], object]:
+        """Return a generation that decodes all rows at once, by default after one pass of their prompts."""
         given = self.generates[0]
         sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
-        most = max(given.prefill_tokens, rows * prompt)
-        work = dataclasses.replace(given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most)
+        most = max(given.prefill_tokens, rows * prompt) if in_one_pass else given.prefill_tokens
+        work = dataclasses.replace(
+            given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most, interruption=None)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         batch = self._numbered(prompts(rows, prompt, vocab_size=self.model.config.vocab_size), engine)
         return _call(engine, work, batch, outputs=outputs)

@@ -1,7 +1,7 @@
 """Time whole calls, and compare them with what the measured parts add up to.
 
-A call of a run has colder caches than parts that are repeated. It also allocates memory, and ends with its
-slowest rank.
+A call walks through all of its parts, so that each finds colder caches than when it is repeated. It also
+allocates memory, and ends with its slowest rank.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from realhf.profiling.sizes import Model, Sizes
 
 _LONGEST = 1.5  # Expected seconds of a timed call; if all samples take longer, there are fewer.
 _REPETITIONS = 4
-_MOST_NEW_TOKENS = 64
+_NEW_TOKENS = (32, 256)  # New tokens of each row, at least and at most.
 
 Timed = tuple[str, float, Callable[[], object]]
 
@@ -57,30 +57,32 @@ def _timed_calls(
         call = FunctionCall(kind, kind, (), role="role")
         return call_cost(rates, call, role, workload, plan, per_host=world.ranks_per_host).seconds
 
-    def chosen(kind: str, work: Callable[[int], Workload]) -> tuple[int, float]:
-        """Return the samples of a replica and the price; if all take too long, there are fewer."""
-        samples = max(1, sizes.samples // layout.dp)
-        while (seconds := price(kind, work(samples * layout.dp))) > _LONGEST and samples > 1:
-            samples = max(1, samples // 2)
-        return samples, seconds
-
     def sequences(samples: int) -> Workload:
         return Workload(samples, response_tokens=sizes.tokens, output=calls.main,
                         entropy=calls.finds_entropy(calls.main))  # fmt: skip
 
     ways = {"forward": calls.forward} | ({"train_step": calls.train} if calls.trains else {})
     for kind, way in ways.items():
-        samples, seconds = chosen(kind, sequences)
+        samples = max(1, sizes.samples // layout.dp)
+        while (seconds := price(kind, sequences(samples * layout.dp))) > _LONGEST and samples > 1:
+            samples = max(1, samples // 2)
         batch = calls.sequences(samples * sizes.tokens, sizes.tokens)
         yield kind, seconds, way(engine, calls.main, batch, most_tokens=plan.micro_batch_tokens)
     if calls.generates:
-        new = max(1, min(_MOST_NEW_TOKENS, sizes.tokens - sizes.prompt_tokens))
-        prompt = max(1, sizes.prompt_tokens)
         given = calls.generates[0]
+        prompt = max(1, sizes.prompt_tokens)
+        least, most = _NEW_TOKENS
+        new = max(1, min(most, sizes.tokens - prompt))
+        samples = max(1, min(given.max_rows, sizes.samples // layout.dp))
 
-        def rows(samples: int) -> Workload:
-            return Workload(samples, prompt, new, new, max_rows=given.max_rows,
-                            prefill_tokens=given.prefill_tokens)  # fmt: skip
+        def rows() -> Workload:
+            return Workload(
+                samples * layout.dp, prompt, new, new, max_rows=given.max_rows,
+                prefill_tokens=given.prefill_tokens)
 
-        samples, seconds = chosen("generate", rows)
-        yield "generate", seconds, calls.generate(engine, min(samples, given.max_rows), prompt, new)
+        while (seconds := price("generate", rows())) > _LONGEST and max(samples, new // least) > 1:
+            if new >= 2 * least:
+                new //= 2
+            else:
+                samples = max(1, samples // 2)
+        yield "generate", seconds, calls.generate(engine, samples, prompt, new, in_one_pass=False)

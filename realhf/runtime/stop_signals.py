@@ -13,7 +13,7 @@ _DELAY_SECONDS = 1.0
 
 
 class StopSignals:
-    """A context in which the first signal asks the run to stop after its step, and a second ends the process.
+    """A context in which the first signal asks the run to stop, and a second ends the process.
 
     A second signal acts at once, even if the main thread waits for other ranks: a thread listens to the
     descriptor to which Python's handler in C writes the numbers of signals.

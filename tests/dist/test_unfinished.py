@@ -35,6 +35,17 @@ def test_a_stream_tells_how_far_it_has_come(monkeypatch):
         assert lane.unfinished() == posted[done:]
 
 
+def test_training_marks_a_stream_that_generation_has_used_first():
+    with torch.inference_mode():
+        lane = _DeviceLane("cpu")
+        lane.add(_operation(1), None)
+        lane.mark()
+    lane.add(_operation(2), None)
+    assert lane.unfinished() == [_operation(2)]
+    lane.mark()
+    assert lane.unfinished() == []
+
+
 def test_the_oldest_of_each_communicator_is_told_with_the_call_that_posted_it():
     activity, backends = Activity("step 3/9"), [Backend(), Backend()]
     groups = [

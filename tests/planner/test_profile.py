@@ -268,12 +268,17 @@ def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
         return call_cost(r, call, role, work, CallPlan(Layout.parse(layout)), per_host=2)
 
     document = copy.deepcopy(DOCUMENT)
-    before = {layout: cost(document, layout) for layout in ("d1@0", "t2@0-1")}
+    wide = {**copy.deepcopy(document["models"][0]), "tp": 4, "tables": {}}
+    document["models"].append(wide)
+    before = {layout: cost(document, layout) for layout in ("d1@0", "t2@0-1", "t4@0-3")}
     document["models"][0]["whole_calls"] = {"train_step": 1.25, "generate": 3.0}
+    wide["whole_calls"] = {"train_step": 1.5}
     for layout, parts in before.items():
         whole = cost(document, layout)
-        assert whole.seconds == pytest.approx(1.25 * parts.seconds)
-        assert sum(whole.parts.values()) == pytest.approx(1.25 * sum(parts.parts.values()))
+        multiple = 1.5 if layout == "t4@0-3" else 1.25
+        assert whole.seconds == pytest.approx(multiple * parts.seconds)
+        assert sum(whole.parts.values()) == pytest.approx(multiple * sum(parts.parts.values()))
+    wide["whole_calls"] = {}
     document["models"][0]["whole_calls"] = {"forward": 1.25}
     assert cost(document, "d1@0").seconds == before["d1@0"].seconds
 

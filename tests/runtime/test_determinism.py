@@ -37,17 +37,16 @@ def _weights(out):
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.slow
 def test_two_runs_agree_bit_for_bit(tmp_path):
     """With two replicas, few slots and little memory; in float32, in which every order of sums shows."""
-    experiment = write_experiment(tmp_path, steps=2, body=FLOAT32, max_rows=4, **SETTINGS)
+    experiment = write_experiment(tmp_path, steps=1, body=FLOAT32, max_rows=4, **SETTINGS)
     calls = ("actor_generate", "ref_forward", "actor_train")
     plan = write_plan(tmp_path, dict.fromkeys(calls, "d2@0-1"))
     for name in ("first", "again"):
         code, err = _run(experiment, plan, tmp_path / name)
         assert code == 0, err
     runs = [untimed(tmp_path / name / "metrics.jsonl") for name in ("first", "again")]
-    assert runs[0] == runs[1] and len(runs[0]) >= 2
+    assert runs[0] == runs[1] and len(runs[0]) >= 1
     assert _weights(tmp_path / "first") == _weights(tmp_path / "again")
     record = json.loads((tmp_path / "first" / RECORD).read_text())
     assert record["variables"]["NCCL_ALGO"] == os.environ.get("NCCL_ALGO", "Ring")

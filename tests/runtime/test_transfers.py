@@ -82,7 +82,7 @@ def test_the_stream_waits_and_the_host_does_not(monkeypatch):
     assert posted.result() == posted.result() == "moved"
     assert device.main.time == 230.0 and device.host_waits == 0
     device.main.time += 1000.0  # The call that needs the weights.
-    assert posted.held_up() == pytest.approx(0.15)
+    assert posted.arrived() == pytest.approx(posted.asked_at + 0.15)
     assert posted.ended() == pytest.approx(posted.posted_at + 0.2)
 
 
@@ -91,7 +91,7 @@ def test_weights_that_are_there_hold_up_nothing(monkeypatch):
     posted = _post(device, before=30.0, takes=200.0)
     device.main.time += 500.0
     posted.result()
-    assert device.main.time == 530.0 and posted.held_up() == 0.0
+    assert device.main.time == 530.0 and posted.arrived() == posted.asked_at
 
 
 def test_a_call_begins_when_its_weights_have_come(monkeypatch):
@@ -101,19 +101,25 @@ def test_a_call_begins_when_its_weights_have_come(monkeypatch):
     action = Reallocate("actor", layout, "actor", Layout.parse("d1@1"))
     posted.result()
     arrivals = Arrivals()
-    arrivals.add([Moved(action, ReallocStats(3, 4, 1.0), 7.0, posted.ended, posted.held_up)])
-    event = {"start": 10.0, "waited": 0.5}
+    posted.asked_at = 10.0
+    moved = Moved(action, ReallocStats(3, 4, 1.0), 7.0, posted.ended, posted.arrived)
+    arrivals.add([moved, moved])  # Both arrive at the same time.
+    event = {"start": 10.05, "waited": 0.5}
     arrivals.delay(event)
-    assert event == {"start": pytest.approx(10.2), "waited": pytest.approx(0.7)}
+    assert event == {"start": pytest.approx(10.2), "waited": pytest.approx(0.65)}
     arrivals.delay(later := {"start": 20.0, "waited": 0.0})
     assert later == {"start": 20.0, "waited": 0.0}
-    (told,) = arrivals.take_events(rank=1)
+    told, _ = arrivals.take_events(rank=1)
     assert (told["rank"], told["kind"], told["start"], told["sent_bytes"]) == (1, "realloc", 7.0, 3)
-    assert told["end"] == posted.ended() and arrivals.take_events(rank=1) == []
+    assert told["end"] == posted.ended()
+    arrivals.take_events(rank=1)
+    arrivals.add([moved])
+    arrivals.delay(late := {"start": 30.0, "waited": 0.0})  # It waited for samples meanwhile.
+    assert late == {"start": 30.0, "waited": 0.0}
 
 
 def test_on_a_cpu_a_task_has_ended_when_it_is_posted():
     posted = PostingStream(torch.device("cpu")).submit(lambda: 5)
-    assert posted.result() == 5 and posted.held_up() == 0.0
+    assert posted.result() == 5 and posted.arrived() == posted.ended()
     assert posted.posted_at <= posted.ended() <= posted.posted_at + 60
     assert Posted(1, 0.0).result() == 1

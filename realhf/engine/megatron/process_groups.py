@@ -115,7 +115,7 @@ for _name in _OPERATIONS:
 
 
 class Messages(P2PCommunicator):
-    """The messages between pipeline stages, during which the host waits for the device.
+    """The messages between pipeline stages, for which the current stream waits; over gloo, the host does.
 
     Two interleaved stages send both hidden states and gradients to each other, and messages between two ranks
     arrive in the order in which they were sent. Megatron-Core's order has one rank receive a gradient as

@@ -114,9 +114,9 @@ def call_cost(
         on_host = min(strategy.num_ranks, per_host)
         busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
         cost = on_shared_cores(cost, [rates.crowding(call.kind, num_busy) for num_busy in busy])
-    runs = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
-    parts = {name: value * runs for name, value in cost.parts.items() if value > 0}
-    cost = CallCost(cost.seconds * runs, parts, *cost.details)
+    scale = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
+    parts = {name: value * scale for name, value in cost.parts.items() if value > 0}
+    cost = CallCost(cost.seconds * scale, parts, *cost.details)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
 
 

@@ -257,7 +257,7 @@ class Profile:
         far, share, kind, entry = max(found, key=lambda each: each[0])
         where = f"{kind} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}"
         took = f"a whole call took {share:.2f} times as long as its parts ({where})"
-        cause = "other work on the machine disturbed the measurements: measure again when it is quiet"
+        cause = "the machine was busy, or parts do not add up to calls here: measure again when it is quiet"
         return f"{took}; {cause}" if far > _FAR else None
 
     def require_serves(self, cluster: Cluster) -> None:

@@ -81,8 +81,12 @@ class ProfiledRates(Rates):
         shares = {split: whole[kind] for split, whole in found.items() if kind in whole}
         if not shares:
             return 1.0
-        wanted = np.log2([tp.size, ep.size])
-        return shares[min(shares, key=lambda split: np.abs(np.log2(split) - wanted).sum())]
+        wanted = Split(tp.size, ep.size)
+        near = min(shares, key=lambda split: np.abs(np.log2(split) - np.log2(wanted)).sum())
+        if near != wanted or max(tp.hosts, ep.hosts) > 1:
+            where = " over several hosts" if max(tp.hosts, ep.hosts) > 1 else ""
+            self._note(f"whole {kind} calls of {_name(role)} with {wanted}{where}: as with {near}")
+        return shares[near]
 
     # Links
 

@@ -18,6 +18,9 @@ from realhf.planner.memory.shard import num_params
 from realhf.planner.memory.train_memory import TrainMoments
 from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
 
+_ID_BYTES = 8  # Bytes of a token's id.
+_RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
+
 
 class RunningMemory:
     """The memory that ranks need only while a call runs.
@@ -81,8 +84,9 @@ class ForwardMoments:
         num_micro_batches, tokens, response_tokens = pieces.micro_batch
         base = self._inputs
         if pieces.strategy.pp > 1:  # A send of hidden states is waited for two micro-batches later.
-            num_sends = 0 if stage.is_last else min(num_micro_batches, 3)
-            messages = pieces.hidden_bytes(tokens) * (num_sends + (not stage.is_first))
+            has_chunks = pieces.strategy.vp > 1  # Then the last stage sends to the first one, too.
+            num_sends = min(num_micro_batches, 3) if has_chunks or not stage.is_last else 0
+            messages = pieces.hidden_bytes(tokens) * (num_sends + (has_chunks or not stage.is_first))
             base = base._replace(messages=messages)
         moments = [base._replace(activations=self._block)]
         if stage.is_last and pieces.computes_logits:
@@ -132,7 +136,8 @@ class GenerationMoments:
     def _base(self) -> CallMemory:
         """The results, the indices and the messages."""
         work = self._pieces.workload
-        results = 17.0 * self._samples * max(work.max_new_tokens, 1) + 8 * self._samples * work.prompt_tokens
+        answers = self._samples * max(work.max_new_tokens, 1)
+        results = _RESULT_BYTES * answers + _ID_BYTES * self._samples * work.prompt_tokens
         messages = 0.0 if self._pieces.strategy.pp == 1 else self._pieces.hidden_bytes(self._pass_tokens) * 2
         return CallMemory(samples=results + INDEX_BYTES * self._prefill_tokens[0], messages=messages)
 

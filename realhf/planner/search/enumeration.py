@@ -20,7 +20,8 @@ from realhf.model_config import ModelConfig
 from realhf.planner.workload.problem import Problem
 
 COMPLETE = 8
-"""Up to this many devices of a kind have all legal layouts on contiguous ranks enumerated."""
+"""Up to this many devices of a kind have all legal layouts on contiguous ranks enumerated, with 1, 2 or 4
+chunks of a stage."""
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
 _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positions.
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
@@ -93,7 +94,7 @@ def pins_outside(problem: Problem) -> dict[str, Layout]:
     def is_outside(layout: Layout) -> bool:
         first, last = layout.ranks[0], layout.ranks[-1]
         kind = problem.cluster.kind_index(layout.ranks)
-        return range(first, last + 1) not in meshes or kind is None or (
+        return range(first, last + 1) not in meshes or kind is None or layout.vp not in _NUM_CHUNKS or (
             not _is_enumerated(problem.cluster.kinds[kind], layout.tp, layout.cp)
         )
 

@@ -23,10 +23,10 @@ from realhf.planner.search.search_space import SearchSpace
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
+_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found nothing.
 _TURNS = 3  # The tree with the lowest bound has one turn in so many.
 _AIMS = (1.0, 0.4, 0.15)
 """How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
-_MOST_PATIENCE = 3  # The same after many that did not.
 _BEAM = 24  # The width of a beam search.
 _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.

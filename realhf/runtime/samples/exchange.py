@@ -25,7 +25,7 @@ Locations = dict[int, tuple[int, int]]
 class Source:
     """Columns that the result ranks of one layout have computed, sent under `tag`.
 
-    `batch` is this rank's part; None if it is no head.
+    `batch` is this rank's part; None unless it is one of the layout's result ranks.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Source:
 class _Arrived:
     """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
 
-    It may have no columns, if a head has none since a restart; those of the first holder are known.
+    It may have no columns, if a result rank has none since a restart; those of the first holder are known.
     """
 
     holders: tuple[int, ...]
@@ -89,10 +89,10 @@ class Exchange:
         self._outbox = outbox
 
     def send(self, source: Source, target: Layout) -> None:
-        """Send this rank's part of a source to a rank of the target. Every head calls this."""
+        """Send this rank's part of a source to a rank of the target. Every result rank of the source calls this."""
         receiver = source.receivers(target)[self._rank]
         if receiver != self._rank:
-            assert source.batch is not None, "a head has a part"
+            assert source.batch is not None, "a result rank has a part"
             data = source.batch.pack()
             self._outbox.add(self._control.send_bytes(data, [receiver], tag=source.tag))
 
@@ -118,12 +118,12 @@ class Exchange:
         """Return the samples that were sent to this rank, together with those that it has computed itself."""
         receivers = source.receivers(target)
         pieces = []
-        for head in (head for head, receiver in receivers.items() if receiver == self._rank):
-            if head == self._rank:
-                assert source.batch is not None, "a head has a part"
+        for sender in (sender for sender, receiver in receivers.items() if receiver == self._rank):
+            if sender == self._rank:
+                assert source.batch is not None, "a result rank has a part"
                 pieces.append(source.batch)
             else:
-                pieces.append(Batch.unpack(self._control.recv_bytes(head, tag=source.tag)))
+                pieces.append(Batch.unpack(self._control.recv_bytes(sender, tag=source.tag)))
         return _Arrived(tuple(dict.fromkeys(receivers.values())), Batch.concat(pieces) if pieces else None)
 
     def _locate(

@@ -29,8 +29,8 @@ class Moved:
     start: float
     ended: Callable[[], float]
     """Returns the time of its end; on CUDA the host waits for it."""
-    held_up: Callable[[], float] = float
-    """Returns the seconds for which the device waited for it before it went on."""
+    arrived: Callable[[], float] = lambda: 0.0
+    """Returns the Unix time from which the call that needs the weights had them; 0 if the host waited."""
 
     def event(self, rank: int) -> dict[str, Any]:
         """Return the event of a StepRecord."""
@@ -60,7 +60,8 @@ class Arrivals:
 
     def delay(self, event: dict[str, Any]) -> None:
         """Let the event of a call that has ended begin when the device had the weights."""
-        seconds = sum(moved.held_up() for moved in self._new)
+        arrived = max((moved.arrived() for moved in self._new), default=0.0)
+        seconds = max(0.0, arrived - event["start"])
         self._new = []
         event["start"] += seconds
         event["waited"] += seconds
@@ -85,7 +86,7 @@ class _Posted:
     def result(self) -> Moved:
         if self.moved is None:
             stats = self.work.result()
-            self.moved = Moved(self.action, stats, self.start, self.work.ended, self.work.held_up)
+            self.moved = Moved(self.action, stats, self.start, self.work.ended, self.work.arrived)
             self.weights.close()
         return self.moved
 

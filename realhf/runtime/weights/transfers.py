@@ -52,11 +52,13 @@ class Posted(Generic[_T]):
     posted_at: float
     """Unix time in seconds."""
     ended_at: float = 0.0
-    """The same of the end, if there are no events."""
+    """Unix time of the end; 0 if events tell it."""
     begin: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
     asked: torch.cuda.Event | None = None
     """Where the stream that needs the results began to wait for them."""
+    asked_at: float = 0.0
+    """Unix time at which `result` was called first."""
 
     def result(self) -> _T:
         """Return the value. On CUDA the current stream waits for the work, and the host does not."""
@@ -64,6 +66,7 @@ class Posted(Generic[_T]):
             if self.asked is None:
                 self.asked = torch.cuda.Event(enable_timing=True)
                 self.asked.record()
+                self.asked_at = time.time()
             torch.cuda.current_stream().wait_event(self.end)
         return self.value
 
@@ -74,12 +77,13 @@ class Posted(Generic[_T]):
         self.end.synchronize()
         return self.posted_at + self.begin.elapsed_time(self.end) / 1000
 
-    def held_up(self) -> float:
-        """Return the seconds for which the stream that needed the results waited; see `ended`."""
+    def arrived(self) -> float:
+        """Return the Unix time from which the stream that needed the results had them; see `ended`."""
         if self.asked is None or self.end is None:
-            return 0.0
+            return self.ended_at
+        self.asked.synchronize()
         self.end.synchronize()
-        return max(0.0, self.asked.elapsed_time(self.end) / 1000)
+        return self.asked_at + max(0.0, self.asked.elapsed_time(self.end) / 1000)
 
 
 class PostingStream:
