@@ -12,7 +12,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 @dataclass(frozen=True)
 class CallResult:
-    """Output columns (at least on the layout's result ranks) and metrics (the same on the last pipeline stage).
+    """Output columns (at least on the result ranks) and metrics (the same on the last pipeline stage).
 
     After a round of a generation, `unfinished` are the samples that go on in the next one, with the same
     columns.

@@ -89,7 +89,10 @@ class Exchange:
         self._outbox = outbox
 
     def send(self, source: Source, target: Layout) -> None:
-        """Send this rank's part of a source to a rank of the target. Every result rank of the source calls this."""
+        """Send this rank's part of a source to a rank of the target.
+
+        Every result rank of the source calls this.
+        """
         receiver = source.receivers(target)[self._rank]
         if receiver != self._rank:
             assert source.batch is not None, "a result rank has a part"
