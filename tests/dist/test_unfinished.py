@@ -40,8 +40,8 @@ def test_training_marks_a_stream_that_generation_has_used_first():
         lane = _DeviceLane("cpu")
         lane.add(_operation(1), None)
         lane.mark()
-    lane.add(_operation(2), None)
-    assert lane.unfinished() == [_operation(2)]
+    lane.add(second := _operation(2), None)
+    assert lane.unfinished() == [second]
     lane.mark()
     assert lane.unfinished() == []
 
