@@ -22,6 +22,8 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on the device; a CPU's own is not copied."""
     if device.type == "cpu":
         return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
 

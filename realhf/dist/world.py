@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +42,19 @@ def _batch_threads() -> Iterator[None]:
         if before is not None:
             with suppress(OSError):
                 os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+@lru_cache(maxsize=1)
+def _gloo_device(process: int) -> Any:
+    """Return the connection to the network that all groups of this process share.
+
+    Each device of gloo has a thread that wakes up a hundred times per second, also when nothing comes. With
+    one for each group, some dozens of groups would keep a core busy.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
@@ -150,9 +164,11 @@ class World:
         """
         store = self.store(str(key))
         if not native:
-            timeout = _ANY_TIME if self._has_heartbeat else self._timeout
             with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
-                return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
+                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo._timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+                gloo._devices = [_gloo_device(os.getpid())]
+                return dist.ProcessGroupGloo(store, index, len(key[0]), gloo)
         options = dist.ProcessGroupNCCL.Options()
         # A living peer may take any time; the watcher of the heartbeat finds dead ones.
         options._timeout = _ANY_TIME if self._has_heartbeat else self._timeout

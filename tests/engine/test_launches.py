@@ -43,7 +43,7 @@ def _train(config, layout, rank, *, num_ranks, num_micro_batches=2):
     num_tokens = sum(lengths)
     columns = {
         "sequence_ids": Packed(torch.zeros(num_tokens, dtype=torch.long, device="meta"), lengths),
-        "response_mask": Packed(torch.zeros(num_tokens, device="meta"), lengths),
+        "response_mask": Packed(torch.zeros(num_tokens, device="meta"), lengths, torch.ones(num_tokens)),
     }
     work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
