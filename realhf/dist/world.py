@@ -57,6 +57,14 @@ def _gloo_device(process: int) -> Any:
     return dist.ProcessGroupGloo.create_default_device()
 
 
+def gloo_backend(store: dist.Store, index: int, size: int, timeout: timedelta) -> Any:
+    """Return gloo's communicator of `size` processes, of which this one has the given index."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [_gloo_device(os.getpid())]
+    return dist.ProcessGroupGloo(store, index, size, options)
+
+
 def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     """Connect to the store of torchrun's environment. It lives through restarts, so each has its own keys."""
     timeout = timedelta(seconds=timeout_seconds)
@@ -165,10 +173,8 @@ class World:
         store = self.store(str(key))
         if not native:
             with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
-                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                gloo._timeout = _ANY_TIME if self._has_heartbeat else self._timeout
-                gloo._devices = [_gloo_device(os.getpid())]
-                return dist.ProcessGroupGloo(store, index, len(key[0]), gloo)
+                timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+                return gloo_backend(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
         # A living peer may take any time; the watcher of the heartbeat finds dead ones.
         options._timeout = _ANY_TIME if self._has_heartbeat else self._timeout

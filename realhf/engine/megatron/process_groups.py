@@ -21,7 +21,7 @@ from realhf.dist.activity import Activity
 from realhf.dist.communicators import Operation
 from realhf.dist.group import Group, peer_errors
 from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.dist.world import World, gloo_backend
 
 _BACKEND = "realhf"
 _UNUSED = ("hcp", "inter_dist_opt")
@@ -201,7 +201,7 @@ def _register(world: World, ranks: Sequence[int], *, is_watched: bool) -> dist.P
 def _alone(world: World) -> Any:
     """Return a communicator of this rank alone: Megatron-Core communicates in groups of one, too."""
     if world.device.type == "cpu":
-        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1))
+        return gloo_backend(dist.HashStore(), 0, 1, timedelta(minutes=1))
     return dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
 
 
