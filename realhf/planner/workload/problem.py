@@ -78,7 +78,7 @@ class Workload:
 
     @cached_property
     def _by_rows(self) -> dict[int, "Workload"]:
-        """What `with_rows` has returned."""
+        """Return the dictionary in which `with_rows` remembers its results, by `max_rows`."""
         return {}
 
     @property
