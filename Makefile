@@ -44,7 +44,7 @@ test-all: setup
 	$(PYTEST) -n 2 --dist loadfile -m "not gpu"
 
 test-families: setup
-	$(PYTEST) -m "" tests/test_families.py
+	$(PYTEST) -m "" tests/models/test_families.py
 
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py --json gpu.json

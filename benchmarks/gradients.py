@@ -35,8 +35,8 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
 
 MTU = 9000
 WAYS: dict[str, dict[str, Any]] = {"during": {}, "after": {"section_numel": sys.maxsize}}

@@ -36,10 +36,10 @@ from realhf.checkpoint.hf import load_weights, save_weights
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.region import region_slices
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec, model_spec
-from realhf.region import region_slices
 
 NPROC = 4
 LAYOUTS = ("t4", "d2t2", "p4", "d4")

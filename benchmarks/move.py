@@ -8,10 +8,10 @@ import torch
 
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec
+from realhf.models.param_spec import ModelSpec
+from realhf.models.region import Region, overlap, region_size, region_slices
 from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import one_piece_each, shards_of
-from realhf.region import Region, overlap, region_size, region_slices
 
 DTYPE = torch.float32
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # Pairs of destination and source.

@@ -24,13 +24,13 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
-from realhf.micro_batch import balance
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.runtime.execute.executor import StepRecord
 from realhf.runtime.trainer import Trainer
+from realhf.sizes.micro_batch import balance
 
 GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
 

@@ -8,7 +8,7 @@ tag v0.4.0, on top of examples/configs/grpo_math_1B.yaml.
 from dataclasses import replace
 from typing import NamedTuple
 
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.cost.engine_paths import EnginePath
 
 NEMO = EnginePath(

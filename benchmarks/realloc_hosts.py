@@ -29,8 +29,8 @@ from rich.table import Table
 from two_hosts import NoNamespacesError, add_options, meet, run_again, two_hosts
 
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec
-from realhf.region import region_slices
+from realhf.models.param_spec import ModelSpec
+from realhf.models.region import region_slices
 
 RANKS_PER_HOST = 2
 MTU = 9000

@@ -37,9 +37,9 @@ from rivals import RIVALS
 
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec
-from realhf.region import region_slices
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.region import region_slices
 
 _TIMEOUT_SECONDS = 600.0
 _SMALL_MIB = 512

@@ -22,13 +22,13 @@ from rich.table import Table
 
 from realhf.cluster import Cluster
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.region import region_size
 from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
 from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
-from realhf.region import region_size
 
 OVER_BOUND = 1.05
 PLANNED = 1.35

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from move import DTYPE, Copies, Move, shape_of
 
+from realhf.models.region import Region, overlap, region_size, region_slices
 from realhf.realloc.execute import Reallocator
-from realhf.region import Region, overlap, region_size, region_slices
 
 BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # Bucket sizes: the fastest on gloo from 4 to 256 MiB.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from realhf.shipped import shipped_dir
+from realhf.user_input.shipped import shipped_dir
 
 SIZES = ("tiny", "100m")
 PAD, END = 0, 1

@@ -6,23 +6,23 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from realhf.families import FAMILIES  # noqa: E402
-from realhf.model_config import HEADS, ROPE_KEYS, ModelConfig  # noqa: E402
-from realhf.param_spec import model_spec  # noqa: E402
-from realhf.shipped import shipped_dir  # noqa: E402
+from realhf.models.families import FAMILIES  # noqa: E402
+from realhf.models.model_config import HEADS, ROPE_KEYS, ModelConfig  # noqa: E402
+from realhf.models.param_spec import model_spec  # noqa: E402
+from realhf.user_input.shipped import shipped_dir  # noqa: E402
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS  # noqa: E402
 
 HEAD = """\
 # Models
 
-<!-- Written by `python docs/models.py` from realhf/families.py, tests/families.py and models/. -->
+<!-- Written by `python docs/models.py` from realhf/models/families.py, tests/families.py and models/. -->
 
 A model is a Hugging Face directory, in and out: causal language models, and the sequence classification
 models of the same families with one label (reward models, critics). transformers has no such class for
 {without}, so that no critics and reward models of these are trained: nothing could open them.
 
 For each row, a test builds a tiny random model with transformers' own class and compares it in float32
-under all of its layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each
+under all of its layouts (tests/models/test_families.py): logits within 1e-5, gradients within 1e-4 of each
 tensor's largest entry, 64 tokens of greedy generation identical, and the tensors of a directory that was
 read and written again equal byte for byte (`make test-families`). To add a family, see
 [adding-a-model.md](adding-a-model.md). Families without a row train in whole replicas with transformers'
@@ -47,7 +47,7 @@ vision tower, and are refused.
 
 `realhf plan` and `realhf realloc` take these names, to plan without weights. The numbers of parameters are
 those published, with a tied head counted once, and without the vision towers of Gemma 3 and the layer of
-DeepSeek-V3 that predicts a second token (tests/test_shipped_models.py). A name has no tokenizer. For an
+DeepSeek-V3 that predicts a second token (tests/models/test_shipped_models.py). A name has no tokenizer. For an
 experiment with such a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file,
 or `--expected.prompt-tokens 512` on the command line. If nothing is generated, give `response_tokens` as
 well; otherwise its default is `sampling.max_new_tokens`.

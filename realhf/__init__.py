@@ -37,10 +37,9 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.evaluation.sets import Evaluation
     from realhf.experiment import Expected, Experiment, Role
     from realhf.graph import DataflowGraph, FunctionCall
-    from realhf.interruption import Interruption
     from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-    from realhf.lora import LoraConfig
-    from realhf.model_config import ModelConfig
+    from realhf.models.lora import LoraConfig
+    from realhf.models.model_config import ModelConfig
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.answers import ExactMatch, FormatReward, RegexMatch
@@ -58,8 +57,9 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         TokenReward,
     )
     from realhf.rewards.unit_tests import UnitTests
-    from realhf.rollout_log import RolloutLog
-    from realhf.sampling_config import SamplingConfig
+    from realhf.settings.interruption import Interruption
+    from realhf.settings.rollout_log import RolloutLog
+    from realhf.settings.sampling_config import SamplingConfig
     from realhf.steps.part_executor import Samples
     from realhf.steps.sample_pool import Pool
     from realhf.steps.step_runner import StepRunner

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from realhf.field_types import check_types, require
-from realhf.generation_settings import (
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.settings.generation_settings import (
     CacheOnUpdate,
     CudaGraphs,
     KvCacheGib,
@@ -21,9 +21,9 @@ from realhf.generation_settings import (
     PrefillTokens,
     WorkStealing,
 )
-from realhf.graph import DataflowGraph, FunctionCall
-from realhf.interruption import InsertedPhrase
-from realhf.sampling_config import SamplingConfig
+from realhf.settings.interruption import InsertedPhrase
+from realhf.settings.sampling_config import SamplingConfig
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

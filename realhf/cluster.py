@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
-from realhf.field_types import check_fields
-from realhf.hf_fields import is_positive
 from realhf.layout import MAX_RANKS
-from realhf.shipped import load_yaml
-from realhf.units import parse
+from realhf.user_input.field_types import check_fields
+from realhf.user_input.hf_fields import is_positive
+from realhf.user_input.shipped import load_yaml
+from realhf.user_input.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
 ACCELERATORS = ("h100", "h200", "a100", "cpu")

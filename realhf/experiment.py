@@ -12,16 +12,16 @@ from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.evaluation.sets import EvalSets, Evaluation, named_sets, sampling_seed
-from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
-from realhf.hub import cached_name, commits_of, find_model
-from realhf.lora import LoraConfig
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
-from realhf.rollout_log import RolloutLog
+from realhf.models.lora import LoraConfig
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.transformers_config import TransformersConfig
+from realhf.settings.rollout_log import RolloutLog
 from realhf.steps.part_executor import PartExecutor
 from realhf.steps.step_runner import StepRunner
-from realhf.transformers_config import TransformersConfig
+from realhf.user_input.field_types import check_types, require
+from realhf.user_input.hub import cached_name, commits_of, find_model
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 _CONFIGS: dict[str, type[ModelConfig]] = {

@@ -9,8 +9,8 @@ import yaml
 
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
-from realhf.shipped import load_yaml
-from realhf.suggest import did_you_mean
+from realhf.user_input.shipped import load_yaml
+from realhf.user_input.suggest import did_you_mean
 
 OPTIONS = ("recompute", "offload")
 """Options that a plan can switch on for a call; both save memory and cost time."""

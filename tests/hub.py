@@ -28,8 +28,8 @@ import pyarrow.parquet
 import safetensors.numpy
 
 from realhf.checkpoint.read import tensor_shapes
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from realhf.cluster import Cluster, Link
-from realhf.shipped import shipped_dir
+from realhf.user_input.shipped import shipped_dir
 
 GOOD = """
 num_hosts: 2

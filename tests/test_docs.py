@@ -46,7 +46,7 @@ ELSEWHERE = {
     "make demo DEMO_ARGS=--lora": "the demo",
     "make test": "these tests",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
-    "pytest tests/test_families.py -k olmo-2": "one of these tests",
+    "pytest tests/models/test_families.py -k olmo-2": "one of these tests",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
@@ -66,7 +66,7 @@ def blocks(language: str) -> list[str]:
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 REALHF_COMMANDS = [c for c in dict.fromkeys(COMMANDS) if c.startswith("realhf ") and "gsm8k" not in c]
-"""The commands that need no hub; tests/test_hub.py has the others."""
+"""The commands that need no hub; tests/user_input/test_hub.py has the others."""
 
 
 def snippet(*, beginning: str) -> str:

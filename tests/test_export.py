@@ -10,7 +10,7 @@ import yaml
 from realhf.cli.experiment_file import load_experiment
 from realhf.dist.activity import Activity
 from realhf.experiment import Role
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress

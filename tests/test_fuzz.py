@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
 from realhf.errors import UserError, one_line
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.cost.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 

@@ -11,20 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = (
-    "chunk_sizes", "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora",
-    "megatron_config", "micro_batch", "model_config", "model_flops", "param_spec", "region", "sample_ids",
-    "shipped", "transformers_config",
-)  # fmt: skip
+NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "other_libraries", "prepare", "suggest", "units"), 0),
-    **dict.fromkeys(("field_types", "hub"), 0.5),
+    **dict.fromkeys(("errors", "prepare"), 0),
+    "user_input": 0.5,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,
     **dict.fromkeys(("dist", "data", "half_precision"), 2),
     "realloc": 2.5,
-    **dict.fromkeys(("generation_settings", "interruption", "sampling_config"), 2.6),
-    **dict.fromkeys(("calls", "rollout_log"), 2.7),
+    "settings": 2.6,
+    "calls": 2.7,
     "learning_rates": 2.8,
     "attention": 2.9,
     **dict.fromkeys(("nn", "planner"), 3),
@@ -50,8 +46,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
     "realhf.scaling", "realhf.evaluation",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
-    *("realhf.data.responses", "realhf.interruption"),
-    *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.hub", "realhf.resolved_roles"),
+    *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
+    *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.resolved_roles"),
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),

@@ -8,8 +8,8 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
-from realhf.interruption import InsertedPhrase
 from realhf.nn import half_matmul
+from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
 

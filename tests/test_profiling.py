@@ -16,8 +16,8 @@ from realhf.cluster import num_cores
 from realhf.dist.world import World
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
-from realhf.model_config import ModelConfig, MoeConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig, MoeConfig
+from realhf.models.param_spec import model_spec
 from realhf.planner.cost.call_cost import CallCost
 from realhf.planner.cost.profile import COLLECTIVES
 from realhf.planner.cost.rates import Rates
@@ -30,8 +30,8 @@ from realhf.profiling.models import Bench
 from realhf.profiling.sizes import Model, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
 from realhf.profiling.whole_calls import whole_calls
+from tests.models.test_shipped_models import NUM_PARAMS
 from tests.nn.tiny import build, hf_config
-from tests.test_shipped_models import NUM_PARAMS
 
 FEW = (1, 2)
 """The least and the most repetitions of what is timed."""

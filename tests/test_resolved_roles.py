@@ -28,7 +28,7 @@ from realhf.learning_rates import LEARNING_RATES, learning_rate
 from realhf.resolved_roles import resolved_roles
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from realhf.shipped import shipped_dir
+from realhf.user_input.shipped import shipped_dir
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task
 
 

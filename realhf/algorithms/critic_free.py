@@ -17,8 +17,8 @@ from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.calls import HostFunction
 from realhf.experiment import Role
-from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch

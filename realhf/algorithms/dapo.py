@@ -13,10 +13,10 @@ import networkx as nx
 
 from realhf.algorithms.critic_free import CriticFree
 from realhf.algorithms.policy_loss import PolicyLossConfig
-from realhf.field_types import require
 from realhf.graph import DataflowGraph
 from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
 from realhf.steps.step_runner import StepRunner
+from realhf.user_input.field_types import require
 
 
 @dataclass

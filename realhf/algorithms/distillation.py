@@ -21,9 +21,9 @@ from realhf.algorithms.responses import length_metrics, per_token
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import HostFunction, LogProbs, TopLogProbs, TrainStep
 from realhf.experiment import Role
-from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import column_key
+from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from realhf.algorithms.responses import num_trained_tokens, response_sums
 from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
-from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import RewardFunctions
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

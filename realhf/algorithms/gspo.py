@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from realhf.algorithms.critic_free import CriticFree
 from realhf.algorithms.policy_loss import PolicyLossConfig
-from realhf.field_types import require
 from realhf.graph import DataflowGraph
+from realhf.user_input.field_types import require
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

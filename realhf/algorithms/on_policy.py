@@ -12,8 +12,12 @@ from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, Samp
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response
 from realhf.experiment import Experiment, Role
-from realhf.field_types import require
-from realhf.generation_settings import (
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.limits import RewardLimits
+from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
+from realhf.rewards.scoring import RewardCall, decode_responses
+from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
+from realhf.settings.generation_settings import (
     CacheOnUpdate,
     CudaGraphs,
     KvCacheGib,
@@ -21,12 +25,8 @@ from realhf.generation_settings import (
     PrefillTokens,
     WorkStealing,
 )
-from realhf.graph import DataflowGraph, FunctionCall
-from realhf.interruption import Interruption
-from realhf.rewards.limits import RewardLimits
-from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
-from realhf.rewards.scoring import RewardCall, decode_responses
-from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
+from realhf.settings.interruption import Interruption
+from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from realhf.algorithms.kl import KLEstimator, clamp_log_ratio, k3, kl_estimate
 from realhf.algorithms.mismatch import mismatch_sums, with_mismatch
 from realhf.algorithms.responses import num_trained_tokens, per_token, response_sums, without_dropped
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

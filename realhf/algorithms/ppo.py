@@ -18,8 +18,8 @@ from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import normalized, num_trained_tokens, rollout_metrics, without_dropped
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
-from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from realhf.algorithms.pairs import PAIR, cross_entropy, num_pairs, pair_indices
 from realhf.calls import Loss, OptimizerConfig, Scores, TrainStep
 from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
-from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,10 @@ from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.calls import OptimizerConfig
 from realhf.data.dataset import DATASET_ROW
 from realhf.experiment import Role, lagged_parts
-from realhf.field_types import require
 from realhf.graph import DataflowGraph
 from realhf.steps.part_executor import Samples
 from realhf.steps.step_runner import StepRunner
+from realhf.user_input.field_types import require
 
 
 def scalerl_actor(model: str = "", **changes: Any) -> Role:

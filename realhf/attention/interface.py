@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.pinned import upload
 
 

@@ -1,7 +1,7 @@
 """The pages that kernels on CUDA can read, which the planner knows without torch."""
 
-from realhf.kv_blocks import cached_heads
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.sizes.kv_blocks import cached_heads
 
 FLASH_PAGE_TOKENS = 256
 """FlashAttention-2 reads pages of a multiple of so many tokens, in flash-attn as in torch."""

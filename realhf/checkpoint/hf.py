@@ -17,12 +17,12 @@ from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import LM_HEAD, box_in_tensor, box_start, open_checkpoint
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor
 from realhf.checkpoint.write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
+from realhf.models.param_spec import ModelSpec
+from realhf.models.region import Region, row_blocks
 from realhf.nn.lora import Adapters
 from realhf.nn.split_float32 import split_into
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards
-from realhf.region import Region, row_blocks
 
 _BLOCK_BYTES = 1 << 20
 """Size of the buffer for values that cannot be read directly into a parameter; it fits a core's cache."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from realhf.checkpoint.read import SCORE, check_tensor, tensor_shapes
 from realhf.checkpoint.tensor_files import StoredTensor, read_header
-from realhf.hf_fields import is_positive, is_whole
-from realhf.lora import LoraConfig, legal_targets
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec
+from realhf.models.lora import LoraConfig, legal_targets
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec
+from realhf.user_input.hf_fields import is_positive, is_whole
 
 CONFIG_FILE = "adapter_config.json"
 STEM = "adapter_model"

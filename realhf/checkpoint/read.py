@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, find_tensors
-from realhf.param_spec import ModelSpec, ParamSpec
-from realhf.region import Region
+from realhf.models.param_spec import ModelSpec, ParamSpec
+from realhf.models.region import Region
 
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"

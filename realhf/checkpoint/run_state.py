@@ -20,9 +20,9 @@ from torch import Tensor
 from realhf.checkpoint.names import CHECKSUM, MANIFEST
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
 from realhf.checkpoint.write import memory_of
-from realhf.field_types import check_types
+from realhf.models.region import Region, overlap, region_size, region_slices
 from realhf.realloc.pieces import Piece, cut
-from realhf.region import Region, overlap, region_size, region_slices
+from realhf.user_input.field_types import check_types
 
 FORMAT = 3
 """Version of the format; a checkpoint of another version is refused."""

@@ -21,11 +21,11 @@ from realhf.checkpoint.read import box_in_tensor, box_start, params_by_tensor, t
 from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, StoredTensor, pack_header, pack_index
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.param_spec import ModelSpec, ParamSpec
+from realhf.models.region import Region, region_size, row_blocks
 from realhf.nn.split_float32 import joined, sum_dtype
-from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.pieces import Shards, assembled
-from realhf.region import Region, region_size, row_blocks
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str

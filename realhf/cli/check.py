@@ -15,7 +15,7 @@ from realhf.errors import naming, warn
 from realhf.experiment import Experiment
 from realhf.planner.memory import memory_report
 from realhf.planner.memory.memory_check import require_fit
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 HELP = "find what is wrong with an experiment and a plan, without running it"
 EXAMPLES = (

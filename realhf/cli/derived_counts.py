@@ -13,7 +13,7 @@ from realhf.planner.memory.model_states import training_bytes, weights_bytes
 from realhf.resolved_roles import optimizer_steps
 from realhf.runtime.compile.actions import adapters_of, parameter_specs
 from realhf.runtime.compile.program import Program
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 
 def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from realhf.data.rows import first_row
 from realhf.errors import UserError, one_line, warn
 from realhf.evaluation.sets import Evaluation, metric_prefix, named_sets
 from realhf.experiment import Experiment, Role
-from realhf.lora import LoraConfig
+from realhf.models.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name
 from realhf.rewards.reward import Reward

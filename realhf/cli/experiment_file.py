@@ -16,11 +16,11 @@ from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming, user_line
 from realhf.experiment import Experiment
-from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import Program, compile_program
-from realhf.shipped import find_experiment
+from realhf.user_input.field_types import check_types, explain_keyword
+from realhf.user_input.shipped import find_experiment
 
 
 def _smaller_plan(

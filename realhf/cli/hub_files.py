@@ -2,7 +2,7 @@
 
 from realhf.errors import naming
 from realhf.experiment import Experiment
-from realhf.hub import find_model
+from realhf.user_input.hub import find_model
 
 
 def fetch_models(experiment: Experiment, *, weights: bool) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from realhf.cli.tiny_model import tiny_model
 from realhf.errors import UserError, warn
-from realhf.shipped import shipped_dir
-from realhf.suggest import did_you_mean
+from realhf.user_input.shipped import shipped_dir
+from realhf.user_input.suggest import did_you_mean
 
 HELP = "write a directory with an experiment that runs, its data and a test of its reward"
 EXAMPLES = (

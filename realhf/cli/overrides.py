@@ -14,8 +14,8 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.other_libraries import Ours, ours
-from realhf.suggest import near_options
+from realhf.user_input.other_libraries import Ours, ours
+from realhf.user_input.suggest import near_options
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
 _VAGUE = ("enable", "mode", "model", "name", "path", "type")

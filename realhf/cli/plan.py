@@ -32,7 +32,7 @@ from realhf.planner.make import Planned, make_plan
 from realhf.planner.what_if import SearchLimits, what_if
 from realhf.planner.what_if import render as render_changes
 from realhf.planner.workload.problem import Problem
-from realhf.units import format_seconds
+from realhf.user_input.units import format_seconds
 
 HELP = "search for a fast plan for a cluster, with a lower bound over the plans enumerated"
 EXAMPLES = (

@@ -12,15 +12,15 @@ from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows, reads_pairs
 from realhf.evaluation.sets import Evaluation
 from realhf.experiment import Expected, Experiment, Role
-from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.lora import adapter_spec
+from realhf.models.lora import adapter_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.step_trial import checked_parts
-from realhf.transformers_config import TransformersConfig
+from realhf.user_input.field_types import require
 
 _GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")
 _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.

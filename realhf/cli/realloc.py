@@ -9,8 +9,8 @@ from rich.console import Console
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.planner.workload.problem import ITEMSIZE
 from realhf.realloc import explain
 from realhf.realloc.links import Links

@@ -10,7 +10,7 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.runtime.records.rollout_file import ROLLOUTS
-from realhf.suggest import did_you_mean
+from realhf.user_input.suggest import did_you_mean
 
 Row = dict[str, Any]
 """An answer: the fields of a line of rollouts.jsonl, or of a file of evals/."""

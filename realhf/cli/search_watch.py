@@ -10,7 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.status import Status
 
-from realhf.units import format_seconds
+from realhf.user_input.units import format_seconds
 
 _REPORT_SECONDS = 5.0
 """Seconds between two lines about the search if standard error is not a terminal."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Expected, Experiment
-from realhf.field_types import require
 from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
+from realhf.user_input.field_types import require
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
 _ANSWERS = 5000  # The newest answers of a run whose lengths are read.

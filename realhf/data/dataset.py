@@ -7,7 +7,7 @@ from typing import Any, Literal
 from realhf.data.hub_dataset import find_dataset
 from realhf.data.order import block_counts
 from realhf.data.rows import SOURCE, RowFault, Rows, first_row, is_of_hub
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 IS_CHOSEN = "is_chosen"
 """Key of a graph that reads preference pairs: whether a sample is the chosen one of its prompt's two. Samples

@@ -16,7 +16,7 @@ from typing import Any
 
 from realhf.data.row_files import ArrowFile, mapped_batches
 from realhf.errors import UserError
-from realhf.hub import HubName, asking_hub, host_lock
+from realhf.user_input.hub import HubName, asking_hub, host_lock
 
 
 @dataclass(frozen=True)

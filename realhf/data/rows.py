@@ -15,8 +15,8 @@ from realhf.data.json_form import json_form
 from realhf.data.row_faults import fault_of, tools_fault
 from realhf.data.row_files import LARGE_BYTES, RowFile, open_file
 from realhf.errors import UserError, described
-from realhf.hub import parse_hub_name
-from realhf.suggest import nearest
+from realhf.user_input.hub import parse_hub_name
+from realhf.user_input.suggest import nearest
 
 if TYPE_CHECKING:
     from realhf.data.dataset import DatasetConfig

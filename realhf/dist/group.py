@@ -19,7 +19,7 @@ import torch
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import Operation
 from realhf.dist.message_size import checked_length
-from realhf.region import chunk_body, chunk_edges
+from realhf.models.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""

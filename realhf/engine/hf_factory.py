@@ -10,8 +10,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from realhf.param_spec import InFile, ModelSpec, ParamSpec
-from realhf.transformers_config import TransformersConfig
+from realhf.models.param_spec import InFile, ModelSpec, ParamSpec
+from realhf.models.transformers_config import TransformersConfig
 
 _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 

@@ -20,9 +20,9 @@ from realhf.data.batch import Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
+from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.vocab_parallel import top_tokens
-from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.pinned import upload
 
 

@@ -26,12 +26,12 @@ from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
-from realhf.lora import LoraConfig
-from realhf.micro_batch import attention_share, micro_batches
+from realhf.models.lora import LoraConfig
+from realhf.models.param_spec import ModelSpec
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards
+from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
 class NativeEngine(Engine):

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from realhf import chunk_sizes
 from realhf.dist.group import Group
+from realhf.models.param_spec import ParamSpec
+from realhf.models.region import Region, chunk_edges, region_size, split_evenly
 from realhf.nn.parameters import ShardedParameters
-from realhf.param_spec import ParamSpec
-from realhf.region import Region, chunk_edges, region_size, split_evenly
+from realhf.sizes import chunk_sizes
 
 
 class Section(NamedTuple):

@@ -28,10 +28,10 @@ from realhf.inference.rollout_buffer import RolloutBuffer, output_columns
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.micro_batch import padded_micro_batches
-from realhf.param_spec import ModelSpec
+from realhf.models.lora import LoraConfig
+from realhf.models.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards, whole_parameters
+from realhf.sizes.micro_batch import padded_micro_batches
 
 
 class TransformersEngine(Engine):

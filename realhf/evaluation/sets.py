@@ -9,7 +9,7 @@ from typing import Any
 
 from realhf.calls import SamplingConfig
 from realhf.data.dataset import DatasetConfig
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Legal names of sets, which are also names of folders."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.kv_blocks import DENSE
+from realhf.sizes.kv_blocks import DENSE
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

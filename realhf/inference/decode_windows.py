@@ -14,7 +14,7 @@ from realhf.dist.group import Group
 from realhf.inference.rollout_buffer import RolloutBuffer
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Step
-from realhf.kv_blocks import padded_size
+from realhf.sizes.kv_blocks import padded_size
 
 MOST_STEPS = 16
 """Most steps of a window. Slots that become free are filled only after it, and the last steps may be without

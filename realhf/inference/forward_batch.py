@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf import chunk_sizes
 from realhf.attention.cpu import masked_attention
 from realhf.attention.interface import AttentionBackend, AttentionKind, Pages, Sequences
 from realhf.attention.merge import merge_into
@@ -25,6 +24,7 @@ from realhf.inference.steps import Chunk
 from realhf.nn.attention import Expand, packed_attention
 from realhf.nn.packed import Segment, token_positions
 from realhf.pinned import upload
+from realhf.sizes import chunk_sizes
 
 
 class Decode(Segment):

@@ -1,4 +1,4 @@
-"""PhraseInserter: decides which sampled tokens are replaced by those of a phrase (see `realhf.interruption`).
+"""PhraseInserter: decides which sampled tokens are replaced by those of a phrase (see `realhf.settings.interruption`).
 
 The decision depends on a sample's tokens alone, so that it is the same on every layout and however the sample
 is split into rounds. All tensors stay on the device.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from realhf.inference.block_tables import Integers
-from realhf.interruption import InsertedPhrase
 from realhf.pinned import upload
+from realhf.settings.interruption import InsertedPhrase
 
 
 class Samples(Protocol):

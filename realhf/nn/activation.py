@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.chunk_sizes import PART_NUMEL
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.region import row_blocks
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
 from realhf.nn.lora import Adapter, adapted_linear
-from realhf.region import row_blocks
+from realhf.sizes.chunk_sizes import PART_NUMEL
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""

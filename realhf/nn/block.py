@@ -15,7 +15,7 @@ from realhf.attention.interface import AttentionKind
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
 from realhf.nn.attention import Attend, attend_in_parts
 from realhf.nn.latent_attention import LatentAttention

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from realhf.chunk_sizes import block_numel
 from realhf.nn import half_matmul
+from realhf.sizes.chunk_sizes import block_numel
 
 
 class Weight(torch.nn.Parameter):

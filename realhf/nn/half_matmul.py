@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
 from realhf.half_precision import needs_float32
-from realhf.region import row_blocks
+from realhf.models.region import row_blocks
+from realhf.sizes.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
 
 
 def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from realhf.attention.interface import AttentionKind
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.half_precision import widened
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.nn.attention import Attend, attend_in_parts
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import rms_norm

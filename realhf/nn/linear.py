@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.chunk_sizes import SMALL_PRODUCT
 from realhf.half_precision import widened
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
+from realhf.sizes.chunk_sizes import SMALL_PRODUCT
 
 _ROW_MULTIPLE = 32
 """Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
 from realhf.half_precision import needs_float32
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.model_config import ModelConfig
 from realhf.nn.linear import linear
 from realhf.nn.parameters import ShardedParameters
 

@@ -18,7 +18,7 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.half_precision import widened
 from realhf.layout import even_split
-from realhf.model_config import ModelConfig, MoeConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grad_accumulation import add_rows
 from realhf.nn.grouped_linear import RowGroups, grouped_linear, takes_kernel

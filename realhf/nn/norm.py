@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.chunk_sizes import PART_NUMEL
-from realhf.region import row_blocks
+from realhf.models.region import row_blocks
+from realhf.sizes.chunk_sizes import PART_NUMEL
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
+from realhf.models.param_spec import ModelSpec, ParamSpec
+from realhf.models.region import region_size
 from realhf.nn.grad_accumulation import Weight
-from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.pieces import Shards, one_piece_each, pairs, shards_of
-from realhf.region import region_size
 
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""

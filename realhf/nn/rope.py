@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 
 Angles = tuple[Tensor, Tensor]
 """The cosines and sines of every token's angles, each of shape (T, 1, R / 2)."""

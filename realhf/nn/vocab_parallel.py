@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.chunk_sizes import chunk_numel, slice_numel
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
+from realhf.models.region import row_blocks
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 from realhf.nn.linear import linear
-from realhf.region import row_blocks
+from realhf.sizes.chunk_sizes import chunk_numel, slice_numel
 
 
 @dataclass(frozen=True)

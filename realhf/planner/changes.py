@@ -10,7 +10,7 @@ from realhf.cluster import Cluster
 from realhf.planner.cost.profiled_rates import ProfiledRates
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import Problem, Workload
-from realhf.suggest import did_you_mean
+from realhf.user_input.suggest import did_you_mean
 
 WORKLOAD_KEYS = ("prompt_tokens", "response_tokens", "batch_size")
 _MEASURED = ("intra_host.", "memory_bandwidth", "peak_flops.")

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.search.tree_search import SearchResult
-from realhf.units import format_seconds
+from realhf.user_input.units import format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally fast.
 

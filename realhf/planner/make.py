@@ -21,7 +21,7 @@ from realhf.planner.search.simulate import Simulation, simulate
 from realhf.planner.search.starts_by_kind import starts_by_kind
 from realhf.planner.search.tree_search import Progress, SearchResult, search
 from realhf.planner.workload.problem import Problem
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.

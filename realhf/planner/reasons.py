@@ -23,7 +23,7 @@ from realhf.planner.search.call_group import Candidate
 from realhf.planner.search.candidates import Variant
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.sensitivity import WIDEST, Sensitivity, TippingPoint
-from realhf.units import format_bytes, format_seconds
+from realhf.user_input.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally long.
 _PROMISING = 16  # The number of plans that are evaluated with reallocations.

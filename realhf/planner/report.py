@@ -13,7 +13,7 @@ from realhf.planner.make import Planned
 from realhf.planner.memory import memory_report
 from realhf.planner.search.enumeration import pins_outside
 from realhf.planner.search.simulate import TimelineEntry
-from realhf.units import format_bytes, format_seconds
+from realhf.user_input.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
 _NARROWEST_TEXT = 60

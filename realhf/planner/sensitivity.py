@@ -14,7 +14,7 @@ from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import step_periods
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.workload.problem import Problem
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.
 _FACTORS = (math.sqrt(WIDEST), WIDEST)

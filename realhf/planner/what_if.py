@@ -17,7 +17,7 @@ from realhf.planner.search.local_search import leanest
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.search.tree_search import Progress, search
 from realhf.planner.workload.problem import Problem
-from realhf.units import format_bytes, format_seconds
+from realhf.user_input.units import format_bytes, format_seconds
 
 
 class SearchLimits(NamedTuple):

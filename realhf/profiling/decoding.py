@@ -15,10 +15,10 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
-from realhf.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
+from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
 _NEW_TOKENS = 16  # New tokens that each row has cache blocks for.

@@ -13,7 +13,7 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.param_spec import model_spec
+from realhf.models.param_spec import model_spec
 from realhf.profiling.decoding import prompts
 from realhf.profiling.sizes import Model
 

@@ -14,8 +14,8 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.planner.cost.dependencies import SAMPLE_BYTES
 from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock, nothing

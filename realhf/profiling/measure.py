@@ -8,7 +8,7 @@ from typing import Any
 
 from realhf.dist.world import World
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.cost.profile import SHAPE, ModelTables, Profile, Table, shape_of
 from realhf.planner.cost.profiled_rates import ProfiledRates
 from realhf.planner.workload.problem import Problem

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from realhf.graph import FunctionCall
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 
 _LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
 _NUM_SIZES = 4

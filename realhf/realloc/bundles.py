@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from realhf.param_spec import Placement
-from realhf.region import Region, boxes_between, overlap, region_size
+from realhf.models.param_spec import Placement
+from realhf.models.region import Region, boxes_between, overlap, region_size
 
 Ranks = tuple[int, ...]
 Box = tuple[int, Region]

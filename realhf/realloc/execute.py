@@ -13,13 +13,13 @@ import torch
 from realhf.dist.group import PeerError, Pending
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec
+from realhf.models.param_spec import ModelSpec
+from realhf.models.region import region_size
 from realhf.realloc.bind import Binder, Binding, Copies, Staging
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import Shards, detached, pairs, pieces_of
 from realhf.realloc.schedule import STAGING_BYTES, Schedule, make_schedule
-from realhf.region import region_size
 
 _AVERAGED = 1 << 18
 """Number of elements of a moving average computed at a time, which bounds the memory for the products."""

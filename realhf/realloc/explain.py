@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.layout import DeviceMesh, Layout
+from realhf.models.region import region_size
 from realhf.realloc.schedule import Schedule
-from realhf.region import region_size
-from realhf.units import format_bytes, format_seconds
+from realhf.user_input.units import format_bytes, format_seconds
 
 _TOLERATED = 1.05
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from realhf.cluster import Cluster
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 _UNLIMITED = 1 << 30
 

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec
+from realhf.models.param_spec import ModelSpec
+from realhf.models.region import Region, overlap, region_size
 from realhf.realloc.bundles import Bundle, make_bundles
 from realhf.realloc.hops import ONE, Hops
 from realhf.realloc.links import Links
 from realhf.realloc.routes import Router
-from realhf.region import Region, overlap, region_size
 
 HOP_WAVES = 2
 """A rank forwards in wave r + HOP_WAVES what was sent to it in wave r."""

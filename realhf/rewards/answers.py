@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 
 def text_of(completion: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from realhf.errors import UserError
 from realhf.rewards.answers import ExactMatch
 from realhf.rewards.math_answer import MathAnswer
-from realhf.suggest import did_you_mean
+from realhf.user_input.suggest import did_you_mean
 
 SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAnswer}
 """The shipped rewards by name: each takes the column of the answers."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from realhf.field_types import check_types
+from realhf.user_input.field_types import check_types
 
 
 @dataclass(frozen=True)

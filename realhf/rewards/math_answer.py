@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
 from realhf.rewards.answers import text_of
+from realhf.user_input.field_types import check_types, require
 
 _ROOT = Path(__file__).parent.parent.parent
 _START = "import sys; sys.path[0] = {root!r}; from realhf.rewards import math_worker as w; w.main()"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.field_types import check_types
 from realhf.rewards.answers import ExactMatch, text_of
+from realhf.user_input.field_types import check_types
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
 from realhf.rewards.answers import text_of
+from realhf.user_input.field_types import check_types, require
 
 
 @dataclass(frozen=True)

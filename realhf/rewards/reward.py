@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 RewardFunction = Callable[..., Any]
 """A function of (prompts, completions, completion_ids, **columns) that returns a list of numbers, as in TRL.

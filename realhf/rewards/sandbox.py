@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
 from realhf.rewards.sandbox_folder import MAX_FILES, may_look, new_folder, size_of, unlinked_size
+from realhf.user_input.field_types import check_types, require
 
 _ROOT = Path(__file__).parent.parent.parent
 _START_SECONDS = 60.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor

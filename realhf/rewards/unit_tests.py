@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.field_types import check_types, require
 from realhf.rewards.answers import text_of
 from realhf.rewards.sandbox import Sandbox
+from realhf.user_input.field_types import check_types, require
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _FORM = 'a text of test code, a list of them, or a list of {"input": text, "output": text}'

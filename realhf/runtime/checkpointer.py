@@ -24,8 +24,8 @@ from realhf.checkpoint.run_state import (
 from realhf.dist import tags
 from realhf.dist.world import World
 from realhf.errors import UserError, one_line, warn
+from realhf.models.region import Region
 from realhf.realloc.pieces import Piece
-from realhf.region import Region
 from realhf.runtime.compile.actions import role_of
 from realhf.runtime.compile.program import Program
 from realhf.runtime.execute.host_context import HostContext

@@ -18,10 +18,10 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.execute.host_context import HostContext
-from realhf.transformers_config import TransformersConfig
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 from tests.runtime.tiny import role, write_task

@@ -16,9 +16,9 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.chunked_loss import compute_outputs
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec
 from tests.engine.reference import plain_model
 
 COLUMNS = ("gen_logprobs", "ref_logprobs", "advantages", "values", "returns")

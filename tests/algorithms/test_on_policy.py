@@ -13,7 +13,7 @@ from realhf.algorithms.sft import SFT
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.experiment import Role
-from realhf.interruption import InsertedPhrase, Interruption
+from realhf.settings.interruption import InsertedPhrase, Interruption
 from tests.runtime.tiny import CHARACTERS, write_task
 
 CHANGED = {

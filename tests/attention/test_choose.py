@@ -8,9 +8,9 @@ from realhf.attention.cpu import CpuAttention
 from realhf.attention.interface import AttentionKind
 from realhf.attention.page_sizes import page_tokens
 from realhf.errors import UserError
-from realhf.kv_blocks import block_size, cached_heads
-from realhf.model_config import ModelConfig
-from tests.test_shipped_models import NUM_PARAMS
+from realhf.models.model_config import ModelConfig
+from realhf.sizes.kv_blocks import block_size, cached_heads
+from tests.models.test_shipped_models import NUM_PARAMS
 
 PLAIN, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=4096)
 SOFTCAP = AttentionKind(0.1, softcap=50.0)

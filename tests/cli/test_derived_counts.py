@@ -11,7 +11,7 @@ from realhf.cli.main import main
 from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.learning_rates import learning_rate
-from realhf.lora import LoraConfig
+from realhf.models.lora import LoraConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.samples.exchange import Routing, assign

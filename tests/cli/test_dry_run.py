@@ -8,7 +8,7 @@ import pytest
 
 from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
-from realhf.shipped import shipped_dir
+from realhf.user_input.shipped import shipped_dir
 from tests.runtime.tiny import HF_CONFIG, write_task
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}

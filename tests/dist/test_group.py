@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.region import chunk_edges
+from realhf.models.region import chunk_edges
 from tests.dist.emulated_nccl import NcclWorld
 
 

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from realhf import chunk_sizes
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.dist.world import World
@@ -16,9 +15,10 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from realhf.transformers_config import TransformersConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.transformers_config import TransformersConfig
+from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import CALL, engine_and_minibatches, minibatch
 from tests.nn.tiny import hf_config

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from realhf import chunk_sizes
 from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
@@ -18,14 +17,15 @@ from realhf.engine.host_optimizer import HostStates
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.pinned import run_bounds
 from realhf.planner.memory import train_memory
 from realhf.planner.memory.activation_memory import CallPieces
 from realhf.planner.memory.train_memory import TrainMoments
 from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.sizes import chunk_sizes
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
 from tests.nn.test_moe import hf_config as moe_config

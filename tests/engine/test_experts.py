@@ -10,9 +10,9 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn.split_float32 import split_into
-from realhf.param_spec import model_spec
 from tests.families import MOE_CASES
 
 PREFIX = {"mixtral": "Mixtral", "qwen2-moe": "Qwen2Moe", "deepseek-v3": "DeepseekV3"}

@@ -10,9 +10,9 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.nn.tiny import hf_config
 
 OUTPUTS = ("sequence_ids", "response_mask", "gen_logprobs", "finished")

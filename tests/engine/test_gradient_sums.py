@@ -8,10 +8,10 @@ import torch
 from realhf.calls import OptimizerConfig
 from realhf.engine.native import NativeEngine
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn.lora import Adapters
-from realhf.param_spec import model_spec
 from tests.engine.reference import ragged_rows
 from tests.engine.test_optimizer import hf_config as family_config
 from tests.engine.training import CALL, minibatch

@@ -15,8 +15,8 @@ from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.dist.recording import RecordedWorld, fault_of
 from tests.samples import marked
 

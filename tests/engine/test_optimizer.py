@@ -20,10 +20,10 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.learning_rates import learning_rate
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_slices
 from realhf.nn.parameters import ShardedParameters
-from realhf.param_spec import model_spec
-from realhf.region import region_slices
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import fault_of
 from tests.engine.reference import plain_model, ragged_rows

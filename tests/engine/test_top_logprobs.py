@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from realhf import chunk_sizes
 from realhf.calls import TopLogProbs
 from realhf.dist.world import World
 from realhf.engine.hf_factory import class_spec
@@ -11,9 +10,10 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from realhf.transformers_config import TransformersConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.transformers_config import TransformersConfig
+from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 

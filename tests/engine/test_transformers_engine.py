@@ -25,15 +25,15 @@ from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.search.enumeration import find_strategies
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from realhf.transformers_config import TransformersConfig
 from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan
 from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config

@@ -13,10 +13,10 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from realhf.region import region_slices
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_slices
 from tests.families import CASES, MOE_CASES, SIZES
 
 VARIABLE = "REALHF_GPU_DEVICE"

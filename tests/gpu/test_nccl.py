@@ -12,7 +12,7 @@ import torch.multiprocessing
 from realhf.dist.activity import Activity
 from realhf.dist.group import Group
 from realhf.dist.world import World
-from realhf.region import chunk_edges
+from realhf.models.region import chunk_edges
 
 pytestmark = pytest.mark.gpu
 _REFUSED = ("Duplicate GPU", "invalid usage", "ncclInvalidUsage")

@@ -11,7 +11,7 @@ from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
-from realhf.lora import LoraConfig
+from realhf.models.lora import LoraConfig
 from tests.gpu.models import VARIABLE, engine_of, tokens, write_model
 
 pytestmark = pytest.mark.gpu

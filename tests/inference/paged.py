@@ -8,8 +8,8 @@ from realhf.engine.native import NativeEngine
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
 from tests.gpu.pretended import Tape
 

@@ -12,8 +12,8 @@ from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.layout import Layout, even_split
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.engine.reference import plain_model
 from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference

@@ -11,10 +11,10 @@ from realhf.graph import FunctionCall
 from realhf.inference import cache_limit
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.kv_blocks import SHARE_OF_HOST
 from realhf.layout import Layout, even_split
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.sizes.kv_blocks import SHARE_OF_HOST
 from tests.nn.tiny import hf_config
 from tests.samples import marked
 

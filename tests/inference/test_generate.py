@@ -10,8 +10,8 @@ from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.engine.reference import plain_model, ragged_rows
 
 NUM_NEW = 12

@@ -11,10 +11,10 @@ from realhf.data.responses import in_response, response_lengths
 from realhf.dist.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.inference.scheduler import Scheduler
-from realhf.interruption import InsertedPhrase
 from realhf.layout import Layout
+from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
-from realhf.transformers_config import TransformersConfig
+from realhf.settings.interruption import InsertedPhrase
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,

@@ -11,9 +11,9 @@ from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.families import CASES
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (

@@ -10,11 +10,11 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.interruption import InsertedPhrase
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import DeviceWorld, pretended_device

@@ -13,8 +13,8 @@ from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
+from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
-from realhf.transformers_config import TransformersConfig
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,

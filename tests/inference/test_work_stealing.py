@@ -23,8 +23,8 @@ from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import prompt_groups
 from realhf.layout import Layout, even_split
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from tests.families import MOE_CASES
 from tests.nn.tiny import hf_config
 from tests.samples import marked

@@ -24,8 +24,8 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.checkpointer import newest_checkpoint

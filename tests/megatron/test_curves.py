@@ -3,9 +3,9 @@
 import pytest
 import transformers
 
-from realhf.families import FAMILIES
 from realhf.layout import Layout
-from realhf.micro_batch import passes_in_flight
+from realhf.models.families import FAMILIES
+from realhf.sizes.micro_batch import passes_in_flight
 from tests.families import CASES, MOE_CASES
 
 # qwen2 ties its embedding and has biases, llama-bias has more of these; the vocabulary of 67 is odd. qwen2-8

@@ -12,9 +12,9 @@ from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.weights.engine_store import engine_class
 from tests.megatron.test_curves import hf_config

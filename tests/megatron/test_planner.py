@@ -7,8 +7,8 @@ import pytest
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.engine_paths import MEGATRON, OUR_CUDA
 from realhf.planner.memory.call_memory import peak_memory

@@ -8,11 +8,11 @@ import transformers
 
 from realhf.attention.interface import AttentionKind, Sequences
 from realhf.dist.world import World
-from realhf.families import FAMILIES
 from realhf.layout import Layout
+from realhf.models.families import FAMILIES
+from realhf.models.region import region_slices
 from realhf.nn.attention import packed_attention
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.region import region_slices
 from tests.families import CASES
 from tests.nn.tiny import SEQ_LENS, build
 

@@ -12,10 +12,10 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn import half_matmul
-from realhf.param_spec import model_spec
 from tests.engine.training import CALL, minibatch
 from tests.families import CASES, MOE_CASES
 from tests.realloc.test_memory import Storages

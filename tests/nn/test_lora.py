@@ -16,11 +16,11 @@ from realhf.checkpoint.peft import resolved
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.lora import LoraConfig, adapter_spec, legal_targets
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig, adapter_spec, legal_targets
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
 from tests.nn.test_layouts import _pass_through
 from tests.nn.tiny import SEQ_LENS, backward_of_both, compare, hf_config, step, tokens

@@ -9,11 +9,11 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import Region, region_slices
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec
-from realhf.region import Region, region_slices
 
 SEQ_LENS = [5, 1, 9, 9, 3]
 

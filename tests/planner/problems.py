@@ -7,8 +7,8 @@ from realhf.cluster import Cluster, Link
 from realhf.experiment import lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig, MoeConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.planner.cost.dependencies import host_anchor
 from realhf.planner.search.enumeration import find_meshes
 from realhf.planner.workload.problem import ModelRole, Problem, Workload

@@ -9,10 +9,9 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
 from realhf.inference.block_tables import BlockTables
-from realhf.kv_blocks import tokens_read
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies
@@ -21,6 +20,7 @@ from realhf.planner.cost.expert_load import busiest_load
 from realhf.planner.cost.generated_rows import in_busiest_cohort
 from realhf.planner.cost.rates import Rates, Span
 from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.sizes.kv_blocks import tokens_read
 
 FREE = 1e30
 PERFECT = Efficiencies()

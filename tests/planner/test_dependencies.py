@@ -9,8 +9,8 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.planner.cost.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
 from realhf.planner.cost.rates import Rates, Span

@@ -9,7 +9,7 @@ import pytest
 from realhf.cluster import Cluster, Link, join_kinds
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.changes import change, current_values
 from realhf.planner.cost.dependencies import reallocation_seconds

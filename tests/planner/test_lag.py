@@ -11,9 +11,8 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.experiment import lagged_parts
 from realhf.graph import FunctionCall
-from realhf.kv_blocks import block_size, blocks_for
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies
@@ -24,6 +23,7 @@ from realhf.planner.search.simulate import simulate
 from realhf.planner.search.tree_search import search
 from realhf.planner.workload.lengths import geometric
 from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.sizes.kv_blocks import block_size, blocks_for
 from tests.planner.problems import random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn

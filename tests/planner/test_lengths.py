@@ -13,8 +13,7 @@ from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Rewa
 from realhf.cli.planning_problem import problem_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.micro_batch import micro_batches
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.rates import Rates
@@ -25,6 +24,7 @@ from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.planner.workload.slowest_replica import Rollout, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.sample_ids import groups_of
+from realhf.sizes.micro_batch import micro_batches
 
 PROMPT = 100
 LENGTHS = {

@@ -9,8 +9,8 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.rates import Rates

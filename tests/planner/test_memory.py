@@ -10,9 +10,10 @@ import torch
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_size
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory.activation_memory import CallPieces
 from realhf.planner.memory.call_memory import GenerationMoments, peak_memory
@@ -21,7 +22,6 @@ from realhf.planner.memory.model_states import available_bytes, training_bytes, 
 from realhf.planner.memory.shard import num_params
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.schedule import STAGING_BYTES
-from realhf.region import region_size
 from tests.planner.measured import Case, measure
 from tests.realloc.test_memory import Storages
 from tests.samples import drawn

@@ -11,8 +11,8 @@ from realhf.cluster import Cluster
 from realhf.engine.native import NativeEngine
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost.rates import Rates
 from realhf.planner.memory import memory_report

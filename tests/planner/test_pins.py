@@ -11,7 +11,7 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.rates import Rates
 from realhf.planner.make import make_plan

@@ -13,7 +13,7 @@ from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig, MoeConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies

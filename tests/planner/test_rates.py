@@ -17,16 +17,16 @@ from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import next_tokens
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
-from realhf.kv_blocks import padded_size
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig, MoeConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
+from realhf.models.param_spec import model_spec
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec
 from realhf.planner.cost.efficiencies import EFFICIENCIES, TABLE, Efficiencies
 from realhf.planner.cost.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
 from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
 from realhf.planner.cost.rates import Rates, Span
 from realhf.planner.workload.problem import ModelRole
+from realhf.sizes.kv_blocks import padded_size
 from tests.dist.recording import RecordedWorld
 
 ONE = Span(1, 1)

@@ -7,10 +7,10 @@ import pytest
 
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
 from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links

@@ -9,13 +9,13 @@ import torch
 from realhf.cluster import Cluster
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.region import Region
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import one_piece_each, whole_parameters
-from realhf.region import Region
 from tests.samples import pairs
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from realhf.dist.world import World
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_slices
 from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import one_piece_each
-from realhf.region import region_slices
 from tests.realloc.test_execute import _model
 
 STAGING_BYTES = 150_000

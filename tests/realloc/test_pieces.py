@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from realhf.layout import Layout
+from realhf.models.region import overlap, region_size, region_slices
 from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import assembled, cut, in_row_major_order, pairs
-from realhf.region import overlap, region_size, region_slices
 from tests.realloc.test_execute import F32, _at, _in_shared_memory, _lacking, _model, _pieces, _shards, _spec
 
 HEAD_DIM = 2

@@ -5,11 +5,11 @@ import pytest
 
 from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
-from realhf.param_spec import ModelSpec, model_spec
+from realhf.models.model_config import MlaConfig, ModelConfig, MoeConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.region import Region, region_size
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
-from realhf.region import Region, region_size
 from tests.samples import drawn
 
 MAX_RANKS = 16

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from realhf.layout import Layout
-from realhf.param_spec import model_spec
+from realhf.models.param_spec import model_spec
+from realhf.models.region import overlap, region_size, region_slices
 from realhf.realloc.bundles import disjoint
 from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import pieces_of
-from realhf.region import overlap, region_size, region_slices
+from tests.models.test_param_spec import small
 from tests.realloc.test_execute import _in_shared_memory, _model, _pieces, _shards, _spec
 from tests.samples import marked, pairs
-from tests.test_param_spec import small
 
 MOE = {"family": "Qwen3Moe"}
 CASES = [

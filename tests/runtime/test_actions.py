@@ -14,8 +14,8 @@ from realhf.dist.tags import RECORD
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
-from realhf.param_spec import is_sharded, model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.compile.actions import (
     RANK_0,

@@ -9,9 +9,9 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.model_config import ModelConfig
-from realhf.model_flops import ModelFlops
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.model_flops import ModelFlops
+from realhf.models.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program

@@ -12,9 +12,9 @@ from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.actions import Run
 from realhf.runtime.execute.memory_meter import MemoryMeter
 from realhf.runtime.weights.engine_store import EngineStore

@@ -16,7 +16,7 @@ import pytest
 from realhf.calls import HostFunction
 from realhf.experiment import Experiment, lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.param_spec import is_sharded
+from realhf.models.param_spec import is_sharded
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.compile.actions import (
     Reallocate,

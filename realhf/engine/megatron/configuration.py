@@ -7,7 +7,7 @@ from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.nn.activation import ACTIVATIONS
 
 

@@ -32,12 +32,12 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
 from realhf.layout import Layout
-from realhf.lora import LoraConfig
-from realhf.micro_batch import attention_share, micro_batches
+from realhf.models.lora import LoraConfig
+from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
-from realhf.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards
 from realhf.sample_ids import groups_of
+from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
 class MegatronEngine(Engine):

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, Sequences
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.nn.attention import packed_attention
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate

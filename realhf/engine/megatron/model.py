@@ -26,10 +26,10 @@ from torch import Tensor
 from realhf.attention.interface import Sequences
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.megatron.layers import Packing, block_spec
+from realhf.models.param_spec import ModelSpec
 from realhf.nn.packed import token_positions
 from realhf.nn.rope import Rotary
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
-from realhf.param_spec import ModelSpec
 
 
 class MegatronModel(MegatronModule):

@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from torch import Tensor
 
 from realhf.engine.megatron.model import MegatronModel
-from realhf.param_spec import ParamSpec
+from realhf.models.param_spec import ParamSpec
+from realhf.models.region import Region, region_size
 from realhf.realloc.pieces import Piece, Shards
-from realhf.region import Region, region_size
 
 _Range = tuple[int, int]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from realhf.data.batch import Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.megatron.process_groups import Messages
-from realhf.micro_batch import interleaved_group
+from realhf.sizes.micro_batch import interleaved_group
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.megatron_config import MegatronConfig
-from realhf.model_config import ModelConfig
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from realhf.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 from realhf.planner.cost.rates import SharedPrompts
 from realhf.planner.workload.problem import Workload
+from realhf.sizes.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 
 
 def prefilled(work: Workload, rows: float) -> tuple[float, float]:

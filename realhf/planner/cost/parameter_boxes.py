@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy, even_split
-from realhf.lora import LoraConfig
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.memory.shard import parameter_kinds
 
 _WHOLE = 0  # Columns of parameters that every tensor-parallel rank holds whole.

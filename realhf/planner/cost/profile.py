@@ -18,10 +18,10 @@ import numpy as np
 import yaml
 
 from realhf.cluster import Cluster
-from realhf.field_types import check_fields
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.workload.problem import ITEMSIZE
-from realhf.shipped import load_yaml
+from realhf.user_input.field_types import check_fields
+from realhf.user_input.shipped import load_yaml
 
 _EXPERTS = ("num_experts", "num_experts_per_token", "expert_width", "shared_width")
 SHAPE = (

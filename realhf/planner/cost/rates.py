@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.model_config import ModelConfig
-from realhf.model_flops import attention_flops, dense_params
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.model_flops import attention_flops, dense_params
+from realhf.models.param_spec import model_spec
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.engine_paths import EnginePath, padded_sizes
 from realhf.planner.cost.expert_load import busiest_load, used_experts

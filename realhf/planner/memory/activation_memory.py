@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from realhf.chunk_sizes import (
+from realhf.layout import ParallelStrategy
+from realhf.planner.memory.shard import Widths, exchanged, float32_bytes, widths
+from realhf.planner.workload.micro_batches import LargestMicroBatch, largest_micro_batch
+from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.sizes.chunk_sizes import (
     CUDA_PARTS,
     EXPANDED_TOKENS,
     PART_NUMEL,
@@ -21,10 +25,6 @@ from realhf.chunk_sizes import (
     chunk_numel,
     slice_numel,
 )
-from realhf.layout import ParallelStrategy
-from realhf.planner.memory.shard import Widths, exchanged, float32_bytes, widths
-from realhf.planner.workload.micro_batches import LargestMicroBatch, largest_micro_batch
-from realhf.planner.workload.problem import ModelRole, Workload
 
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.

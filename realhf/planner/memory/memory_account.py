@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.kv_blocks import cache_limit
 from realhf.layout import MAX_RANKS, Layout
-from realhf.megatron_config import MegatronConfig
+from realhf.models.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.memory.activation_memory import CallMemory
 from realhf.planner.memory.call_memory import RunningMemory
@@ -32,6 +31,7 @@ from realhf.planner.memory.model_states import (
     optimizer_bytes,
 )
 from realhf.planner.workload.problem import PlannedCall, Problem
+from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
     "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,

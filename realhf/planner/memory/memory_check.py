@@ -11,7 +11,7 @@ from realhf.plan import ExecutionPlan
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.memory.model_states import HOST_SHARE, available_bytes, fixed_reserve
 from realhf.planner.workload.problem import PlannedCall, Problem
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 
 class Peak(NamedTuple):

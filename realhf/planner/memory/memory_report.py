@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.memory.memory_check import MemoryCheck, Peak
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "reserve")
 _ENDINGS = {

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from realhf.chunk_sizes import SMALL_PRODUCT
-from realhf.kv_blocks import cached_heads
 from realhf.layout import ParallelStrategy
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, ParamSpec, model_spec
-from realhf.region import chunk_body, region_size
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, ParamSpec, model_spec
+from realhf.models.region import chunk_body, region_size
+from realhf.sizes.chunk_sizes import SMALL_PRODUCT
+from realhf.sizes.kv_blocks import cached_heads
 
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 

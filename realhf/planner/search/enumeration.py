@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from realhf.cluster import Cluster
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 from realhf.planner.workload.problem import Problem
 
 COMPLETE = 8

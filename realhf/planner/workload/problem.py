@@ -12,16 +12,16 @@ import numpy as np
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.megatron_config import MegatronConfig
-from realhf.micro_batch import attention_share
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, model_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.workload.lengths import Lengths, geometric
 from realhf.planner.workload.rounds import RoundStatistics, steady_round
 from realhf.planner.workload.scoring_time import ScoringTime
-from realhf.transformers_config import TransformersConfig
+from realhf.sizes.micro_batch import attention_share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

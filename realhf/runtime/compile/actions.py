@@ -11,12 +11,12 @@ from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.lora import adapter_spec
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, is_sharded, model_spec
+from realhf.models.lora import adapter_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec, is_sharded, model_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing
-from realhf.transformers_config import TransformersConfig
 
 RANK_0 = Layout.parse("d1@0")
 """Layout of host calls without an entry in the plan, and of the call that records an evaluation."""

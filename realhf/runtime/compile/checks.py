@@ -13,13 +13,13 @@ from realhf.data.rows import RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.hub import is_incomplete
-from realhf.lora import adapter_spec
-from realhf.megatron_config import check_installed
+from realhf.models.lora import adapter_spec
+from realhf.models.megatron_config import check_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.sampling_checks import check_sampling
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+from realhf.user_input.hub import is_incomplete
 
 
 def check_numbers(experiment: Experiment) -> None:

@@ -12,13 +12,13 @@ from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
-from realhf.hub import cached_name, find_model
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy
-from realhf.transformers_config import TransformersConfig
+from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
     "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",

@@ -10,11 +10,11 @@ from realhf.data.responses import response_lengths
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
-from realhf.model_flops import ModelFlops, Span
-from realhf.param_spec import model_spec
+from realhf.models.model_flops import ModelFlops, Span
+from realhf.models.param_spec import model_spec
+from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.records.step_record import StepRecord
 from realhf.sample_ids import prompt_of
-from realhf.transformers_config import TransformersConfig
 
 DEVICE_SECONDS = "compute/device_seconds"
 FLOPS = "compute/flops"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from realhf.errors import UserError
-from realhf.kv_blocks import padded_size
 from realhf.runtime.compile.program import Program
+from realhf.sizes.kv_blocks import padded_size
 
 RECORD = "determinism.json"
 """The file of a run directory that says on what its bits depend, beside experiment and plan."""

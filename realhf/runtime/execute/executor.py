@@ -17,7 +17,7 @@ from realhf.engine.protocol import CallResult
 from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.model_flops import ModelFlops
+from realhf.models.model_flops import ModelFlops
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import (
     Action,

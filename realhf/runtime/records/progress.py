@@ -14,7 +14,7 @@ from rich.table import Table
 
 from realhf.dist.activity import Activity
 from realhf.runtime.compile.program import Program
-from realhf.units import format_bytes
+from realhf.user_input.units import format_bytes
 
 _COLUMNS = {
     "reward/mean": "reward",

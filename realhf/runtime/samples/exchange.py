@@ -14,8 +14,8 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.layout import Layout, even_split
-from realhf.micro_batch import balance
 from realhf.sample_ids import groups_of
+from realhf.sizes.micro_batch import balance
 
 Locations = dict[int, tuple[int, int]]
 """Maps a sample id to the rank that holds the sample, and to its index there."""

@@ -19,11 +19,11 @@ from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.responses import in_response, response_lengths
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
-from realhf.rollout_log import RolloutLog
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.sample_ids import prompt_of, samples_of
+from realhf.settings.rollout_log import RolloutLog
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""

@@ -16,8 +16,8 @@ from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.layout import Layout
+from realhf.models.region import region_size
 from realhf.realloc.pieces import Shards
-from realhf.region import region_size
 from realhf.runtime.compile.actions import Action, Run, adapters_of
 from realhf.runtime.weights.offload import OffloadedWeights
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog

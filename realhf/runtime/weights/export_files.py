@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realhf.experiment import Experiment
-from realhf.hub import TERMS_FILES, TOKENIZER_FILES
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
+from realhf.user_input.hub import TERMS_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from realhf.checkpoint.write import Beside

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from realhf.checkpoint.run_state import Saved, SavedTensors
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Placement
+from realhf.models.param_spec import ModelSpec, Placement
+from realhf.models.region import Region
 from realhf.realloc.bundles import disjoint
 from realhf.realloc.pieces import Shards
-from realhf.region import Region
 
 _KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
 """Whether the set is trained -> names of the tensors that a checkpoint holds of every parameter."""

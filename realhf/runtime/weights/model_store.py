@@ -7,10 +7,10 @@ from realhf.checkpoint.write import Beside
 from realhf.dist.world import World
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.param_spec import Placement
+from realhf.models.param_spec import Placement
+from realhf.models.region import Region
 from realhf.realloc.execute import agreed_links
 from realhf.realloc.links import Links
-from realhf.region import Region
 from realhf.runtime.compile.actions import Action, Reallocate
 from realhf.runtime.weights.copy_versions import CopyVersions
 from realhf.runtime.weights.engine_store import EngineStore

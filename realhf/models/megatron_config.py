@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
-from realhf.families import Hf
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.models.families import Hf
+from realhf.models.model_config import ModelConfig
 
 VERSION = "0.16.1"
 """The version of megatron-core whose classes and private names the engine uses."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from realhf.families import FAMILIES, Family, Hf
-from realhf.hf_fields import is_whole
 from realhf.layout import Layout
-from realhf.model_config import ACTIVATION_NAMES, ModelConfig, check_eos, labelled
+from realhf.models.families import FAMILIES, Family, Hf
+from realhf.models.model_config import ACTIVATION_NAMES, ModelConfig, check_eos, labelled
+from realhf.user_input.hf_fields import is_whole
 
 _KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),

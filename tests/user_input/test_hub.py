@@ -13,9 +13,9 @@ import safetensors.numpy
 
 from realhf.checkpoint.peft import adapter_config
 from realhf.checkpoint.read import tensor_shapes
-from realhf.hub import HubName, parse_hub_name
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.model_config import ModelConfig
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.model_config import ModelConfig
+from realhf.user_input.hub import HubName, parse_hub_name
 from tests.cli_tools import REPO
 from tests.docs_pages import commands, fences
 from tests.hub import Hub, Repository, gsm8k_repository, gsm8k_rows, hub, model_repository
@@ -163,7 +163,7 @@ def test_the_commands_of_the_first_page(server, tmp_path):
 
 def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
     code = (
-        "from realhf.hub import find_model\nfrom realhf.data.hub_dataset import find_dataset\n"
+        "from realhf.user_input.hub import find_model\nfrom realhf.data.hub_dataset import find_dataset\n"
         f"print(find_model({MODEL!r}, weights=True))\n"
         "print(find_dataset('openai/gsm8k', name='main', revision=None).commit)")
     server.requests.clear()
@@ -184,7 +184,7 @@ def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
 def test_a_branch_stays_at_its_commit_and_a_revision_can_be_named(tmp_path):
     repository = model_repository("org/moving")
     old = repository.commit
-    show = "from realhf.hub import find_model\nfor name in {}: print(find_model(name).name)"
+    show = "from realhf.user_input.hub import find_model\nfor name in {}: print(find_model(name).name)"
     with hub([repository]) as server:
         assert python(server, tmp_path, show.format(["org/moving"])).split() == [old]
         repository.update({"README.md": b"# Another commit\n"})
@@ -234,7 +234,7 @@ def test_ranks_with_different_commits_do_not_start(tmp_path):
     own_cache = f"import os\nos.environ['HF_HOME'] = {str(tmp_path)!r} + '/' + os.environ.get('RANK', '0')\n"
     experiment = tmp_path / "gsm8k.py"
     experiment.write_text(own_cache + text)
-    fetch = f"from realhf.hub import find_model\nfind_model({MODEL!r}, weights=True)"
+    fetch = f"from realhf.user_input.hub import find_model\nfind_model({MODEL!r}, weights=True)"
     with hub([repository]) as server:
         python(server, tmp_path / "0", fetch)
         repository.update({"README.md": b"# Another commit\n"})
@@ -250,7 +250,7 @@ def test_what_cannot_be_found_is_said_in_one_sentence(server, tmp_path):
     code = """
 import sys
 from realhf.data.hub_dataset import open_split
-from realhf.hub import find_model
+from realhf.user_input.hub import find_model
 cases = {
     "unknown": lambda: find_model("org/unknown"),
     "gated": lambda: find_model("org/gated"),

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from realhf.families import COMMON, FAMILIES
-from realhf.hf_fields import LEGAL
 from realhf.layout import Layout
-from realhf.model_config import ACTIVATION_NAMES, MlaConfig, ModelConfig, MoeConfig
+from realhf.models.families import COMMON, FAMILIES
+from realhf.models.model_config import ACTIVATION_NAMES, MlaConfig, ModelConfig, MoeConfig
 from realhf.nn.activation import ACTIVATIONS
+from realhf.user_input.hf_fields import LEGAL
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-from realhf.other_libraries import keyword_hint
-from realhf.suggest import did_you_mean
+from realhf.user_input.other_libraries import keyword_hint
+from realhf.user_input.suggest import did_you_mean
 
 _WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None",

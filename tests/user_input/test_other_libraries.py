@@ -7,8 +7,8 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 from realhf import GRPO, PPO, Evaluation, LoraConfig, OptimizerConfig, Role
 from realhf.cli.main import _parser
 from realhf.cli.overrides import _options
-from realhf.other_libraries import OTHER_NAMES, keyword_hint, ours
-from realhf.suggest import near_options
+from realhf.user_input.other_libraries import OTHER_NAMES, keyword_hint, ours
+from realhf.user_input.suggest import near_options
 
 OPTIONS = list(
     _options(GRPO(eval_dataset=Evaluation())) | _options(PPO(critic=Role("m", optimizer=OptimizerConfig()))))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from realhf.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig
 
 SMALL = 64
 """Tokens in a small block, which shares more and wastes less."""

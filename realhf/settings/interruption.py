@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from realhf.data.light_tokenizer import LightTokenizer
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 
 @dataclass(frozen=True)

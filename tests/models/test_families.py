@@ -15,12 +15,12 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.pipeline import run_pipeline
-from realhf.families import FAMILIES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from realhf.region import region_slices
+from realhf.models.families import FAMILIES
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_slices
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}

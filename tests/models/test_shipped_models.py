@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.families import FAMILIES
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from realhf.region import region_size
-from realhf.shipped import resolve, shipped_dir
+from realhf.models.families import FAMILIES
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
+from realhf.models.region import region_size
+from realhf.user_input.shipped import resolve, shipped_dir
 from tests.families import CASES, MOE_CASES, SIZES
 
 NUM_PARAMS = {

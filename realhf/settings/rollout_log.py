@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 _MEGABYTE = 1_000_000
 _CHUNK = 1 << 20

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from realhf.field_types import check_types, require
-from realhf.hf_fields import is_positive, is_whole
-from realhf.model_config import ModelConfig
-from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import InFile, ModelSpec, ParamSpec, model_spec
+from realhf.user_input.field_types import check_types, require
+from realhf.user_input.hf_fields import is_positive, is_whole
 
 PREFIX = "base_model.model."
 """PEFT puts this before the names of parameters."""

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy, even_split
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import model_spec
 
 EXTRA = {
     "Qwen3Moe": {
@@ -62,7 +62,7 @@ def box(region):
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(config):
-    """Of what tests/test_families.py, which has every family, lacks."""
+    """Of what tests/models/test_families.py, which has every family, lacks."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     hf = config.to_hf()

@@ -17,7 +17,7 @@ from realhf import (
     Role,
     SamplingConfig,
 )
-from realhf.field_types import check_types, explain_keyword
+from realhf.user_input.field_types import check_types, explain_keyword
 
 SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=DatasetConfig("d.jsonl"))
 

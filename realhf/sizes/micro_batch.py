@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 
 from realhf.layout import ParallelStrategy
-from realhf.model_flops import ModelFlops
-from realhf.param_spec import ModelSpec
+from realhf.models.model_flops import ModelFlops
+from realhf.models.param_spec import ModelSpec
 
 
 def balance(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from realhf.field_types import check_types, require
+from realhf.user_input.field_types import check_types, require
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
-from realhf.hf_fields import MAX_EXPERTS, MAX_SIZE, CheckedFields, is_positive, is_whole
 from realhf.layout import Layout
-from realhf.shipped import resolve
+from realhf.models.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
+from realhf.user_input.hf_fields import MAX_EXPERTS, MAX_SIZE, CheckedFields, is_positive, is_whole
+from realhf.user_input.shipped import resolve
 
 HEADS = ("lm", "score")
 """`lm` computes logits over the vocabulary, `score` one number per token (critics, reward models)."""

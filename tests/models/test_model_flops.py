@@ -10,10 +10,10 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.model_config import ModelConfig
-from realhf.model_flops import ModelFlops
-from realhf.param_spec import model_spec
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.model_flops import ModelFlops
+from realhf.models.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
 
 LENGTHS = (5, 9, 16)

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from realhf.lora import LoraConfig, adapter_spec
-from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec
+from realhf.models.lora import LoraConfig, adapter_spec
+from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import ModelSpec
 
 Span = tuple[int, int]
 """Positions of a sequence, from the first to before the last, whose tokens a pass computes."""

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from realhf.errors import UserError
-from realhf.hub import find_model, parse_hub_name
+from realhf.user_input.hub import find_model, parse_hub_name
 
 _PACKAGE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.layout import Coordinate, Layout, ParallelStrategy, even_part, even_split
-from realhf.model_config import ModelConfig
-from realhf.region import Region, region_size, split_evenly
+from realhf.models.model_config import ModelConfig
+from realhf.models.region import Region, region_size, split_evenly
 
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """The distinct regions of a parameter under a layout, each with the ranks that hold it."""
