@@ -55,7 +55,8 @@ def _timed_calls(
 
     def price(kind: str, workload: Workload) -> float:
         call = FunctionCall(kind, kind, (), role="role")
-        return call_cost(rates, call, role, workload, plan, per_host=world.ranks_per_host).seconds
+        cost = call_cost(rates, call, role, workload, plan, per_host=world.ranks_per_host)
+        return float(cost.seconds)  # Tables are interpolated in NumPy, whose floats YAML cannot write.
 
     def sequences(samples: int) -> Workload:
         return Workload(samples, response_tokens=sizes.tokens, output=calls.main,
