@@ -47,8 +47,8 @@ vision tower, and are refused.
 
 `realhf plan` and `realhf realloc` take these names, to plan without weights. The numbers of parameters are
 those published, with a tied head counted once, and without the vision towers of Gemma 3 and the layer of
-DeepSeek-V3 that predicts a second token (tests/models/test_shipped_models.py). A name has no tokenizer. For an
-experiment with such a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file,
+DeepSeek-V3 that predicts a second token (tests/models/test_shipped_models.py). A name has no tokenizer. For
+an experiment with such a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file,
 or `--expected.prompt-tokens 512` on the command line. If nothing is generated, give `response_tokens` as
 well; otherwise its default is `sampling.max_new_tokens`.
 

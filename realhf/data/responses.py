@@ -1,7 +1,7 @@
 """Which tokens of packed sequences belong to responses. Imports no torch.
 
 A response mask is 1 on the tokens that were sampled. A response begins at the first of them and goes on to
-the end of its sequence; tokens in it that were inserted instead (see `realhf.settings.interruption`) have a 0.
+the end of its sequence; tokens that were inserted instead (see `realhf.settings.interruption`) have a 0.
 The suffix T of a tensor means one entry per packed token.
 """
 

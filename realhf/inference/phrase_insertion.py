@@ -1,4 +1,4 @@
-"""PhraseInserter: decides which sampled tokens are replaced by those of a phrase (see `realhf.settings.interruption`).
+"""PhraseInserter: decides which sampled tokens a phrase replaces (see `realhf.settings.interruption`).
 
 The decision depends on a sample's tokens alone, so that it is the same on every layout and however the sample
 is split into rounds. All tensors stay on the device.
