@@ -53,8 +53,8 @@ def _kernel_takes(x: Tensor) -> bool:
     """Return whether torch's grouped kernel takes an operand, whose rows must be aligned to 16 bytes.
 
     So must its base. On CUDA one that is not is copied, so that the host need not wait: only weights
-    behind parameters of odd sizes, which no shipped model has (tests/models/test_shipped_models.py). The kernel
-    takes only bfloat16 here, because with other dtypes torch waits for the ends.
+    behind parameters of odd sizes, which no shipped model has (tests/models/test_shipped_models.py). The
+    kernel takes only bfloat16 here, because with other dtypes torch waits for the ends.
     """
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     has_aligned_rows = x.shape[-1] * x.element_size() % 16 == 0
