@@ -84,11 +84,17 @@ class Clock:
         """Return the seconds on this rank, after all ranks began together."""
         return self._once(function, waits)[0]
 
-    def of_slowest(self, function: Callable[[], object], repetitions: int) -> list[float]:
-        """Return the seconds of each repetition on the slowest rank; a first one, to warm up, does not count.
-        Every rank must call this."""
-        mine = [self._once(function, waits=True)[0] for _ in range(1 + repetitions)]
-        return [max(times) for times in zip(*self.world.control.all_gather_json(mine[1:]), strict=True)]
+    def mean_of_slowest(self, function: Callable[[], object], *, budget: float) -> float:
+        """Return the mean seconds of the slowest rank over the repetitions that fit in `budget` seconds.
+
+        A first one, to warm up, does not count. Every rank must call this.
+        """
+        least, most = _REPETITIONS
+        (each,) = self._agreed({"once": [self._once(function, waits=True)[0]]}, ()).values()
+        repetitions = max(least, min(most, round(budget / each)))
+        mine = [self._once(function, waits=True)[0] for _ in range(repetitions)]
+        slowest = map(max, zip(*self.world.control.all_gather_json(mine), strict=True))
+        return statistics.fmean(slowest)
 
     def _once(self, function: Callable[[], object], waits: bool) -> tuple[float, float]:
         """Return the seconds on this rank, after all ranks began together, and its CPU seconds."""

@@ -4,7 +4,6 @@ A call walks through all of its parts, so that each finds colder caches than whe
 allocates memory, and ends with its slowest rank.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 
 from realhf.graph import FunctionCall
@@ -19,7 +18,7 @@ from realhf.profiling.models import MANY
 from realhf.profiling.sizes import Model, Sizes
 
 _LONGEST = 1.5  # Expected seconds of a timed call; if all samples take longer, there are fewer.
-_REPETITIONS = 4
+_BUDGET = 3.0  # Seconds for the repetitions of a call.
 _NEW_TOKENS = (32, 256)  # New tokens of each row, at least and at most.
 
 Timed = tuple[str, float, Callable[[], object]]
@@ -31,10 +30,11 @@ def whole_calls(
     """Return the measured seconds of a call of each kind, relative to its price.
 
     All ranks of a host run it, as replicas of this strategy. All sequences are as long as the mean of the
-    experiment. Every rank must call this.
+    experiment. The mean over repetitions counts, since a step adds up calls, slow ones among them, and sums
+    of medians would be too short. Every rank must call this.
     """
     return {
-        kind: round(statistics.median(clock.of_slowest(run, _REPETITIONS)) / price, 4)
+        kind: round(clock.mean_of_slowest(run, budget=_BUDGET) / price, 4)
         for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)
     }
 
