@@ -23,11 +23,12 @@ def agreed_sizes(groups: Sequence[PromptGroup], gather: Callable[[Any], list[Any
     documents. Raises UserError on all replicas if a prompt is empty.
     """
     sizes = [group.size for group in groups]
-    longest = [max(some) for some in (sizes, [size for size in sizes if size.num_samples > 1]) if some]
+    several = [size for size in sizes if size.num_samples > 1]
+    longest = [max(candidates) for candidates in (sizes, several) if candidates]
     longest += [max(sizes, key=lambda size: size.num_undrawn)] if sizes else []
     empty = [i for group in groups if not group.tokens for i in group.ids]
     gathered = gather([longest, empty])
-    if empty := [i for _, some in gathered for i in some]:
+    if empty := [i for _, ids in gathered for i in ids]:
         raise UserError(f"the prompt of sample {min(empty)} is empty: it must have at least one token")
     return [Size(*size) for sizes, _ in gathered for size in sizes]
 

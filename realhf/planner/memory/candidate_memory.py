@@ -105,13 +105,13 @@ def running_bytes(
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
-    planned = [(problem.planned(call), call_plan)]
+    planned_calls = [(problem.planned(call), call_plan)]
     if problem.evaluations:
-        planned += [
+        planned_calls += [
             (beside, call_plan if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)
         ]
-    own, *others = [_least_running(problem, some, plan) for some, plan in planned]
+    own, *others = [_least_running(problem, planned, plan) for planned, plan in planned_calls]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
         needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))

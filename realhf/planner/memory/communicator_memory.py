@@ -85,7 +85,7 @@ class CommunicatorBytes(NamedTuple):
     reallocation: Any
 
 
-class Communicators:
+class CommunicatorMemory:
     """The groups of layouts and reallocations on a cluster, as the runtime makes them."""
 
     def __init__(self, cluster: Cluster, num_ranks: int, *, first_rank: int = 0) -> None:
