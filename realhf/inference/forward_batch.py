@@ -99,16 +99,13 @@ def chunk_pages(chunks: Sequence[Chunk], *, page_size: int) -> ChunkPages[NDArra
         lens_B=np.array([chunk.stop for chunk in chunks], np.int32))
 
 
-def paged_chunks(
-    backends: PagedBackends, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]
-) -> Segment:
+def paged_chunks(backends: PagedBackends, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> Segment:
     """Return the segment of pieces of prompts, several of which may have been begun."""
     expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
     if expanding is not None:
         return ExpandedPieces(expanding, pages, chunks)
     longest_piece = max(chunk.stop - chunk.start for chunk in chunks)
-    at = Pages(
-        pages.cu_q, longest_piece, pages.table_BM, pages.lens_B, max(chunk.stop for chunk in chunks))
+    at = Pages(pages.cu_q, longest_piece, pages.table_BM, pages.lens_B, max(chunk.stop for chunk in chunks))
     return PagedTokens(
         backends, at, position_T=pages.position_T, length_T=pages.length_T,
         cache_positions_T=pages.cache_position_T,
@@ -134,9 +131,7 @@ class ExpandedPieces(Segment):
     from_cache = False
     expands = True
 
-    def __init__(
-        self, backend: AttentionBackend, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> None:
         super().__init__(
             pages.position_T, pages.length_T, pages.cache_position_T,
             longest=max(len(chunk.prompt.tokens) for chunk in chunks))
@@ -249,7 +244,6 @@ def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size
     for chunk in chunks:
         if chunk.start > 0:
             positions_L = torch.tensor(chunk.cache_positions(page_size))
-            yield ChunkedPrefill(
-                positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
+            yield ChunkedPrefill(positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
     if fresh := [chunk for chunk in chunks if chunk.start == 0]:
         yield prefill(fresh, page_size=page_size, device=torch.device("cpu"))

@@ -126,9 +126,7 @@ def _may_share(problem: Problem, call: FunctionCall) -> bool:
     return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
 
 
-def _least_running(
-    problem: Problem, planned: PlannedCall, call_plan: CallPlan
-) -> Callable[[int], float]:
+def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan) -> Callable[[int], float]:
     """Return a function that returns the least bytes that a call adds on a stage besides gradients."""
     running = RunningMemory(problem, planned, call_plan)
     waits = planned.kind == "generate" and planned.waits_for_blocks(call_plan)

@@ -149,9 +149,7 @@ class CommunicatorMemory:
         counts[:-1] &= keys[:-1] != keys[1:]
         return (np.take_along_axis(num_bytes, order, axis=0) * counts).sum(axis=0)
 
-    def _rows(
-        self, members: np.ndarray, traffic: _Traffic, purpose: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, members: np.ndarray, traffic: _Traffic, purpose: str) -> tuple[np.ndarray, np.ndarray]:
         """Return each rank's key and bytes for disjoint groups of equal size; `members` is (groups, size).
 
         Equal groups of equal purpose have equal keys, and 0 is the key of ranks in no group.
