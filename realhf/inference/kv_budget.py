@@ -112,8 +112,8 @@ class CacheSizes:
         # (This is too much for rows that reach the most tokens of a response in this round.)
         self._longest = max((size.num_tokens for size in sizes), default=0) + limits.new_tokens
         self.num_wanted = blocks_for(
-            pairs_of(sizes), size=self.block_size, num_slots=self.num_slots,
-            max_new_tokens=limits.new_tokens)
+            [(size.num_tokens, size.num_samples) for size in sizes], size=self.block_size,
+            num_slots=self.num_slots, max_new_tokens=limits.new_tokens)
         """Blocks with which no row has to wait for memory."""
         self.num_blocks = limits.affordable(self.num_wanted)
 
@@ -134,8 +134,3 @@ class CacheSizes:
                 return number
             rows += size.num_samples
         return len(groups)
-
-
-def pairs_of(sizes: Sequence[Size]) -> list[tuple[int, int]]:
-    """Return (tokens, samples) of each prompt."""
-    return [(size.num_tokens, size.num_samples) for size in sizes]

@@ -5,13 +5,12 @@ The host computes them as numpy arrays, and all those of a step go to the device
 Shape suffixes: B rows, or chunks of prompts; M pages of each; T tokens of chunks; S samples that get a token.
 """
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-_A = TypeVar("_A", NDArray[Any], Tensor)
+_A = TypeVar("_A")  # NDArray on the host, Tensor on the device
 
 
 class RowPages(NamedTuple, Generic[_A]):
@@ -37,12 +36,12 @@ class ChunkPages(NamedTuple, Generic[_A]):
 class StepInputs(NamedTuple):
     """The inputs of a step on the device."""
 
-    row_pages: RowPages[Tensor] | None  # Only on the paged path, like the next ones.
-    chunk_pages: ChunkPages[Tensor] | None
-    sample_S: Tensor  # Samples that get a token,
-    column_S: Tensor  # and its column in the buffer.
-    draw_S: Tensor  # The random number in [0, 1) for it.
-    last_column_B: Tensor  # The column of each row's last token; the rows are the first samples.
+    row_pages: RowPages[Tensor] | None  # Only on the paged path.
+    chunk_pages: ChunkPages[Tensor] | None  # Only on the paged path.
+    sample_S: Tensor  # The samples that get a token; those of the rows come first.
+    column_S: Tensor  # The column of that token in the buffer.
+    draw_S: Tensor  # The random number in [0, 1) with which it is sampled.
+    last_column_B: Tensor  # The column of each row's last token so far.
     prompt_T: Tensor  # The tokens of chunks.
     last_S: Tensor  # The index in the pass of the token that each sample continues, if there are chunks.
 

@@ -239,8 +239,7 @@ class StepRunner:
         """Return the state between two steps, for a checkpoint."""
         return {
             "number": self.number, "state": self.state, "operation": self._operation,
-            "digest": self._digest, "num_prompts": self._num_prompts,
-            "num_batches": self._num_batches,
+            "digest": self._digest, "num_prompts": self._num_prompts, "num_batches": self._num_batches,
             "batches": [[i, list(batch)] for i, batch in self._batches.items()],
             "unfinished": [[list(batch.prompts), batch.rounds] for batch in self._unfinished],
             "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,

@@ -94,8 +94,7 @@ def candidate_memory(
     return [
         CandidateMemory(
             Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
-        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)
-    ]
+        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)]
 
 
 def running_bytes(
@@ -109,8 +108,7 @@ def running_bytes(
     if problem.evaluations:
         planned_calls += [
             (beside, call_plan if has_options else at_home)
-            for beside, has_options in problem.evaluations_beside(call)
-        ]
+            for beside, has_options in problem.evaluations_beside(call)]
     own, *others = [_least_running(problem, planned, plan) for planned, plan in planned_calls]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):

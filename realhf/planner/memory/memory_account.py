@@ -20,22 +20,16 @@ import numpy as np
 from realhf.layout import MAX_RANKS, Layout
 from realhf.models.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
+from realhf.planner.memory import model_states
 from realhf.planner.memory.activation_memory import CallMemory
 from realhf.planner.memory.call_memory import RunningMemory
 from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, use_of
-from realhf.planner.memory.model_states import (
-    adapter_bytes,
-    available_bytes,
-    base_weights_bytes,
-    gradient_bytes,
-    optimizer_bytes,
-)
 from realhf.planner.workload.problem import PlannedCall, Problem
 from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
-    "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,
-    "optimizer": optimizer_bytes,
+    "weights": model_states.base_weights_bytes, "adapters": model_states.adapter_bytes,
+    "gradients": model_states.gradient_bytes, "optimizer": model_states.optimizer_bytes,
 }  # fmt: skip
 
 
@@ -111,8 +105,9 @@ class MemoryAccount:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.num_ranks = problem.cluster.num_devices
-        kinds = problem.cluster.ranks_by_kind
-        self.available = np.concatenate([np.full(len(r), available_bytes(kind)) for r, kind in kinds])
+        self.available = np.concatenate([
+            np.full(len(ranks), model_states.available_bytes(kind))
+            for ranks, kind in problem.cluster.ranks_by_kind])
         self.communicators = CommunicatorMemory(problem.cluster, self.num_ranks)
         self._rank_shards: dict[Layout, RankShards] = {}
         self._kinds: dict[tuple[int, ...], int] = {}

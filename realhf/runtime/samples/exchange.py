@@ -37,8 +37,7 @@ class Source:
         ranks = target.ranks
         return {
             sender: sender if sender in target else ranks[i % len(ranks)]
-            for i, sender in enumerate(self.layout.result_ranks)
-        }
+            for i, sender in enumerate(self.layout.result_ranks)}
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,7 @@ class Exchange:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
         ordered = [
             replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
-            for arrived, known in zip(inputs, with_columns, strict=True)
-        ]  # fmt: skip
+            for arrived, known in zip(inputs, with_columns, strict=True)]
         return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(

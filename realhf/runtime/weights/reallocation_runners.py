@@ -141,15 +141,11 @@ class _PostedReallocation:
     start: float
     task: PostedTask[ReallocStats]
     shards: ExitStack
-    finished: FinishedReallocation | None = None
 
     def result(self) -> FinishedReallocation:
-        if self.finished is None:
-            stats = self.task.result()
-            self.finished = FinishedReallocation(
-                self.action, stats, self.start, self.task.ended, self.task.arrived)
-            self.shards.close()
-        return self.finished
+        stats = self.task.result()
+        self.shards.close()
+        return FinishedReallocation(self.action, stats, self.start, self.task.ended, self.task.arrived)
 
 
 class StreamRunner:
