@@ -25,7 +25,7 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.models.region import region_size
-from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
+from realhf.planner.cost.parameter_boxes import ContiguousLayout, MovedModel
 from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
@@ -130,7 +130,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         )
         seconds.append(time.process_time() - started)
     links = Links.of_cluster(cluster)
-    model = Model(config, None, spec.section_numel)
+    model = MovedModel(config, None, spec.section_numel)
     ends = (ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in (source, target))
     planned = estimate_movement(links, model, *ends, itemsize=_ITEMSIZE)
     weights = max(_most_held(spec, layout) for layout in (source, target))

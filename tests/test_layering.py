@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -210,3 +211,19 @@ def test_files_and_package_stay_small():
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {str(path): n for path, n in lines.items() if n > MAX_FILE_LINES} == {}
     assert sum(lines.values()) < MAX_PACKAGE_LINES
+
+
+def test_a_name_of_a_type_has_one_meaning():
+    """This holds for classes, private ones too, and for other names of types, which may be defined twice if
+    the definitions are equal."""
+    meanings = defaultdict(set)
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                meanings[node.name].add(f"class in {module}")
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if name[0].isupper() and not name.isupper():
+                    meanings[name].add(ast.unparse(node.value))
+    assert {name: sorted(where) for name, where in meanings.items() if len(where) > 1} == {}

@@ -23,11 +23,11 @@ from realhf.planner.cost.profile import COLLECTIVES
 from realhf.planner.cost.rates import Rates
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock
-from realhf.profiling.decoding import Rows, prompts
+from realhf.profiling.decoding import DecodingRows, prompts
 from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench
-from realhf.profiling.sizes import Model, Sizes
+from realhf.profiling.sizes import MeasuredModel, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
 from realhf.profiling.whole_calls import whole_calls
 from tests.models.test_shipped_models import NUM_PARAMS
@@ -40,7 +40,7 @@ FEW = (1, 2)
 @pytest.mark.parametrize("name", NUM_PARAMS)
 def test_blocks_to_measure(name):
     config = ModelConfig.load(name)
-    few = Model(config, "bfloat16", ()).with_blocks(2, "score")
+    few = MeasuredModel(config, "bfloat16", ()).with_blocks(2, "score")
     params = {p.part for p in model_spec(few).params if p.layer == 1}
     assert params == {p.part for p in model_spec(config).params if p.layer == config.num_layers - 1}
     assert few.num_layers == 2 and few.head == "score" and few.eos_token_ids == ()
@@ -62,7 +62,7 @@ def test_rows_attend_to_blocks_of_their_own_but_where_they_share_a_prompt(
     """The prompt is of 130 tokens: 128 and 16 in two blocks of 128; or 64 and 64, which count as one, and
     what is not shared."""
     model = build(hf_config() | {"max_position_embeddings": 256})
-    rows = Rows(model, 6, prompt_tokens=130, num_prompts=num_prompts)
+    rows = DecodingRows(model, 6, prompt_tokens=130, num_prompts=num_prompts)
     own, *shared = rows.segment.decoding.sets
     assert rows.segment.decoding.positions_B.tolist() == [130] * 6
     assert own.rows_PS.shape == (own_blocks, 1) and sorted(own.rows_PS.unique().tolist()) == list(range(6))
@@ -183,7 +183,8 @@ def _two(world):
 def _bench_of_two(world, moe, strategy):
     config = ModelConfig("qwen3_moe" if moe else "qwen2", 32, 16, 32, 2, 2, 2, 8, moe=moe)
     with patch.object(clock, "_REPETITIONS", FEW):
-        bench = Bench(Clock(_two(world)), Model(config, "float32", CALLS), strategy, Sizes(4, 12, 8, 1))
+        model = MeasuredModel(config, "float32", CALLS)
+        bench = Bench(Clock(_two(world)), model, strategy, Sizes(4, 12, 8, 1))
     return bench.tables(), bench.noise, bench.calls()
 
 
@@ -204,7 +205,7 @@ def test_whole_calls_are_compared_with_their_price(pool, strategy):
 
 def _whole_calls(world, strategy):
     sizes = Sizes(4, 12, 8, 1)
-    model = Model(NARROW, "float32", CALLS)
+    model = MeasuredModel(NARROW, "float32", CALLS)
     return whole_calls(Clock(_two(world)), model, strategy, sizes, _Priced(this_machine(2)))
 
 
@@ -221,7 +222,7 @@ def test_whole_calls_run_what_they_price(max_rows, second, monkeypatch):
     generate, train = CALLS
     work = Generate(SamplingConfig(max_new_tokens=80), max_rows=max_rows)
     generate = dataclasses.replace(generate, work=work)
-    model = Model(NARROW, "float32", (generate, train))
+    model = MeasuredModel(NARROW, "float32", (generate, train))
     whole_calls(Clock(World()), model, ParallelStrategy(), Sizes(10, 90, 8, 1), _Priced(this_machine(1)))
     (rows, prompt, new, in_one_pass), (kind, work) = run[0], priced[-1]
     assert kind == "generate" and not in_one_pass

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from realhf.data.hub_dataset import find_dataset
 from realhf.data.order import block_counts
-from realhf.data.rows import SOURCE, RowFault, Rows, first_row, is_of_hub
+from realhf.data.rows import SOURCE, DatasetRows, RowFault, first_row, is_of_hub
 from realhf.user_input.field_types import check_types, require
 
 IS_CHOSEN = "is_chosen"
@@ -133,7 +133,7 @@ class DatasetMixture(DatasetConfig):
 def open_rows(
     config: DatasetConfig, keys: Sequence[str], *, mixture: DatasetConfig | None = None,
     row_faults: Sequence[RowFault] = (),
-) -> Rows:
+) -> DatasetRows:
     """Return the rows of a data set for a graph with these input keys, as a part of a mixture or alone.
 
     Raises ValueError if there are no such files.
@@ -143,7 +143,7 @@ def open_rows(
     if mixture is not None and len(mixture.parts) > 1:
         source = dataset_name(config)
         blank = {*extra_columns(mixture)} - {*extra_columns(config)}
-    return Rows(
+    return DatasetRows(
         config, columns=needed_columns(config, keys), completions=completion_columns(config, keys),
         blank=blank, source=source, row_faults=row_faults)
 
@@ -166,7 +166,7 @@ def load_rows(
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     """Read all rows as they are. Raises ValueError, which names file and line, if one is malformed."""
-    rows = Rows(config)
+    rows = DatasetRows(config)
     return [row for number in range(len(rows)) if (row := rows[number]) is not None]
 
 

@@ -11,7 +11,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
 from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.rows import RowFault
-from realhf.data.tokenized import MixedRows, Samples, TokenizedRows
+from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
 from realhf.errors import UserError
 from realhf.sample_ids import samples_of
 
@@ -52,7 +52,7 @@ class Loader(TokenizedRows):
         samples = [self.at(prompt) for prompt in prompts]
         return _to_batch(prompts, samples, keys=self.keys, group_size=self._group_size)
 
-    def at(self, prompt: int) -> Samples:
+    def at(self, prompt: int) -> TokenizedSamples:
         """Return the samples of a prompt of an endless run, by its number."""
         (index,) = row_order(len(self), start=prompt, count=1, seed=self._seed, shuffle=self.config.shuffle)
         return self.row(index)
@@ -98,7 +98,7 @@ def make_loader(
 
 
 def _to_batch(
-    prompts: Sequence[int], samples: Sequence[Samples], *, keys: Sequence[str], group_size: int
+    prompts: Sequence[int], samples: Sequence[TokenizedSamples], *, keys: Sequence[str], group_size: int
 ) -> Batch:
     """Return prompts of the run, each `group_size` times, as a batch."""
     rows = [some[k % len(some)] for some in samples for k in range(group_size)]

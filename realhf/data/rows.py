@@ -1,4 +1,4 @@
-"""Rows: the rows of one data set, which are read, mapped and checked one at a time. Imports no torch."""
+"""DatasetRows: the rows of a data set, which are read, mapped and checked one at a time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WILDCARDS = "*?["
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-class Rows:
+class DatasetRows:
     """The rows of a data set, by number from 0 over all of its files. They have JSON's types."""
 
     def __init__(

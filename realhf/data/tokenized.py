@@ -20,7 +20,7 @@ from realhf.data.light_tokenizer import unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.errors import UserError
 
-Samples = tuple[dict[str, Any], ...]
+TokenizedSamples = tuple[dict[str, Any], ...]
 """The different samples of a row, by graph key: one, or chosen and rejected of a pair."""
 _NUM_SKIPPED = 10_000
 """Rows of a large data set that may be left out one after the other."""
@@ -93,7 +93,7 @@ class TokenizedRows:
         """Number of tokens of the longest prompt, or of the longest sequence if rows have completions."""
         return max(self._lengths())
 
-    def row(self, index: int) -> Samples:
+    def row(self, index: int) -> TokenizedSamples:
         """Return the samples of a row, by its index below `len`.
 
         In place of a row of a large data set that is left out come those of the next one that is not.
@@ -117,7 +117,7 @@ class TokenizedRows:
         for number, samples in zip(self._numbers, self.samples, strict=True):
             self._check_limit(number, samples)
 
-    def _check_limit(self, number: int, samples: Samples) -> None:
+    def _check_limit(self, number: int, samples: TokenizedSamples) -> None:
         if self._limit is None or "sequence_ids" not in self.keys:
             return
         limit, reason = self._limit
@@ -163,7 +163,7 @@ class TokenizedRows:
         limit = f"max_prompt_tokens {self.config.max_prompt_tokens}"
         return f"{where}: every prompt is longer than {limit} (the shortest has {self._shortest} tokens)"
 
-    def _tokenize(self, number: int) -> Samples | None:
+    def _tokenize(self, number: int) -> TokenizedSamples | None:
         """Return the samples of a row: columns by graph key, and `prompt_ids`. None: it is left out."""
         row = self._file[number]
         if row is None:

@@ -101,8 +101,9 @@ class Activity:
         now = time.monotonic()
         host = self.waits_in
         on_device = self.communicators.unfinished()
-        found = [] if host is None else [(str(host), now - host.since)]
-        return found + [(f"{one}, posted by {one.place}", now - one.since) for one in on_device]
+        on_host = [] if host is None else [(str(host), now - host.since)]
+        return on_host + [
+            (f"{operation}, posted by {operation.place}", now - operation.since) for operation in on_device]
 
     @property
     def place(self) -> str:

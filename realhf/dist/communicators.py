@@ -143,9 +143,9 @@ class Communicators:
     def unfinished(self) -> list[Operation]:
         """Return the oldest unfinished operation of each communicator, in the order of their posts."""
         with self._lock:
-            found = [operation for lane in list(self._lanes.values()) for operation in lane.unfinished()]
+            operations = [operation for lane in list(self._lanes.values()) for operation in lane.unfinished()]
         oldest: dict[tuple[str, tuple[int, ...]], Operation] = {}
-        for operation in sorted(found, key=lambda operation: operation.since):
+        for operation in sorted(operations, key=lambda operation: operation.since):
             oldest.setdefault((operation.purpose, operation.ranks), operation)
         return list(oldest.values())
 

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.inference.step_inputs import RowPages
 from realhf.sizes.kv_blocks import DENSE
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-PAGED_ROWS = ("position_B", "cache_position_B", "lens_B", "table_BM")
-"""The arrays of BlockTables.advance_pages."""
 
 
 @dataclass(frozen=True)
@@ -149,23 +148,22 @@ class BlockTables:
         """The most blocks that a row may have."""
         return self._table.shape[1]
 
-    def advance_pages(self, num_rows: int, num_pages: int) -> dict[str, NDArray[Any]]:
+    def advance_pages(self, num_rows: int, num_pages: int) -> RowPages[NDArray[Any]]:
         """Add one token to every running row, none of which may be `full`.
 
-        Returns, for `num_rows` rows: position and cache position of the new token, cached tokens, and a table
-        of `num_pages` pages, of which those beyond the row's own are arbitrary. Rows beyond the running ones
-        are padding, and write to page 0.
+        Returns `num_rows` rows, with tables of `num_pages` pages. Those beyond the running rows are padding,
+        and write to page 0.
         """
         slots, lens, cache_positions = self._next_tokens()
         count = len(slots)
-        arrays: dict[str, NDArray[Any]] = {
-            "position_B": np.zeros(num_rows, np.int64), "cache_position_B": np.zeros(num_rows, np.int64),
-            "lens_B": np.ones(num_rows, np.int32), "table_BM": np.zeros((num_rows, num_pages), np.int32)}
-        arrays["position_B"][:count] = lens
-        arrays["cache_position_B"][:count] = cache_positions
-        arrays["lens_B"][:count] = lens + 1
-        arrays["table_BM"][:count, : self._table.shape[1]] = self._table[slots]
-        return arrays
+        rows: RowPages[NDArray[Any]] = RowPages(
+            np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64), np.ones(num_rows, np.int32),
+            np.zeros((num_rows, num_pages), np.int32))
+        rows.position_B[:count] = lens
+        rows.cache_position_B[:count] = cache_positions
+        rows.lens_B[:count] = lens + 1
+        rows.table_BM[:count, : self._table.shape[1]] = self._table[slots]
+        return rows
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
         """Add one token to every running row; return slots, positions and cache positions of the tokens."""
@@ -238,10 +236,10 @@ class BlockTables:
         rows_PS = rows_PS[used]
         counts_PS = self.lens[slots[rows_PS]] - numbers[used, None] * self.block_size
         valid = counts_PS[rows_PS >= 0] if len(row_N) else np.zeros(1)
-        found = BlockSet(
+        block_set = BlockSet(
             blocks, joined, torch.from_numpy(np.maximum(rows_PS, 0)), torch.from_numpy(counts_PS),
             fewest=int(valid.min()), most=int(valid.max()), size=self.block_size * joined)
-        return found, parts_N
+        return block_set, parts_N
 
 
 def _num_joined(rows_PS: Integers, numbers_P: Integers) -> int:

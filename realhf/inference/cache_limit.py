@@ -51,8 +51,8 @@ class CacheLimit:
         if not self._is_unproven:
             return
         self._is_unproven = False
-        found = self._gather([self._groups.rank, taken, int(self._free())])
-        rank, need, free = max(found, key=lambda of_rank: of_rank[1] - of_rank[2])
+        of_ranks = self._gather([self._groups.rank, taken, int(self._free())])
+        rank, need, free = max(of_ranks, key=lambda of_rank: of_rank[1] - of_rank[2])
         if need <= free:
             return
         what = f"the KV cache of this run takes {need / _GIB:.3g} GiB on rank {rank}, as when it began"
@@ -99,9 +99,7 @@ class CacheLimits:
     @property
     def agreed(self) -> dict[str, int]:
         """Return the limits that have been agreed on so far, in bytes by call."""
-        return {
-            call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None
-        }
+        return {call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None}
 
     def restore(self, agreed: Mapping[str, int]) -> None:
         """Take over the limits of a checkpoint."""
@@ -112,8 +110,8 @@ def free_bytes(device: torch.device, *, num_users: int) -> int:
     """Return this process's part of the free memory on its device, which `num_users` processes share if it is
     a host. Memory that torch's allocator keeps for later counts as free."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     return _free_on_host() // num_users
 
 

@@ -4,14 +4,24 @@ All ranks of a replica execute the scheduler's steps in lockstep (continuous bat
 later pipeline stages. Tokens flow back to earlier ones, from host to host: on NCCL they would have to wait
 for hidden states of other cohorts, whose senders may wait for them (docs/collectives.md).
 
-On the paged path, without a pipeline, a step starts before the host has read the tokens of the step before. A
-row that has ended with that token then computes one token too many, which nobody reads, and frees its slot
-one step later.
+On the paged path, without a pipeline, a step starts before the host has read the tokens of the step before.
+The scheduler then learns in two parts which samples have ended. Say that samples 7 and 8 decode in step 1, in
+which 8 gets as many tokens as it may have, and 7 draws its end-of-sequence token. The next `advance` calls
+
+- `_receive(step 1)`, which counts a token for 7 and for 8, and reads neither. By its count, 8 has ended, so
+  the scheduler's `update([False, True])` frees its slot.
+- `_compute(step 2)`, in which 7 decodes again, and gets a token that nobody will read.
+- `_read_late(step 1)`, which waits for the tokens and finds that 7 has ended. The scheduler's `end({7})`
+  frees its slot, and step 2 notes 7 in `ended_before`, so that the next `_receive` counts no token for it.
+
+If a later round may continue 8, `update` parks it instead: 8 leaves its slot and keeps its blocks. Should its
+token turn out to be an end, too, `end({7, 8})` releases them.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,15 +30,11 @@ from numpy.typing import NDArray
 
 from realhf.dist.group import Pending
 from realhf.inference.block_manager import BlockManager
+from realhf.inference.block_tables import Flags
 from realhf.inference.decode_graphs import DecodeGraphs
 from realhf.inference.decode_windows import DecodeWindows
-from realhf.inference.forward_batch import (
-    chunk_arrays,
-    cpu_segments,
-    paged_chunks,
-    paged_rows,
-    prefill,
-)
+from realhf.inference.forward_batch import chunk_pages, cpu_segments, paged_chunks, paged_rows, prefill
+from realhf.inference.host_copies import Download, StepUpload
 from realhf.inference.kept_cache import KeptCache
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.page_pool import PagePool
@@ -36,29 +42,29 @@ from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import Scheduler
+from realhf.inference.step_inputs import NO_INPUTS, ChunkPages, RowPages, StepInputs
 from realhf.inference.steps import ParkedRow, Prompt, Step
-from realhf.inference.transfers import Download, StepUpload
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 from realhf.pinned import upload
 
 
 @dataclass
-class _Started:
+class _StartedStep:
     """A step that has been started, and what is known of its results."""
 
     step: Step
     at: tuple[torch.Tensor, torch.Tensor]  # Where the buffer keeps the tokens and log-probs.
     drawn_S: torch.Tensor  # On the last stage: the token of each of the step's samples.
     download: Download  # The same tokens on the host.
-    unread: set[int] = field(default_factory=set)
+    ended_before: set[int] = field(default_factory=set)
     """Samples that had ended before the step, as has been found out since."""
 
-    def numbers(self) -> list[int]:
+    def live_samples(self) -> list[int]:
         """Return the samples that get a token."""
-        if not self.unread:
+        if not self.ended_before:
             return self.step.samples
-        return [number for number in self.step.samples if number not in self.unread]
+        return [sample for sample in self.step.samples if sample not in self.ended_before]
 
 
 class Cohort:
@@ -73,9 +79,9 @@ class Cohort:
         *, queue: PromptQueue, seed: int, pool: PagePool, kept: KeptCache | None = None,
     ) -> None:  # fmt: skip
         self.sizes = CacheSizes(groups, limits)
-        num_begun = self.sizes.num_at_once(groups) if kept is None else len(groups)
-        self._begun = groups[:num_begun]
-        self.rest = groups[num_begun:]
+        num_first = self.sizes.num_at_once(groups) if kept is None else len(groups)
+        self._first_groups = groups[:num_first]
+        self.rest = groups[num_first:]
         """The groups that have to wait in the queue."""
         self._model = model
         self._limits = limits
@@ -86,7 +92,7 @@ class Cohort:
         self._queue = queue
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
         capacity = sum(len(group.ids) for group in groups) + (0 if kept is None else len(kept.rows))
-        self.samples = RolloutBuffer(
+        self.buffer = RolloutBuffer(
             capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
         # Rows of a longrope model restart by their lengths, which must then be known. In a pipeline, other
@@ -94,7 +100,7 @@ class Cohort:
         self._is_ahead = (
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
-        self._last: _Started | None = None
+        self._last: _StartedStep | None = None
         self._windows = DecodeWindows(self._parallel.ep_control)
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
@@ -106,7 +112,7 @@ class Cohort:
         Any of the groups that are `waiting` may come out of the queue.
         """
         rows = [] if self._kept is None else [row for row in self._kept.rows if not row.waits]
-        possible = [*(row.group for row in rows), *self._begun, *waiting]
+        possible = [*(row.group for row in rows), *self._first_groups, *waiting]
         if not possible and self._parallel.ep.size == 1:
             return
         sizes = CacheSizes(possible, self._limits)
@@ -114,18 +120,18 @@ class Cohort:
             self._leased = self._pool.lease(sizes.num_blocks, page_size=sizes.block_size)
             blocks = BlockManager(self._leased)
         else:
-            self._kept.make_room(self._begun, self._limits)
+            self._kept.make_room(self._first_groups, self._limits)
             blocks = self._kept.blocks
         self._tables = sizes.tables(self._pool.cache.num_blocks)
         self._row_pages = self._pool.table_width(self._tables.blocks_per_row)
-        continued = [row.continue_in(self.samples) for row in rows]
+        continued = [row.continue_in(self.buffer) for row in rows]
         parked = [row for row in continued if isinstance(row, ParkedRow)]
-        self.samples.set_last_tokens([row.sample for row in parked])
+        self.buffer.set_last_tokens([row.sample for row in parked])
         prompts = [row for row in continued if isinstance(row, Prompt)]
-        prompts += [self.samples.add(group) for group in self._begun]
+        prompts += [self.buffer.add(group) for group in self._first_groups]
         self._scheduler = Scheduler(
             prompts, tables=self._tables,
-            history=self.samples.history, prefill_tokens=self._limits.work.prefill_tokens,
+            history=self.buffer.history, prefill_tokens=self._limits.work.prefill_tokens,
             restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked)
 
     @cached_property
@@ -135,7 +141,7 @@ class Cohort:
 
     def _take_prompt(self) -> Prompt | None:
         group = self._queue.take()
-        return None if group is None else self.samples.add(group)
+        return None if group is None else self.buffer.add(group)
 
     def advance(self) -> bool:
         """Start the next step, and read the tokens of the step before; return whether there was a next one.
@@ -150,13 +156,13 @@ class Cohort:
         if not is_read and self._scheduler.may_reclaim:
             assert last is not None
             is_read = self._read_late(last, following=None)
-        step = self._windows.next_step(self._scheduler, self.samples, num_pages=self._row_pages)
+        step = self._windows.next_step(self._scheduler, self.buffer, num_pages=self._row_pages)
         is_running = self._windows.now.num_steps > 0
         self._last = None
         if step is not None:
             self._last = self._compute(step)
         elif is_running:  # Another rank of the ep group has a step.
-            self._pass(Step([], [], []), {})
+            self._pass(Step([], [], []), NO_INPUTS)
         if not is_read and last is not None:
             self._read_late(last, following=self._last)
         if not is_running:
@@ -172,12 +178,12 @@ class Cohort:
         """Keep the unfinished rows of the round, or give the pages back."""
         self._wait_for_sent()
         if self._scheduler is not None and self._kept is not None:
-            self._kept.keep(self._scheduler.parked, self.samples)
+            self._kept.keep(self._scheduler.parked, self.buffer)
         self._pool.give_back(self._leased)
         self._leased = []
         self._scheduler = None
 
-    def _receive(self, last: _Started) -> bool:
+    def _receive(self, last: _StartedStep) -> bool:
         """Take over the tokens of the last step, and tell the scheduler which samples have ended, as far as
         the host knows; return whether it knows all."""
         if not self._parallel.is_last_stage:
@@ -187,93 +193,94 @@ class Cohort:
             last.download = Download(tokens_S)
         elif not last.download.is_here:
             self._send_back(last)
-        self.samples.tokens[last.at] = last.drawn_S
-        numbers = last.numbers()
-        ended = self.samples.count(numbers)
+        self.buffer.tokens[last.at] = last.drawn_S
+        live = last.live_samples()
+        has_ended = self.buffer.count(live)
         if not self._is_ahead:
-            ended |= self._finished(last, numbers)
-        stopped = np.array(numbers, np.int64)[ended]
-        if last.unread:  # The scheduler knows that these have ended.
-            ended = np.isin(last.step.samples, [*last.unread, *stopped.tolist()])
+            has_ended |= self._finished(last, live)
+        stopped = np.array(live, np.int64)[has_ended]
+        if last.ended_before:  # The scheduler knows that these have ended.
+            has_ended = np.isin(last.step.samples, [*last.ended_before, *stopped.tolist()])
         assert self._scheduler is not None
-        self._copy(self._scheduler.update(ended, parks=self._parks(stopped.tolist())))
+        self._copy(self._scheduler.update(has_ended, parks=self._parks(stopped.tolist())))
         return not self._is_ahead
 
-    def _read_late(self, last: _Started, *, following: _Started | None) -> bool:
+    def _read_late(self, last: _StartedStep, *, following: _StartedStep | None) -> bool:
         """End the samples whose tokens of the last step say so; the `following` step may have begun."""
-        numbers = last.numbers()
-        finished = np.array(numbers, np.int64)[self._finished(last, numbers)].tolist()
+        live = last.live_samples()
+        finished = np.array(live, np.int64)[self._finished(last, live)].tolist()
         if following is not None:
-            following.unread |= set(finished)
+            following.ended_before |= set(finished)
         if self._scheduler is not None:
             self._copy(self._scheduler.end(
                 finished, parks=self._parks(finished), is_next_planned=following is not None))
         return True
 
-    def _finished(self, last: _Started, numbers: Sequence[int]) -> NDArray[np.bool_]:
-        """Wait for the tokens of a step, and return which of `numbers`, the samples that get one, end with
-        theirs, whatever their limits are."""
+    def _finished(self, last: _StartedStep, live: Sequence[int]) -> Flags:
+        """Wait for the tokens of a step, and return which of its `live_samples` end with theirs, whatever
+        their limits are."""
         tokens_S = last.download.wait()
-        if last.unread:
-            tokens_S = tokens_S[~np.isin(last.step.samples, list(last.unread))]
-        return self.samples.finish(numbers, tokens_S)
+        if last.ended_before:
+            tokens_S = tokens_S[~np.isin(last.step.samples, list(last.ended_before))]
+        return self.buffer.finish(live, tokens_S)
 
     def _parks(self, stopped: Collection[int]) -> set[int]:
         """Return which of these samples keep their pages for later rounds."""
         if self._kept is None:
             return set()
         in_turns = self._kept.in_turns
-        return {number for number in stopped if self.samples.may_go_on(number, in_turns=in_turns)}
+        return {sample for sample in stopped if self.buffer.may_go_on(sample, in_turns=in_turns)}
 
-    def _compute(self, step: Step) -> _Started:
+    def _compute(self, step: Step) -> _StartedStep:
         """Compute this stage's part of a step; on the last stage also sample."""
-        insertions = self.samples.insertions(step.samples) if self._parallel.is_last_stage else None
-        processing = self.samples.processing(step.samples)
-        numbers = self._upload(self._arrays(step))
+        insertions = self.buffer.insertions(step.samples) if self._parallel.is_last_stage else None
+        processing = self.buffer.processing(step.samples)
+        inputs = self._inputs(step)
         self._copy(step.copies)
-        hidden = self._pass(step, numbers)
-        at = (numbers["sample_S"], numbers["column_S"])
+        hidden = self._pass(step, inputs)
+        at = (inputs.sample_S, inputs.column_S)
         nothing = torch.zeros(0, dtype=torch.long)
-        started = _Started(step, at, numbers["sample_S"][:0], Download(nothing))
+        started = _StartedStep(step, at, inputs.sample_S[:0], Download(nothing))
         if not self._parallel.is_last_stage or not step.samples:
             return started
         tokens_S, logprobs_S = sample(
-            self._model.logits(hidden), numbers["draw_S"], config=self._sampling,
+            self._model.logits(hidden), inputs.draw_S, config=self._sampling,
             vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing,
             widest_shard=-(-self._model.config.vocab_size // self._parallel.layout.tp))
-        started.drawn_S = self.samples.record(at, tokens_S, logprobs_S, insertions)
+        started.drawn_S = self.buffer.record(at, tokens_S, logprobs_S, insertions)
         started.download = Download(started.drawn_S)
         if started.download.is_here:
             self._send_back(started)
         return started
 
-    def _send_back(self, started: _Started) -> None:
+    def _send_back(self, started: _StartedStep) -> None:
         """Send sampled tokens to all earlier stages: from a CPU at once, from a GPU when it is the cohort's
         turn again, so that the host starts steps of other cohorts instead of waiting."""
         if stages := range(self._parallel.at.pp):
             tokens_S = torch.from_numpy(started.download.wait())
             self._sent.append(self._parallel.pp_back.post([(stage, tokens_S) for stage in stages], []))
 
-    def _arrays(self, step: Step) -> dict[str, NDArray[Any]]:
-        """Return all numbers that the device needs for a step: of rows B, prompt tokens T and samples S."""
-        sample_S, column_S = self.samples.columns(step.samples)
-        arrays: dict[str, NDArray[Any]] = {"sample_S": sample_S, "column_S": column_S}
-        arrays["draw_S"] = self.samples.draws_on_host(step.samples)
+    def _inputs(self, step: Step) -> StepInputs:
+        """Send all numbers that the device needs for a step, in one copy."""
+        sample_S, column_S = self.buffer.columns(step.samples)
         num_rows = len(step.rows)
-        if step.rows:  # Their last tokens are those before the next ones.
-            arrays["row_B"] = sample_S[:num_rows]
-            arrays["last_column_B"] = column_S[:num_rows] - 1
-        if step.chunks:
-            arrays["last_S"] = np.array(step.last_tokens, np.int64)
-            arrays["prompt_T"] = np.array([i for chunk in step.chunks for i in chunk.tokens], np.int64)
+        own = (
+            sample_S, column_S, self.buffer.draws_on_host(step.samples), column_S[:num_rows] - 1,
+            np.array([i for chunk in step.chunks for i in chunk.tokens], np.int64),
+            np.array(step.last_tokens if step.chunks else (), np.int64))
+        rows: Sequence[NDArray[Any]] = ()
+        chunks: Sequence[NDArray[Any]] = ()
         if self._pool.backends is not None:
             if step.rows:
                 window = self._windows.now
                 padded = num_rows if self._graphs is None else window.num_rows
-                arrays |= self._tables.advance_pages(padded, window.num_pages)
-            if chunks := self._paged_chunks(step):
-                arrays |= chunk_arrays(chunks, page_size=self._tables.block_size)
-        return arrays
+                rows = self._tables.advance_pages(padded, window.num_pages)
+            if paged := self._paged_chunks(step):
+                chunks = chunk_pages(paged, page_size=self._tables.block_size)
+        tensors = iter(self._upload([*rows, *chunks, *own]))
+        return StepInputs(
+            RowPages(*islice(tensors, len(rows))) if rows else None,
+            ChunkPages(*islice(tensors, len(chunks))) if chunks else None, *tensors)
 
     def _paged_chunks(self, step: Step) -> list:
         """Return the pieces of prompts that attend to the cache.
@@ -282,41 +289,40 @@ class Cohort:
         """
         return step.continued if self._model.config.mla is not None else step.chunks
 
-    def _pass(self, step: Step, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _pass(self, step: Step, inputs: StepInputs) -> torch.Tensor:
         """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
         drawn.
 
         Rows and chunks go through two passes if passes are recorded, or if experts are on several ranks: rows
         are then gathered, and an empty step takes part in both passes.
         """
-        last_tokens = self.samples.tokens[:0, 0]
+        last_tokens = self.buffer.tokens[:0, 0]
         if step.rows:
-            last_tokens = self.samples.tokens[numbers["row_B"], numbers["last_column_B"]]
-        x = self._input(last_tokens, [numbers["prompt_T"]] if step.chunks else [])
+            last_tokens = self.buffer.tokens[inputs.sample_S[: len(step.rows)], inputs.last_column_B]
+        x = self._input(last_tokens, [inputs.prompt_T] if step.chunks else [])
         num_rows = len(step.rows)
         window = self._windows.now
         if self._graphs is None and self._parallel.ep.size == 1:
-            hidden = self._extend(x, self._segments(step, numbers))
+            hidden = self._extend(x, self._segments(step, inputs))
         else:
-            parts = [self._decode(x[:num_rows], step, numbers)] if window.num_rows else []
+            parts = [self._decode(x[:num_rows], step, inputs)] if window.num_rows else []
             if window.prefills:
                 chunks = replace(step, rows=[])
-                parts.append(self._extend(x[num_rows:], self._segments(chunks, numbers)))
+                parts.append(self._extend(x[num_rows:], self._segments(chunks, inputs)))
             hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not self._parallel.is_last_stage:
             self._sent.append(self._parallel.pp.post([(self._parallel.at.pp + 1, hidden.contiguous())], []))
             return hidden
-        return hidden[numbers["last_S"]] if step.chunks else hidden
+        return hidden[inputs.last_S] if step.chunks else hidden
 
-    def _decode(self, x: torch.Tensor, step: Step, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _decode(self, x: torch.Tensor, step: Step, inputs: StepInputs) -> torch.Tensor:
         """Compute the rows of a step; other ranks of the ep group may have more or fewer of them."""
         window = self._windows.now
         if self._graphs is None:
             with self._model.gathering(window.num_rows):
-                return self._extend(x, self._segments(replace(step, chunks=[]), numbers))
-        if not step.rows:
-            numbers = self._graphs.padding(window.num_rows, window.num_pages)
-        hidden = self._graphs(x, numbers)
+                return self._extend(x, self._segments(replace(step, chunks=[]), inputs))
+        pages = inputs.row_pages or self._graphs.padding(window.num_rows, window.num_pages)
+        hidden = self._graphs(x, pages)
         # Other cohorts overwrite it, perhaps before it has been sent.
         return hidden if self._parallel.is_last_stage else hidden.clone()
 
@@ -326,7 +332,7 @@ class Cohort:
             return self._model(x, [])
         return self._model.advance(x, self._pool.cache, segments)
 
-    def _segments(self, step: Step, numbers: dict[str, torch.Tensor]) -> list[Segment]:
+    def _segments(self, step: Step, inputs: StepInputs) -> list[Segment]:
         """Return the segments of a pass over the rows of a step, if there are any, and the chunks."""
         size = self._tables.block_size
         backends = self._pool.backends
@@ -334,10 +340,12 @@ class Cohort:
             return list(cpu_segments(self._tables if step.rows else None, step.chunks, page_size=size))
         segments: list[Segment] = []
         if step.rows:
+            assert inputs.row_pages is not None
             longest = int(self._tables.lens[self._tables.running()].max())
-            segments.append(paged_rows(backends, numbers, page_size=size, longest=longest))
+            segments.append(paged_rows(backends, inputs.row_pages, page_size=size, longest=longest))
         if chunks := self._paged_chunks(step):
-            segments.append(paged_chunks(backends, numbers, chunks))
+            assert inputs.chunk_pages is not None
+            segments.append(paged_chunks(backends, inputs.chunk_pages, chunks))
         if len(chunks) < len(step.chunks):
             segments.append(prefill(step.fresh, page_size=size, device=self._device))
         return segments

@@ -6,16 +6,16 @@ all at once. A recorded pass reads its inputs from the same memory every time, a
 Shape suffixes: B rows, padded to one of a few sizes; M pages of a row; H hidden.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from realhf.inference.block_tables import PAGED_ROWS
 from realhf.inference.forward_batch import paged_rows
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.step_inputs import RowPages
 from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
@@ -63,18 +63,16 @@ class DecodeGraphs:
     (PagePool.drop_unequal_graphs).
     """
 
-    def __init__(
-        self, model: Transformer, cache: KVCache, backends: PagedBackends, record: Record
-    ) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, backends: PagedBackends, record: Record) -> None:
         """The model must be `recordable`, and the backends must work in graphs."""
         self._model = model
         self._cache = cache
         self._backends = backends
         self._record = record
         self._addresses = model.addresses
-        self._inputs: dict[torch.Size, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._inputs: dict[torch.Size, tuple[Tensor, RowPages[Tensor]]] = {}
         """Shape of the tables -> the memory from which passes of that shape read: ids_B, or hidden_BH of the
-        stage before, and the arrays of BlockTables.advance_pages."""
+        stage before, and the pages of the rows."""
         self._replays: dict[torch.Size, Compute] = {}
 
     @property
@@ -87,28 +85,27 @@ class DecodeGraphs:
         """The shapes of tables that have run, each with 1 if it is recorded and else 0."""
         return sorted((*shape, int(shape in self._replays)) for shape in self._inputs)
 
-    def padding(self, num_rows: int, num_pages: int) -> dict[str, Tensor]:
-        """Return the arrays of BlockTables.advance_pages for padding only."""
+    def padding(self, num_rows: int, num_pages: int) -> RowPages[Tensor]:
+        """Return rows that are all padding."""
         device = self._model.flat.device
         zeros_B = torch.zeros(num_rows, dtype=torch.long, device=device)
         table_BM = torch.zeros((num_rows, num_pages), dtype=torch.int32, device=device)
         lens_B = torch.ones(num_rows, dtype=torch.int32, device=device)
-        return dict(zip(PAGED_ROWS, (zeros_B, zeros_B, lens_B, table_BM), strict=True))
+        return RowPages(zeros_B, zeros_B, lens_B, table_BM)
 
-    def __call__(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-        """Decode the rows of BlockTables.advance_pages, which are in `numbers`; return hidden_BH, valid until
-        the next call.
+    def __call__(self, x: Tensor, pages: RowPages[Tensor]) -> Tensor:
+        """Decode one token of each row; return hidden_BH, valid until the next call.
 
         `x` are the rows' last tokens, or the hidden states of the stage before, without padding.
         """
-        shape = numbers["table_BM"].shape
+        shape = pages.table_BM.shape
         is_new = shape not in self._inputs
         if is_new:
-            fixed = {name: torch.empty_like(numbers[name]) for name in PAGED_ROWS}
+            fixed = RowPages(*map(torch.empty_like, pages))
             self._inputs[shape] = x.new_zeros(shape[0], *x.shape[1:]), fixed
         padded_x, fixed = self._inputs[shape]
         padded_x[: len(x)] = x
-        torch._foreach_copy_(list(fixed.values()), [numbers[name] for name in fixed])
+        torch._foreach_copy_(list(fixed), list(pages))
         compute = partial(self._compute, padded_x, fixed)
         if is_new:  # Libraries initialise themselves in a first pass, and some shapes occur only once.
             return compute()[: len(x)]
@@ -123,7 +120,7 @@ class DecodeGraphs:
             shared.note(shared.new_operation("recorded pass"))
         return out
 
-    def _compute(self, x: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-        rows = paged_rows(self._backends, numbers, page_size=self._cache.block_size)
+    def _compute(self, x: Tensor, pages: RowPages[Tensor]) -> Tensor:
+        rows = paged_rows(self._backends, pages, page_size=self._cache.block_size)
         with self._model.gathering(len(x)):
             return self._model.advance(x, self._cache, [rows])

@@ -41,7 +41,7 @@ class DecodeWindows:
         self.now = DecodeWindow()
         """The window of the step that has been planned last."""
 
-    def next_step(self, scheduler: Scheduler, samples: RolloutBuffer, *, num_pages: int) -> Step | None:
+    def next_step(self, scheduler: Scheduler, buffer: RolloutBuffer, *, num_pages: int) -> Step | None:
         """Return this rank's next step; None if only other ranks have one, or if all have ended.
 
         `num_pages` is the width of this rank's tables, which does not change in a round.
@@ -53,17 +53,17 @@ class DecodeWindows:
             prefills = step is not None and len(step.chunks) > 0
             self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills)
         elif begins:
-            self.now = self._agree(step, scheduler, samples, num_pages)
+            self.now = self._agree(step, scheduler, buffer, num_pages)
         self._num_left = self.now.num_steps if begins else self._num_left
         self._num_left = max(0, self._num_left - 1)
         return step
 
     def _agree(
-        self, step: Step | None, scheduler: Scheduler, samples: RolloutBuffer, num_pages: int
+        self, step: Step | None, scheduler: Scheduler, buffer: RolloutBuffer, num_pages: int
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
-        begun = scheduler.begun
-        own = scheduler.most_rows, max(samples.num_left(begun), default=0), num_pages
+        prefilled = scheduler.prefilled_samples
+        own = scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages
         prefills = step is not None and len(step.chunks) > 0
         wishes = self._group.all_gather_json([*own, prefills])
         num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))

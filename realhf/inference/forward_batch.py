@@ -4,7 +4,7 @@ Shape suffixes: T tokens, L all tokens so far of the sequence that is continued,
 M pages of each, N query heads, K key-value heads, D head dim.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.step_inputs import ChunkPages, RowPages
 from realhf.inference.steps import Chunk
 from realhf.nn.attention import Expand, packed_attention
 from realhf.nn.packed import Segment, token_positions
@@ -66,54 +67,48 @@ class PagedTokens(Segment):
 
 
 def paged_rows(
-    backends: PagedBackends, numbers: Mapping[str, Tensor], *, page_size: int, longest: int | None = None
+    backends: PagedBackends, pages: RowPages[Tensor], *, page_size: int, longest: int | None = None
 ) -> PagedTokens:
-    """Return one new token of every row, from the arrays of BlockTables.advance_pages on the device.
+    """Return the segment of one new token of every row.
 
     No row has more than `longest` tokens (None: as many as fit in its pages).
     """
-    position_B = numbers["position_B"]
-    table_BM = numbers["table_BM"]
+    position_B = pages.position_B
     cu_q = torch.arange(len(position_B) + 1, dtype=torch.int32, device=position_B.device)
-    at = Pages(cu_q, 1, table_BM, numbers["lens_B"], longest or table_BM.shape[1] * page_size)
+    at = Pages(cu_q, 1, pages.table_BM, pages.lens_B, longest or pages.table_BM.shape[1] * page_size)
     return PagedTokens(
         backends, at, position_T=position_B, length_T=position_B + 1,
-        cache_positions_T=numbers["cache_position_B"])
+        cache_positions_T=pages.cache_position_B)
 
 
-def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArray[Any]]:
-    """Return the numbers of some pieces of prompts: of all tokens T and of pieces B."""
+def chunk_pages(chunks: Sequence[Chunk], *, page_size: int) -> ChunkPages[NDArray[Any]]:
+    """Return the tokens and pages of some pieces of prompts, as arrays on the host."""
     counts = np.array([chunk.stop - chunk.start for chunk in chunks])
-    pages = max(len(chunk.prompt.blocks) for chunk in chunks)
-    table_BM = np.zeros((len(chunks), pages), np.int32)
+    num_pages = max(len(chunk.prompt.blocks) for chunk in chunks)
+    table_BM = np.zeros((len(chunks), num_pages), np.int32)
     for row, chunk in zip(table_BM, chunks, strict=True):
         row[: len(chunk.prompt.blocks)] = chunk.prompt.blocks
     piece_T = np.repeat(np.arange(len(chunks)), counts)
     position_T = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
     wholes = np.array([len(chunk.prompt.tokens) for chunk in chunks])
     block_T = table_BM[piece_T, position_T // page_size].astype(np.int64)
-    return {
-        "chunk_position_T": position_T, "chunk_length_T": wholes[piece_T],
-        "chunk_cache_position_T": block_T * page_size + position_T % page_size,
-        "chunk_cu": np.concatenate(([0], counts.cumsum())).astype(np.int32),
-        "chunk_table": table_BM, "chunk_lens": np.array([chunk.stop for chunk in chunks], np.int32),
-    }  # fmt: skip
+    return ChunkPages(
+        position_T=position_T, length_T=wholes[piece_T],
+        cache_position_T=block_T * page_size + position_T % page_size,
+        cu_q=np.concatenate(([0], counts.cumsum())).astype(np.int32), table_BM=table_BM,
+        lens_B=np.array([chunk.stop for chunk in chunks], np.int32))
 
 
-def paged_chunks(
-    backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
-) -> Segment:
-    """Return pieces of prompts, several of which may have been begun, from `chunk_arrays` on the device."""
+def paged_chunks(backends: PagedBackends, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> Segment:
+    """Return the segment of pieces of prompts, several of which may have been begun."""
     expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
     if expanding is not None:
-        return ExpandedPieces(expanding, numbers, chunks)
+        return ExpandedPieces(expanding, pages, chunks)
     longest_piece = max(chunk.stop - chunk.start for chunk in chunks)
-    at = Pages(
-        numbers["chunk_cu"], longest_piece, numbers["chunk_table"], numbers["chunk_lens"],
-        max(chunk.stop for chunk in chunks))
+    at = Pages(pages.cu_q, longest_piece, pages.table_BM, pages.lens_B, max(chunk.stop for chunk in chunks))
     return PagedTokens(
-        backends, at, position_T=numbers["chunk_position_T"], length_T=numbers["chunk_length_T"],
-        cache_positions_T=numbers["chunk_cache_position_T"],
+        backends, at, position_T=pages.position_T, length_T=pages.length_T,
+        cache_positions_T=pages.cache_position_T,
         longest=max(len(chunk.prompt.tokens) for chunk in chunks))
 
 
@@ -136,15 +131,13 @@ class ExpandedPieces(Segment):
     from_cache = False
     expands = True
 
-    def __init__(
-        self, backend: AttentionBackend, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> None:
         super().__init__(
-            numbers["chunk_position_T"], numbers["chunk_length_T"], numbers["chunk_cache_position_T"],
+            pages.position_T, pages.length_T, pages.cache_position_T,
             longest=max(len(chunk.prompt.tokens) for chunk in chunks))
         self._backend = backend
         self._chunks = chunks
-        self._at = Sequences(numbers["chunk_cu"], tuple(chunk.stop - chunk.start for chunk in chunks))
+        self._at = Sequences(pages.cu_q, tuple(chunk.stop - chunk.start for chunk in chunks))
         self._contexts: list[_Context] = []
 
     def attend(
@@ -172,15 +165,15 @@ class ExpandedPieces(Segment):
         cached_J = upload(np.concatenate(cached), device)
         spans = list(pairwise(accumulate((chunk.start for chunk in self._chunks), initial=0)))
         places = list(accumulate(self._at.lens, initial=0))
-        found = []
+        contexts = []
         for first in range(0, len(cached_J), chunk_sizes.EXPANDED_TOKENS):
             last = min(first + chunk_sizes.EXPANDED_TOKENS, len(cached_J))
             here = [i for i, (start, stop) in enumerate(spans) if start < last and stop > first]
             lens = [min(spans[i][1], last) - max(spans[i][0], first) for i in here]
             tokens = slice(places[here[0]], places[here[-1] + 1])
             queries = Sequences.of([self._at.lens[i] for i in here], device)
-            found.append(_Context(tokens, queries, Sequences.of(lens, device), cached_J[first:last]))
-        return found
+            contexts.append(_Context(tokens, queries, Sequences.of(lens, device), cached_J[first:last]))
+        return contexts
 
 
 class ChunkedPrefill(Segment):
@@ -230,10 +223,10 @@ def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: tor
     """Return one new token of every running row, for the paged path or (None) for a CPU's."""
     if backends is None:
         return Decode(tables.advance())
-    arrays = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
-    numbers = {name: upload(array, device) for name, array in arrays.items()}
-    longest = int(arrays["lens_B"].max())
-    return paged_rows(backends, numbers, page_size=tables.block_size, longest=longest)
+    on_host = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
+    pages = RowPages(*(upload(array, device) for array in on_host))
+    longest = int(on_host.lens_B.max())
+    return paged_rows(backends, pages, page_size=tables.block_size, longest=longest)
 
 
 def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> Prefill:
@@ -251,7 +244,6 @@ def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size
     for chunk in chunks:
         if chunk.start > 0:
             positions_L = torch.tensor(chunk.cache_positions(page_size))
-            yield ChunkedPrefill(
-                positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
+            yield ChunkedPrefill(positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
     if fresh := [chunk for chunk in chunks if chunk.start == 0]:
         yield prefill(fresh, page_size=page_size, device=torch.device("cpu"))

@@ -70,7 +70,7 @@ class Generation:
         """One cache for each cohort, once there are any."""
         self._in_turns = in_turns
         self._block_size: int | None = None
-        self._made: list[RolloutBuffer] = []
+        self._last_buffers: list[RolloutBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
 
@@ -139,8 +139,8 @@ class Generation:
             if self._pool is not None and self._work.cuda_graphs:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
             while any([cohort.advance() for cohort in cohorts]):
-                report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
-        self._made = [cohort.samples for cohort in cohorts]
+                report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
+        self._last_buffers = [cohort.buffer for cohort in cohorts]
         self._new = []
         self._resumed = []
 
@@ -151,11 +151,11 @@ class Generation:
         """Return the ids of the samples that this replica continued in the last round, and on one of its
         ranks (last stage, first of tp) the first columns of `Generate`, in which only tokens of that round
         count as the response."""
-        made = self._made
-        self._made = []
-        ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
+        buffers = self._last_buffers
+        self._last_buffers = []
+        ids = [i for buffer in buffers for i in buffer.ids[: len(buffer.prompts)].tolist()]
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
-        return ids, output_columns(made, wide=self._model.wide) if has_columns else []
+        return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
     def _agree_on_limits(self, queue: PromptQueue, budget: int | None) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
@@ -225,10 +225,10 @@ def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[Pro
     return [join_equal(groups[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
-def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
+def _progress(buffers: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
     """Return how many samples of this replica have ended; it may have taken more than its own."""
-    ended = sum(samples.num_ended for samples in parts)
-    tokens = sum(samples.num_tokens for samples in parts)
-    begun = sum(len(samples.prompts) for samples in parts)
+    ended = sum(buffer.num_ended for buffer in buffers)
+    tokens = sum(buffer.num_tokens for buffer in buffers)
+    begun = sum(len(buffer.prompts) for buffer in buffers)
     done = "have ended" if budget is None else f"have ended or have {budget} new tokens"
     return f"{ended} of {max(begun, num_own)} samples of this rank {done}, {tokens} tokens"

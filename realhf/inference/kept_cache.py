@@ -22,9 +22,9 @@ class KeptRow:
     parked: ParkedRow
     waits: bool = False
 
-    def continue_in(self, samples: RolloutBuffer) -> ParkedRow | Prompt:
+    def continue_in(self, buffer: RolloutBuffer) -> ParkedRow | Prompt:
         """Add the sample to a round; return it as a row, or as a prompt if several tokens are not cached."""
-        prompt = samples.add(self.group)
+        prompt = buffer.add(self.group)
         parked = self.parked
         if parked.num_cached == len(prompt.tokens) - 1:
             return replace(parked, sample=prompt.samples[0])
@@ -76,12 +76,12 @@ class KeptCache:
         self.blocks = BlockManager([])
         self.rows = []
 
-    def keep(self, parked: Sequence[ParkedRow], samples: RolloutBuffer) -> None:
+    def keep(self, parked: Sequence[ParkedRow], buffer: RolloutBuffer) -> None:
         """Replace the rows of a round by those that it leaves unfinished."""
         self.rows = [row for row in self.rows if row.waits]
-        groups = samples.as_groups([row.sample for row in parked])
+        groups = buffer.as_groups([row.sample for row in parked])
         for row, group in zip(parked, groups, strict=True):
-            self.rows.append(KeptRow(group, row, waits=bool(samples.finished[row.sample])))
+            self.rows.append(KeptRow(group, row, waits=bool(buffer.finished[row.sample])))
 
     def append(self, sample: int, tokens: Sequence[int]) -> bool:
         """Add an environment's tokens to a row; return whether it is here."""

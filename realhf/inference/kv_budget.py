@@ -23,11 +23,12 @@ def agreed_sizes(groups: Sequence[PromptGroup], gather: Callable[[Any], list[Any
     documents. Raises UserError on all replicas if a prompt is empty.
     """
     sizes = [group.size for group in groups]
-    longest = [max(some) for some in (sizes, [size for size in sizes if size.num_samples > 1]) if some]
+    several = [size for size in sizes if size.num_samples > 1]
+    longest = [max(candidates) for candidates in (sizes, several) if candidates]
     longest += [max(sizes, key=lambda size: size.num_undrawn)] if sizes else []
     empty = [i for group in groups if not group.tokens for i in group.ids]
     gathered = gather([longest, empty])
-    if empty := [i for _, some in gathered for i in some]:
+    if empty := [i for _, ids in gathered for i in ids]:
         raise UserError(f"the prompt of sample {min(empty)} is empty: it must have at least one token")
     return [Size(*size) for sizes, _ in gathered for size in sizes]
 
@@ -111,8 +112,8 @@ class CacheSizes:
         # (This is too much for rows that reach the most tokens of a response in this round.)
         self._longest = max((size.num_tokens for size in sizes), default=0) + limits.new_tokens
         self.num_wanted = blocks_for(
-            pairs_of(sizes), size=self.block_size, num_slots=self.num_slots,
-            max_new_tokens=limits.new_tokens)
+            [(size.num_tokens, size.num_samples) for size in sizes], size=self.block_size,
+            num_slots=self.num_slots, max_new_tokens=limits.new_tokens)
         """Blocks with which no row has to wait for memory."""
         self.num_blocks = limits.affordable(self.num_wanted)
 
@@ -133,8 +134,3 @@ class CacheSizes:
                 return number
             rows += size.num_samples
         return len(groups)
-
-
-def pairs_of(sizes: Sequence[Size]) -> list[tuple[int, int]]:
-    """Return (tokens, samples) of each prompt."""
-    return [(size.num_tokens, size.num_samples) for size in sizes]

@@ -10,28 +10,15 @@ tokens of a sample, W bad words of equal length.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.calls import SamplingConfig
-from realhf.inference.block_tables import Integers
+from realhf.inference.drawn_samples import DrawnSamples
 from realhf.inference.sampling import parts_of
 from realhf.pinned import upload
-
-
-class Samples(Protocol):
-    """A RolloutBuffer, as far as it is read here."""
-
-    prompts: list[list[int]]
-    lengths: Integers
-    num_drawn: Integers
-    tokens: Tensor
-
-    def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[Tensor, Tensor]:
-        """Return the index in `tokens` of each sample's token `back` positions before its next one."""
 
 
 class TokenHistory:
@@ -57,7 +44,7 @@ class TokenHistory:
         """Each sample's row; -1: it has none."""
         self._free: list[int] = []
 
-    def rows(self, samples: Samples, numbers: Sequence[int]) -> Tensor:
+    def rows(self, samples: DrawnSamples, numbers: Sequence[int]) -> Tensor:
         """Return the rows of samples after their newest tokens, one each since the last call, are in them."""
         at_B = np.array(numbers, np.int64)
         if (lacking := int(at_B.max(initial=-1)) + 1 - len(self._row_of)) > 0:
@@ -88,7 +75,7 @@ class TokenHistory:
                 at = rows, torch.where(is_here_B, local_B, 0)
                 table_RV[at] = table_RV[at] + is_here_B.to(table_RV.dtype)
 
-    def _begin(self, samples: Samples, numbers: Sequence[int]) -> None:
+    def _begin(self, samples: DrawnSamples, numbers: Sequence[int]) -> None:
         """Give rows to samples that have no token of this round; neighbours share prompts."""
         if (lacking := len(numbers) - len(self._free)) > 0:
             self._grow(max(lacking, len(self.last_RP)))
@@ -111,9 +98,10 @@ class TokenHistory:
         device = self.last_RP.device
         tokens = np.array(prompt, np.int64)
         self.last_RP[row] = upload(np.pad(tokens, (num_last, 0), constant_values=-1)[len(prompt) :], device)
-        for table_RV, some in ((self.counts_RV, tokens[len(prompt) - num_drawn :]), (self.seen_RV, tokens)):
+        response = tokens[len(prompt) - num_drawn :]
+        for table_RV, counted in ((self.counts_RV, response), (self.seen_RV, tokens)):
             if num_vocab := table_RV.shape[1]:
-                local = some - self._start
+                local = counted - self._start
                 local = local[(local >= 0) & (local < num_vocab)]
                 table_RV[row] = upload(np.bincount(local, minlength=num_vocab), device)
 
@@ -171,7 +159,7 @@ class LogitProcessors:
         lasts = np.array([word[-1] - self._start for word in here], np.int64)
         return upload(prefixes, self._device), upload(lasts, self._device)
 
-    def prepare(self, samples: Samples, numbers: Sequence[int]) -> Tensor | None:
+    def prepare(self, samples: DrawnSamples, numbers: Sequence[int]) -> Tensor | None:
         """Read the newest tokens of the samples that get one in this step; all of these calls come in turn.
 
         Returns what `__call__` needs, so that it need not wait for the host.

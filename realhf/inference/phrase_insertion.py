@@ -8,24 +8,15 @@ Shape suffixes: B samples that get a token, A tokens before the phrase.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.inference.block_tables import Integers
+from realhf.inference.drawn_samples import DrawnSamples
 from realhf.pinned import upload
 from realhf.settings.interruption import InsertedPhrase
-
-
-class Samples(Protocol):
-    """A RolloutBuffer, as far as it is read here."""
-
-    prompts: list[list[int]]
-    lengths: Integers
-    num_drawn: Integers
-    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class PhraseInserter:
         self._is_decided = np.zeros(0, bool)
         self._is_interrupted = torch.zeros(0, dtype=torch.bool, device=device)
 
-    def insertions(self, samples: Samples, numbers: Sequence[int]) -> Insertions | None:
+    def insertions(self, samples: DrawnSamples, numbers: Sequence[int]) -> Insertions | None:
         """Return what replaces the next tokens of these samples; None if none of them is replaced."""
         rows = np.array(numbers, np.int64)
         at = samples.num_drawn[rows] + samples.lengths[rows] - self._num_before
@@ -71,7 +62,7 @@ class PhraseInserter:
             self._is_decided = np.pad(self._is_decided, (0, lacking))
             self._is_interrupted = torch.nn.functional.pad(self._is_interrupted, (0, lacking))
 
-    def _decide(self, samples: Samples, rows: Integers) -> None:
+    def _decide(self, samples: DrawnSamples, rows: Integers) -> None:
         """Decide about those of these samples for which that has not happened yet."""
         rows = rows[~self._is_decided[rows]]
         if len(rows):
@@ -80,7 +71,7 @@ class PhraseInserter:
             has_ended_B = self._contain_end(tokens_BA)
             self._is_interrupted[upload(rows, has_ended_B.device)] = ~has_ended_B
 
-    def _first_tokens(self, samples: Samples, rows: Integers) -> Tensor:
+    def _first_tokens(self, samples: DrawnSamples, rows: Integers) -> Tensor:
         """Return the first tokens of responses; those of earlier rounds are at the ends of their prompts."""
         count = self._num_before
         earlier_BA = np.zeros((len(rows), count), np.int64)

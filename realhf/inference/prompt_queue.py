@@ -84,7 +84,7 @@ class PromptQueue:
         self._replicas = groups.replicas_control
         self._is_shared = stealing and self._replicas.size > 1
         self._line = self._replicas.index if self._is_shared else 0
-        self._cp = groups.layout.cp  # Replicas of a data shard: the first is its head.
+        self._cp = groups.layout.cp  # Replicas of a data shard; the first gets its results.
         ranks: list[int] = groups.layout.grid[:, at.dp, at.cp, :].ravel().tolist()
         # (If a replica has its own queue, all of its ranks take the same prompts without being told.)
         self._leader, *self._followers = ranks if self._is_shared else [groups.rank]
@@ -134,7 +134,7 @@ class PromptQueue:
 
     def collect_results(self, made: Batch, ids: Sequence[int]) -> Batch:
         """Return `ids`, the samples of this rank's data shard in their order, from the replicas that `made`
-        them. All ranks call this; ranks that are not heads of the layout get no columns."""
+        them. All ranks call this; those that are not result ranks of the layout get no columns."""
         thieves = self._thieves()
         for pending in self._sent:
             pending.wait()
@@ -144,7 +144,7 @@ class PromptQueue:
             return made
         home = self._parallel.at.dp
         index = self._replicas.index
-        head = home * self._cp
+        first = home * self._cp
         rows: dict[int, list[int]] = {home: []}
         for row, sample in enumerate(made.ids):
             rows.setdefault(self._stolen.get(sample, home), []).append(row)
@@ -153,10 +153,10 @@ class PromptQueue:
             for shard, chosen in rows.items() if shard * self._cp != index]
         received = [
             Batch.unpack(self._replicas.recv_bytes(peer)) for peer, shards in enumerate(thieves)
-            if index == head != peer and (peer // self._cp == home or home in shards)]
+            if index == first != peer and (peer // self._cp == home or home in shards)]
         for pending in sent:
             pending.wait()
-        if index != head:
+        if index != first:
             return Batch([])
         whole = Batch.concat([made, *received]) if received else made
         row_of = {sample: row for row, sample in enumerate(whole.ids)}

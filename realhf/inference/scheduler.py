@@ -74,15 +74,15 @@ class Scheduler:
         return self._last
 
     @property
-    def begun(self) -> list[int]:
-        """The samples that need no prompt to be prefilled before they decode."""
+    def prefilled_samples(self) -> list[int]:
+        """The samples that run, or could run without a prompt being prefilled first."""
         waiting = [sample for prompt in self._ready for sample in prompt.waiting]
         return [*self._rows.values(), *(row.sample for row in self._resumed), *waiting]
 
     @property
     def most_rows(self) -> int:
         """The most rows that can run in the next steps if no prompt is prefilled."""
-        return min(self._tables.num_slots, len(self.begun))
+        return min(self._tables.num_slots, len(self.prefilled_samples))
 
     @property
     def may_reclaim(self) -> bool:
@@ -96,8 +96,8 @@ class Scheduler:
         """Record which of the last step's `samples` have got their last token for now; those in `parks` keep
         their blocks.
 
-        If it is not known yet which tokens end their samples, these are the samples that have ended for other
-        reasons; `end` follows. Returns blocks to copy at once, as (from, to).
+        If the tokens have not been read yet, these are the samples that have ended by their number of tokens,
+        and `end` follows (see the example in cohort.py). Returns blocks to copy at once, as (from, to).
         """
         assert self._last is not None
         copies: list[tuple[int, int]] = []
@@ -111,9 +111,9 @@ class Scheduler:
                 self._park(slot)
             else:
                 self._stop(slot)
-        rest = iter(ended[num_rows:])
+        flags = iter(ended[num_rows:])
         for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
-            waits = [not end or sample in parks for sample, end in zip(prompt.samples, rest, strict=False)]
+            waits = [not end or sample in parks for sample, end in zip(prompt.samples, flags, strict=False)]
             prompt.waiting = [sample for sample, wait in zip(prompt.samples, waits, strict=True) if wait]
             if len(prompt.tokens) == self._restart_at:
                 self._restart_waiting(prompt)
@@ -128,10 +128,10 @@ class Scheduler:
     def end(
         self, samples: Collection[int], *, parks: Collection[int], is_next_planned: bool
     ) -> list[tuple[int, int]]:
-        """End samples whose last token has turned out to be the one for which `update` has been called last;
-        those in `parks` keep their blocks.
+        """End samples by their tokens of the step for which `update` has been called last; those in `parks`
+        keep their blocks.
 
-        If the step after it `is_next_planned`, the rows compute one token too many in it, which nobody reads.
+        If the next step `is_next_planned`, these rows compute one token too many in it, which nobody reads.
         Returns blocks to copy at once, as (from, to).
         """
         slot_of = {sample: slot for slot, sample in self._rows.items()} if samples else {}

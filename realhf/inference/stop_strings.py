@@ -8,22 +8,12 @@ Shape suffix B: samples.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from realhf.data.token_texts import token_bytes
-from realhf.inference.block_tables import Integers
-
-Flags = NDArray[np.bool_]
-
-
-class Samples(Protocol):
-    """A RolloutBuffer, as far as it is read here."""
-
-    prompts: list[list[int]]
-    num_drawn: Integers
+from realhf.inference.block_tables import Flags, Integers
+from realhf.inference.drawn_samples import DrawnSamples
 
 
 class StopMatcher:
@@ -73,7 +63,7 @@ class StopStrings:
         self._states = np.zeros(0, np.int64)
         """Each sample's state; -1: none of its tokens of this round has been read."""
 
-    def advance(self, samples: Samples, numbers: Integers, tokens_B: Integers) -> Flags:
+    def advance(self, samples: DrawnSamples, numbers: Integers, tokens_B: Integers) -> Flags:
         """Read the next token of some samples; return which of them complete a stop string."""
         if (lacking := int(numbers.max(initial=-1)) + 1 - len(self._states)) > 0:
             more = max(lacking, len(self._states) // 8)

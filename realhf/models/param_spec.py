@@ -267,7 +267,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     Within a layer, all gates and up-projections of the experts come before all down-projections.
     """
     c = config
-    table = _Table(config)
+    table = _ParamTable(config)
     table.add("embedding.weight", (c.vocab_size, c.hidden_size), -1, 0, c.vocab_size)
     if c.positions == "learned":
         assert c.num_positions is not None
@@ -295,7 +295,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     return ModelSpec(config, tuple(table.params))
 
 
-class _Table:
+class _ParamTable:
     """A builder of the parameter table, to which rows are added in order."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -332,7 +332,7 @@ class _Table:
             InFile(in_file, start, transposed), trainable, num_terms))
 
 
-def _attention(table: _Table, layer: int) -> None:
+def _attention(table: _ParamTable, layer: int) -> None:
     c = table.config
     hidden, q_rows, kv_rows = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = (("q", q_rows, c.num_heads), ("k", kv_rows, c.num_kv_heads), ("v", kv_rows, c.num_kv_heads))
@@ -352,7 +352,7 @@ def _attention(table: _Table, layer: int) -> None:
         table.add("o.bias", (hidden,), layer)
 
 
-def _latent_attention(table: _Table, layer: int) -> None:
+def _latent_attention(table: _ParamTable, layer: int) -> None:
     """Add DeepSeek's attention. Every tp rank has the projections to latents; those to heads are split."""
     c, mla = table.config, table.config.mla
     assert mla is not None
@@ -370,7 +370,7 @@ def _latent_attention(table: _Table, layer: int) -> None:
     table.add("o.weight", (hidden, heads * mla.v_head_dim), layer, 1, heads)
 
 
-def _routing(table: _Table, layer: int) -> None:
+def _routing(table: _ParamTable, layer: int) -> None:
     """Add the router and the shared experts; the routed experts come at the end of the table."""
     c, moe = table.config, table.config.moe
     assert moe is not None
@@ -385,7 +385,7 @@ def _routing(table: _Table, layer: int) -> None:
 
 
 def _mlp(
-    table: _Table, prefix: str, width: int, layer: int,
+    table: _ParamTable, prefix: str, width: int, layer: int,
     *, expert: int | None = None, parts: tuple[str, ...] = ("gate", "up", "down"),
 ) -> None:  # fmt: skip
     c = table.config

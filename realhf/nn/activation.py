@@ -19,32 +19,32 @@ Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
 
 
-class Curve(NamedTuple):
+class ElementwiseFunction(NamedTuple):
     """An element-wise function and its backward pass: (gradient of output, input) -> gradient of input."""
 
     compute: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-_SILU = Curve(F.silu, torch.ops.aten.silu_backward)
-_GELU = Curve(F.gelu, torch.ops.aten.gelu_backward)
-_GELU_TANH = Curve(
+_SILU = ElementwiseFunction(F.silu, torch.ops.aten.silu_backward)
+_GELU = ElementwiseFunction(F.gelu, torch.ops.aten.gelu_backward)
+_GELU_TANH = ElementwiseFunction(
     partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
-    "relu": Curve(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
+    "relu": ElementwiseFunction(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
 }  # fmt: skip
 
 
 def activation(config: ModelConfig) -> Activation:
     """Return the activation function of a model."""
-    curve = ACTIVATIONS[config.activation]
+    function = ACTIVATIONS[config.activation]
     gated = config.gated
 
     def activate(up_TF: Tensor) -> Tensor:
         if torch.is_grad_enabled() and up_TF.requires_grad:
-            return _Activate.apply(up_TF, curve, gated)
-        return _activate(up_TF, curve, gated)
+            return _Activate.apply(up_TF, function, gated)
+        return _activate(up_TF, function, gated)
 
     return activate
 
@@ -62,38 +62,38 @@ def _parts(x_TF: Tensor) -> list[slice]:
     return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else PART_NUMEL))
 
 
-def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
+def _activate(up_TF: Tensor, function: ElementwiseFunction, gated: bool) -> Tensor:
     if not gated:
-        return curve.compute(up_TF)
+        return function.compute(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     parts = _parts(up_TF)
     if len(parts) == 1:
-        return curve.compute(gate_TF).mul_(up_TF)
+        return function.compute(gate_TF).mul_(up_TF)
     out_TF = up_TF.new_empty(up_TF.shape)
     for rows in parts:
-        torch.mul(curve.compute(gate_TF[rows]), up_TF[rows], out=out_TF[rows])
+        torch.mul(function.compute(gate_TF[rows]), up_TF[rows], out=out_TF[rows])
     return out_TF
 
 
 def _gradient(
-    grad_TF: Tensor, up_TF: Tensor, curve: Curve, gated: bool, *, recompute: bool = False
+    grad_TF: Tensor, up_TF: Tensor, function: ElementwiseFunction, gated: bool, *, recompute: bool = False
 ) -> Tensor:
     """Return the gradient of `up_TF`, given the gradient of the output of `_activate`.
 
     With `recompute`, that output is then written over `grad_TF`.
     """
     if not gated:
-        out_TF = curve.backward(grad_TF, up_TF)
+        out_TF = function.backward(grad_TF, up_TF)
         if recompute:
-            grad_TF.copy_(curve.compute(up_TF))
+            grad_TF.copy_(function.compute(up_TF))
         return out_TF
     out_TF = torch.empty_like(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     grad_gate_TF, grad_up_TF = out_TF.chunk(2, dim=1)
     for rows in _parts(grad_TF):
-        activated = curve.compute(gate_TF[rows])
+        activated = function.compute(gate_TF[rows])
         torch.mul(activated, grad_TF[rows], out=grad_up_TF[rows])
-        grad_gate_TF[rows] = curve.backward(grad_TF[rows] * up_TF[rows], gate_TF[rows])
+        grad_gate_TF[rows] = function.backward(grad_TF[rows] * up_TF[rows], gate_TF[rows])
         if recompute:
             torch.mul(activated, up_TF[rows], out=grad_TF[rows])
     return out_TF
@@ -101,10 +101,10 @@ def _gradient(
 
 class _Activate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
+    def forward(ctx: Any, up_TF: Tensor, function: ElementwiseFunction, gated: bool) -> Tensor:
         ctx.save_for_backward(up_TF)
-        ctx.settings = curve, gated
-        return _activate(up_TF, curve, gated)
+        ctx.settings = function, gated
+        return _activate(up_TF, function, gated)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
@@ -113,11 +113,13 @@ class _Activate(torch.autograd.Function):
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, up_TF: Tensor, weight_HF: Tensor, curve: Curve, gated: bool) -> Tensor:
+    def forward(
+        ctx: Any, up_TF: Tensor, weight_HF: Tensor, function: ElementwiseFunction, gated: bool
+    ) -> Tensor:
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
-        ctx.settings = curve, gated
-        return half_matmul.affine(_activate(up_TF, curve, gated), weight_HF)
+        ctx.settings = function, gated
+        return half_matmul.affine(_activate(up_TF, function, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:

@@ -48,7 +48,7 @@ def cached_tokens(length: int, *, num_rows: int) -> float:
     return float(shared + tokens_read(own, own, size))
 
 
-class Rows:
+class DecodingRows:
     """Rows that continue `num_prompts` prompts of one length; consecutive rows share a prompt.
 
     The cached keys and values of the prompts are made up, since reading prompts takes much longer than the

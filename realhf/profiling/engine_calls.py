@@ -15,7 +15,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.param_spec import model_spec
 from realhf.profiling.decoding import prompts
-from realhf.profiling.sizes import Model
+from realhf.profiling.sizes import MeasuredModel
 
 _ANY_SIZE = 1 << 30
 
@@ -40,7 +40,7 @@ class _MeanLoss:
 class EngineCalls:
     """Calls on a model shape, each as a function that runs it on a whole batch."""
 
-    def __init__(self, model: Model, world: World) -> None:
+    def __init__(self, model: MeasuredModel, world: World) -> None:
         self.model = model
         self.outputs = model.outputs
         self.trains = any(self.outputs.values())

@@ -15,7 +15,7 @@ from realhf.planner.workload.problem import Problem
 from realhf.profiling.clock import Clock
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench
-from realhf.profiling.sizes import Model, Sizes
+from realhf.profiling.sizes import MeasuredModel, Sizes
 from realhf.profiling.surroundings import describe, measure_memory
 from realhf.profiling.whole_calls import whole_calls
 
@@ -65,14 +65,14 @@ def _sizes(problem: Problem) -> Sizes:
     return Sizes(prompt, prompt + longest, work.num_samples, work.samples_per_prompt)
 
 
-def _models(problem: Problem) -> list[Model]:
+def _models(problem: Problem) -> list[MeasuredModel]:
     """Return the model shapes, each with all calls on it."""
-    found: dict[Any, Model] = {}
+    found: dict[Any, MeasuredModel] = {}
     for name, role in problem.roles.items():
         key = (shape_of(role.config), role.dtype)
         known = found.get(key)
         calls = (*(known.calls if known else ()), *problem.graph.of_role(name))
-        found[key] = Model(known.config if known else role.config, role.dtype, calls)
+        found[key] = MeasuredModel(known.config if known else role.config, role.dtype, calls)
     return list(found.values())
 
 

@@ -17,9 +17,9 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planner.cost.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
-from realhf.profiling.decoding import Rows, cached_tokens, most_rows
+from realhf.profiling.decoding import DecodingRows, cached_tokens, most_rows
 from realhf.profiling.engine_calls import EngineCalls
-from realhf.profiling.sizes import Model, Sizes
+from realhf.profiling.sizes import MeasuredModel, Sizes
 from realhf.sizes.kv_blocks import shared_tokens
 
 _FEW, MANY = 1, 3  # Blocks of the two models whose difference is measured.
@@ -37,7 +37,7 @@ class Bench:
     With expert parallelism only blocks are measured: the rest of a model is not split by it.
     """
 
-    def __init__(self, clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes) -> None:
+    def __init__(self, clock: Clock, model: MeasuredModel, strategy: ParallelStrategy, sizes: Sizes) -> None:
         self._clock = clock
         self._model = model
         self._sizes = sizes
@@ -117,12 +117,12 @@ class Bench:
         for rows in self._rows:
             for blocks, engine in self._engines.items():
                 for prompt in self._prompts:
-                    own = Rows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
+                    own = DecodingRows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
                     work["decode", blocks, rows, prompt] = partial(own.decode, steps=_BLOCK_STEPS)
                     if prompt == short and rows in self._counts and not self._only_blocks:
                         work["prefill", blocks, rows] = own.reading()
                 if self._shares:
-                    alike = Rows(engine.model, rows, prompt_tokens=long, num_prompts=1)
+                    alike = DecodingRows(engine.model, rows, prompt_tokens=long, num_prompts=1)
                     work["shared", blocks, rows] = partial(alike.decode, steps=_BLOCK_STEPS)
             for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
                 work["generate", rows, new] = self._calls.generate(self._engines[_FEW], rows, short, new)

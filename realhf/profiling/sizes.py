@@ -12,7 +12,7 @@ _NUM_SIZES = 4
 
 
 @dataclass(frozen=True)
-class Model:
+class MeasuredModel:
     """A model shape to measure; `calls` are the calls of the experiment that run it."""
 
     config: ModelConfig

@@ -15,7 +15,7 @@ from realhf.planner.workload.problem import ModelRole, Workload
 from realhf.profiling.clock import Clock
 from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.models import MANY
-from realhf.profiling.sizes import Model, Sizes
+from realhf.profiling.sizes import MeasuredModel, Sizes
 
 _LONGEST = 1.5  # Expected seconds of a timed call; if all samples take longer, there are fewer.
 _BUDGET = 3.0  # Seconds for the repetitions of a call.
@@ -25,7 +25,7 @@ Timed = tuple[str, float, Callable[[], object]]
 
 
 def whole_calls(
-    clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
+    clock: Clock, model: MeasuredModel, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
 ) -> dict[str, float]:
     """Return the measured seconds of a call of each kind, relative to its price.
 
@@ -40,7 +40,7 @@ def whole_calls(
 
 
 def _timed_calls(
-    clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
+    clock: Clock, model: MeasuredModel, strategy: ParallelStrategy, sizes: Sizes, rates: Rates
 ) -> Iterator[Timed]:
     """Yield the kind of each call, its price, and the function that runs it."""
     world = clock.world

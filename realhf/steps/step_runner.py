@@ -119,8 +119,8 @@ class StepRunner:
     def send(self, part: str, samples: Samples | None) -> None:
         """Start to send a part's inputs, as far as they exist, to the ranks that run it.
 
-        Else they are sent where the part runs, that is after anything that this rank runs before. The part
-        must run on the same samples in the same step, and before it no part whose outputs were sent.
+        Without this call, they are sent only when the part itself runs. The part must run on the same samples
+        in the same step, and before it no part whose outputs were sent.
         """
         self._require_part(part)
         if not samples:
@@ -239,8 +239,7 @@ class StepRunner:
         """Return the state between two steps, for a checkpoint."""
         return {
             "number": self.number, "state": self.state, "operation": self._operation,
-            "digest": self._digest, "num_prompts": self._num_prompts,
-            "num_batches": self._num_batches,
+            "digest": self._digest, "num_prompts": self._num_prompts, "num_batches": self._num_batches,
             "batches": [[i, list(batch)] for i, batch in self._batches.items()],
             "unfinished": [[list(batch.prompts), batch.rounds] for batch in self._unfinished],
             "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,
@@ -339,8 +338,8 @@ class StepRunner:
         if others := set(prompts).difference(run.prompts):
             raise UserError(
                 f"run.pool({pool!r}).add: call {call!r} has not run on prompt {min(others)} when it last ran")
-        kept = set(self._executor.kept(call, run.operation))
-        return [prompt for prompt in prompts if prompt in kept]
+        kept_prompts = set(self._executor.kept(call, run.operation))
+        return [prompt for prompt in prompts if prompt in kept_prompts]
 
     def _producer(self, key: str) -> str | None:
         producer = self._graph.producer(key)

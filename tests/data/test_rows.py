@@ -12,7 +12,7 @@ from realhf.data.dataset import DatasetConfig, extra_columns, load_rows, read_ro
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import Loader
 from realhf.data.row_files import JsonlFile
-from realhf.data.rows import Rows, spread
+from realhf.data.rows import DatasetRows, spread
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 
@@ -181,7 +181,8 @@ def test_sequences_beyond_learned_positions_are_refused_when_they_come_up(tmp_pa
 
 
 def test_places_are_found_without_tokens(tmp_path):
-    rows = Rows(DatasetConfig([str(_write(tmp_path / f"{name}.jsonl", [{"prompt": "1"}])) for name in "ab"]))
+    paths = [str(_write(tmp_path / f"{name}.jsonl", [{"prompt": "1"}])) for name in "ab"]
+    rows = DatasetRows(DatasetConfig(paths))
     assert rows.place(1) == f"dataset {tmp_path}/b.jsonl line 1"
     assert rows.short_place(1) == f"line 1 of {tmp_path}/b.jsonl"
 

@@ -8,6 +8,7 @@ from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import paged_rows
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.step_inputs import RowPages
 from realhf.models.lora import LoraConfig
 from realhf.sizes.kv_blocks import padded_size
 from tests.gpu.models import write_model
@@ -74,12 +75,11 @@ def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
     tables = BlockTables(num_slots=1, num_blocks=3, block_size=16, blocks_per_row=2)
     tables.start(0, pool.lease(2, page_size=16), length=3)
     for step, row_pages in enumerate([2, 9, 2, 9, 2, 9]):
-        arrays = tables.advance_pages(1, pool.table_width(row_pages))
-        numbers = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        pages = RowPages(*map(torch.from_numpy, tables.advance_pages(1, pool.table_width(row_pages))))
         token = torch.tensor([step])
-        rows = paged_rows(pool.backends, numbers, page_size=16)
+        rows = paged_rows(pool.backends, pages, page_size=16)
         expected = engine.model.advance(token, pool.cache, [rows]).clone()
-        torch.testing.assert_close(pool.graphs(token, numbers), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(pool.graphs(token, pages), expected, rtol=1e-12, atol=1e-12)
     assert [tape.num_replays for tape in tapes] == [2, 2]
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 import transformers
 
-from realhf.inference.forward_batch import ExpandedPieces, PagedTokens, chunk_arrays, paged_chunks, prefill
+from realhf.inference.forward_batch import ExpandedPieces, PagedTokens, chunk_pages, paged_chunks, prefill
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.step_inputs import ChunkPages
 from realhf.inference.steps import Chunk, Prompt
 from realhf.sizes import chunk_sizes
 from tests.families import MOE_CASES
@@ -85,8 +86,8 @@ def test_pieces_of_several_prompts_are_continued_together(tmp_path, monkeypatch,
     with torch.inference_mode():
         ids = [torch.tensor([i for chunk in chunks for i in chunk.tokens]) for chunks in (firsts, nexts)]
         model.advance(ids[0], cache, [prefill(firsts, page_size=PAGE, device=cpu)])
-        numbers = {key: torch.from_numpy(x) for key, x in chunk_arrays(nexts, page_size=PAGE).items()}
-        segment = paged_chunks(PagedBackends(model, backend), numbers, nexts)
+        pages = ChunkPages(*map(torch.from_numpy, chunk_pages(nexts, page_size=PAGE)))
+        segment = paged_chunks(PagedBackends(model, backend), pages, nexts)
         found = model.advance(ids[1], cache, [segment]).split([own for _, own in lens])
         whole = torch.tensor([i for prompt in prompts for i in prompt.tokens])
         wanted = model(whole, [sum(pair) for pair in lens]).split([sum(pair) for pair in lens])
@@ -102,8 +103,8 @@ def test_few_tokens_attend_to_the_latents(tmp_path):
     backends = PagedBackends(engine_of(tmp_path).model, PagedReference())
     for own, kind in ((12, PagedTokens), (13, ExpandedPieces)):
         chunk = Chunk(Prompt(list(range(2, 60)), [0], blocks=[0, 1, 2, 3]), 20, 20 + own)
-        numbers = {key: torch.from_numpy(x) for key, x in chunk_arrays([chunk], page_size=PAGE).items()}
-        assert type(paged_chunks(backends, numbers, [chunk])) is kind
+        pages = ChunkPages(*map(torch.from_numpy, chunk_pages([chunk], page_size=PAGE)))
+        assert type(paged_chunks(backends, pages, [chunk])) is kind
 
 
 def test_a_part_bounds_the_memory(model_dir, monkeypatch):

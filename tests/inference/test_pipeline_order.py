@@ -6,7 +6,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 
-from realhf.inference.transfers import Download
+from realhf.inference.host_copies import Download
 from realhf.layout import Layout
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, Post, fault_of

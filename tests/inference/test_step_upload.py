@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from realhf.inference.transfers import StepUpload
+from realhf.inference.host_copies import StepUpload
 from tests.gpu.pretended import pretended_device
 
 
@@ -34,7 +34,7 @@ def test_a_buffer_is_written_again_only_after_its_copy(monkeypatch):
         upload = StepUpload(device)
         for number in range(12):
             numbers = np.arange(5 + number) + number
-            sent = upload({"ids": numbers, "rows": np.array([number])})
-            assert sent["rows"].tolist() == [number] and sent["ids"].tolist() == numbers.tolist()
+            ids, rows = upload([numbers, np.array([number])])
+            assert rows.tolist() == [number] and ids.tolist() == numbers.tolist()
             waiting = [event for event in _LateEvent.made if not event.is_past]
             assert len(waiting) == min(number + 1, 3), "as many copies as buffers are under way"

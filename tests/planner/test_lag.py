@@ -17,13 +17,13 @@ from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.rates import Rates
-from realhf.planner.memory.call_memory import peak_memory
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.search.simulate import simulate
 from realhf.planner.search.tree_search import search
 from realhf.planner.workload.lengths import geometric
 from realhf.planner.workload.problem import ModelRole, Workload
 from realhf.sizes.kv_blocks import block_size, blocks_for
+from tests.planner.peaks import peak_memory
 from tests.planner.problems import random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn

@@ -16,13 +16,14 @@ from realhf.models.param_spec import model_spec
 from realhf.models.region import region_size
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.call_memory import GenerationMoments, peak_memory
+from realhf.planner.memory.call_memory import GenerationMoments
 from realhf.planner.memory.memory_check import check_memory
 from realhf.planner.memory.model_states import available_bytes, training_bytes, weights_bytes
 from realhf.planner.memory.shard import num_params
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
+from tests.planner.peaks import peak_memory
 from tests.realloc.test_memory import Storages
 from tests.samples import drawn
 

@@ -16,7 +16,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost.rates import Rates
 from realhf.planner.memory import memory_report
-from realhf.planner.memory.communicators import Communicators, Use, use_of
+from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.memory.memory_check import check_memory, require_fit
 from realhf.planner.memory.model_states import available_bytes, fixed_reserve, weights_bytes
 from realhf.planner.search.call_group import OPEN
@@ -141,7 +141,7 @@ def _config():
 def test_the_communicators_are_those_of_the_runtime(pool, layout, trains):
     place = Layout.parse(layout)
     real = pool.run(count_groups, layout, trains, num_ranks=len(place.ranks))
-    communicators = Communicators(Cluster.load("h100-1x8"), 8)
+    communicators = CommunicatorMemory(Cluster.load("h100-1x8"), 8)
     counted = communicators.count(place, use_of(ModelRole(_config()), trains=trains))
     assert real == counted[: len(real)].tolist() and not counted[len(real) :].any()
 
@@ -149,14 +149,14 @@ def test_the_communicators_are_those_of_the_runtime(pool, layout, trains):
 def test_communicators_take_what_was_measured():
     """544 MB for two A100s, 688 MB for more (NVIDIA/nccl issue 964); 3.3 GB for messages among eight H100s
     (issue 1685), of which the buffers by their sizes are 2.8 GB."""
-    a100 = Communicators(Cluster.load("a100-8x8"), 64)
+    a100 = CommunicatorMemory(Cluster.load("a100-8x8"), 64)
     for text, mib in (("t2@0-1", 544), ("t4@0-3", 688)):
         place = Layout.parse(text)
         assert a100.of_layout(place, Use())[0] / 2**20 == mib
-    h100 = Communicators(Cluster.load("h100-8x8"), 64)
+    h100 = CommunicatorMemory(Cluster.load("h100-8x8"), 64)
     assert h100.of_moves([tuple(range(8))])[:8] == pytest.approx(16 * 2**20 + 7 * 32 * 12 * 2**20)
     assert not h100.of_moves([tuple(range(8))])[8:].any()
-    cpu = Communicators(replace(Cluster.load("h100-8x8"), device_type="cpu"), 64)
+    cpu = CommunicatorMemory(replace(Cluster.load("h100-8x8"), device_type="cpu"), 64)
     assert not cpu.of_layout(Layout.parse("d8t8@0-63"), Use(trains=True)).any()
 
 

@@ -11,7 +11,7 @@ from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
+from realhf.planner.cost.parameter_boxes import ContiguousLayout, MovedModel
 from realhf.planner.cost.transfer import estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
@@ -82,7 +82,7 @@ def ratios(config, cluster, source, target, sharded, *, lora=None):
     spec = model_spec(config) if lora is None else adapter_spec(config, lora)
     links = Links.of_cluster(cluster)
     ours = estimate_movement(
-        links, Model(config, lora, spec.section_numel), source, target, itemsize=2, sharded=sharded)
+        links, MovedModel(config, lora, spec.section_numel), source, target, itemsize=2, sharded=sharded)
     schedule = make_schedule(
         spec, source=source.as_layout, target=target.as_layout, itemsize=2, links=links, sharded=sharded)
     if not schedule.bundles:
@@ -131,7 +131,7 @@ def test_experts_are_not_free():
 
 
 def test_far_apart_costs_as_much_as_side_by_side():
-    model = Model(ModelConfig.load("qwen2.5-7b"), None, 1 << 24)
+    model = MovedModel(ModelConfig.load("qwen2.5-7b"), None, 1 << 24)
     links = Links.of_cluster(Cluster.load("h100-16x8"))
     source = ContiguousLayout(ParallelStrategy.parse("d2t4"), 0)
     near, far = (ContiguousLayout(ParallelStrategy.parse("d8"), first) for first in (8, 96))
@@ -147,7 +147,7 @@ def test_a_rank_receives_what_it_lacks_by_hand():
     spec = model_spec(config)
     split = sum(param.numel for param in spec.params if param.split_dim is not None)
     halves, whole = (ContiguousLayout(ParallelStrategy.parse(text), 0) for text in ("t2", "d2"))
-    ours = estimate_movement(links, Model(config, None, spec.section_numel), halves, whole, itemsize=4)
+    ours = estimate_movement(links, MovedModel(config, None, spec.section_numel), halves, whole, itemsize=4)
     assert ours.seconds == pytest.approx(4 * split / 2 / 1e9, rel=0.03)
 
 

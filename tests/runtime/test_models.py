@@ -14,7 +14,7 @@ from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
 from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.weights.transfers import PostingStream
+from realhf.runtime.weights.reallocation_runners import StreamRunner
 from tests.runtime.tiny import make_experiment, write_task
 from tests.samples import marked
 
@@ -101,12 +101,12 @@ def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train)
 
 
 def _train_with_one_posting_thread(world, *arguments):
-    make = model_store.make_transfers
-    model_store.make_transfers = PostingStream
+    make = model_store.make_runner
+    model_store.make_runner = StreamRunner
     try:
         return _train(world, *arguments)
     finally:
-        model_store.make_transfers = make
+        model_store.make_runner = make
 
 
 @pytest.mark.parametrize("generate", marked(["t2@0-1", "d2@2-3"], quick=[1]))

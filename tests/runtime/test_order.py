@@ -8,7 +8,7 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
-from realhf.runtime.weights.transfers import PostingStream
+from realhf.runtime.weights.reallocation_runners import StreamRunner
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, fault_of
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
@@ -39,12 +39,12 @@ def _run(world, task, layouts, max_lag, by_nccl):
         return Trainer(program, world, quiet=True).run().metrics, recorder.steps, []
     store = torch.distributed.PrefixStore(f"order {layouts} {max_lag}", world._store)
     nccl = NcclWorld(rank=world.rank, size=world.size, store=store, shared_memory=False)
-    make = model_store.make_transfers
-    model_store.make_transfers = PostingStream
+    make = model_store.make_runner
+    model_store.make_runner = StreamRunner
     try:
         return Trainer(program, nccl, quiet=True).run().metrics, recorder.steps, nccl.log.posts
     finally:
-        model_store.make_transfers = make
+        model_store.make_runner = make
 
 
 @pytest.mark.parametrize(("layouts", "max_lag"), marked(RUNS, quick=(1, 4, 6)))

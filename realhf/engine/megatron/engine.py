@@ -26,7 +26,7 @@ from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.optimizer import MegatronTrainer
 from realhf.engine.megatron.pieces import blocks_of, by_name
 from realhf.engine.megatron.process_groups import make_collection
-from realhf.engine.megatron.schedule import Schedule
+from realhf.engine.megatron.schedule import PipelineSchedule
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -69,7 +69,7 @@ class MegatronEngine(Engine):
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         runs = self.chunks if self._trainer is None else self._trainer.wrapped
-        self._schedule = Schedule(runs, config, collection, groups)
+        self._schedule = PipelineSchedule(runs, config, collection, groups)
 
     @property
     def flat(self) -> torch.Tensor:

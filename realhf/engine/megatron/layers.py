@@ -50,7 +50,7 @@ class Packing(PackedSeqParams):
     angles: Callable[[int], Angles | None] | None = None  # Layer -> angles of all tokens.
 
 
-class Norm(torch.nn.Module):
+class MegatronNorm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dim."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
@@ -99,12 +99,12 @@ class PackedAttention(torch.nn.Module):
 def block_spec(model: ModelConfig, layers: range, config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return the specification of these layers of a model, and of the final norm."""
     specs = [_layer_spec(model, config, model.has_experts(layer)) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=MegatronNorm)
 
 
 def _layer_spec(model: ModelConfig, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    head_norm = Norm if model.qk_norm == "head" else None
+    head_norm = MegatronNorm if model.qk_norm == "head" else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear, core_attention=partial(PackedAttention, model),
         linear_proj=RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm)
@@ -118,7 +118,7 @@ def _layer_spec(model: ModelConfig, config: TransformerConfig, has_experts: bool
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm, pre_mlp_layernorm=Norm, mlp=mlp,
+            input_layernorm=MegatronNorm, pre_mlp_layernorm=MegatronNorm, mlp=mlp,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add))  # fmt: skip

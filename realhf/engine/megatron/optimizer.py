@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from realhf.calls import OptimizerConfig as AdamWConfig
 from realhf.engine.megatron.model import MegatronModel
-from realhf.engine.megatron.pieces import Block, by_name
+from realhf.engine.megatron.pieces import MatrixBlock, by_name
 from realhf.learning_rates import learning_rate
 from realhf.realloc.pieces import Piece, Shards
 
@@ -36,7 +36,8 @@ class MegatronTrainer:
 
     def __init__(
         self, chunks: Sequence[MegatronModel], transformer: TransformerConfig,
-        collection: ProcessGroupCollection, config: AdamWConfig, *, blocks: Sequence[Block], overlap: bool,
+        collection: ProcessGroupCollection, config: AdamWConfig,
+        *, blocks: Sequence[MatrixBlock], overlap: bool,
     ) -> None:  # fmt: skip
         """With `overlap`, gradients are summed over replicas during the last backward pass."""
         self.config = config
@@ -222,7 +223,7 @@ class MegatronTrainer:
             wrapped.start_param_sync(force_sync=True)
 
 
-def _mark(chunks: Sequence[MegatronModel], blocks: Sequence[Block]) -> None:
+def _mark(chunks: Sequence[MegatronModel], blocks: Sequence[MatrixBlock]) -> None:
     """Mark parameters as Megatron-Core expects it, by which gradient norms count each value once."""
     params = {param.name: param for param in chunks[0].spec.params}
     for block in blocks:

@@ -24,7 +24,7 @@ _Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """Rows and columns of a tensor of the model, seen as a matrix, which hold a region of a parameter."""
 
     name: str  # Of the parameter in our table.
@@ -80,7 +80,7 @@ class Block:
         return values.T if self.transposed else values
 
 
-def blocks_of(chunks: Sequence[MegatronModel]) -> list[Block]:
+def blocks_of(chunks: Sequence[MegatronModel]) -> list[MatrixBlock]:
     """Return the blocks of all parameters of this rank, in no particular order."""
     found = [block for chunk in chunks for block in _Finder(chunk).blocks()]
     regions = chunks[0].spec.held_by(chunks[0].groups.layout, chunks[0].groups.rank)
@@ -111,7 +111,7 @@ class _Finder:
         self._layer: int | None = None
         self._expert: int | None = None
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[MatrixBlock]:
         model = self._model
         config = model.shape
         if model.embedding is not None:
@@ -128,7 +128,7 @@ class _Finder:
             part = "embedding" if config.tied else "score" if config.head == "score" else "lm_head"
             yield from self._stacked(model.output, f"{part}.weight")
 
-    def _of_layer(self, module: Any) -> Iterator[Block]:
+    def _of_layer(self, module: Any) -> Iterator[MatrixBlock]:
         attention = module.self_attention
         yield from self._of_module(module.input_layernorm, "attn_norm")
         yield from self._of_module(attention.q_layernorm, "q_norm")
@@ -151,7 +151,7 @@ class _Finder:
             yield from self._of_expert(mlp.experts, index)
         self._expert = None
 
-    def _of_expert(self, experts: Any, index: int) -> Iterator[Block]:
+    def _of_expert(self, experts: Any, index: int) -> Iterator[MatrixBlock]:
         """Yield the blocks of one of a rank's experts."""
         if isinstance(experts, SequentialMLP):
             yield from self._of_mlp(experts.local_experts[index], "expert_")
@@ -167,25 +167,25 @@ class _Finder:
         """Return the parts whose matrices `linear_fc1` has."""
         return [f"{prefix}{part}" for part in (("gate", "up") if self._model.shape.gated else ("up",))]
 
-    def _of_mlp(self, mlp: Any, prefix: str) -> Iterator[Block]:
+    def _of_mlp(self, mlp: Any, prefix: str) -> Iterator[MatrixBlock]:
         for kind, tensor in mlp.linear_fc1.named_parameters():
             yield from self._stacked(tensor, *(f"{part}.{kind}" for part in self._ups(prefix)))
         yield from self._of_module(mlp.linear_fc2, f"{prefix}down")
 
-    def _of_module(self, module: Any, part: str) -> Iterator[Block]:
+    def _of_module(self, module: Any, part: str) -> Iterator[MatrixBlock]:
         for kind, tensor in () if module is None else module.named_parameters():
             yield from self._stacked(tensor, f"{part}.{kind}")
 
-    def _stacked(self, tensor: torch.nn.Parameter, *parts: str) -> Iterator[Block]:
+    def _stacked(self, tensor: torch.nn.Parameter, *parts: str) -> Iterator[MatrixBlock]:
         """Yield the blocks of parameters of equal size, one below the other."""
         size = len(tensor) // len(parts)
         for number, part in enumerate(parts):
             name = self._name(part)
-            yield Block(name, self._regions[name], tensor, (number * size, (number + 1) * size))
+            yield MatrixBlock(name, self._regions[name], tensor, (number * size, (number + 1) * size))
 
     def _transposed(
         self, experts: GroupedMLP, tensor: torch.nn.Parameter, index: int, *parts: str
-    ) -> Iterator[Block]:
+    ) -> Iterator[MatrixBlock]:
         """Yield the blocks of an expert's transposed matrices, which lie side by side."""
         names = [self._name(f"{part}.weight") for part in parts]
         (outputs, inputs) = (stop - start for start, stop in self._regions[names[0]])
@@ -194,10 +194,10 @@ class _Finder:
         rows = (index * inputs, (index + 1) * inputs)
         for number, name in enumerate(names):
             columns = (number * outputs, (number + 1) * outputs)
-            yield Block(
+            yield MatrixBlock(
                 name, self._regions[name], tensor, rows, columns, transposed=True, matrix_width=width)
 
-    def _heads(self, tensor: torch.nn.Parameter, kind: str) -> Iterator[Block]:
+    def _heads(self, tensor: torch.nn.Parameter, kind: str) -> Iterator[MatrixBlock]:
         """Yield the blocks of `linear_qkv`: for each group of heads its queries, key and value."""
         config = self._model.shape
         dim = config.head_dim
@@ -208,7 +208,7 @@ class _Finder:
                 name = self._name(f"{part}.{kind}")
                 (low, _), *rest = self._regions[name]
                 rows = (low + group * size, low + (group + 1) * size)
-                yield Block(name, (rows, *rest), tensor, (start, start + size))
+                yield MatrixBlock(name, (rows, *rest), tensor, (start, start + size))
                 start += size
 
     def _name(self, part: str) -> str:

@@ -114,7 +114,7 @@ for _name in _OPERATIONS:
         setattr(_Watched, _name, _posting(_name))
 
 
-class Messages(P2PCommunicator):
+class StageMessages(P2PCommunicator):
     """The messages between pipeline stages, for which the current stream waits; over gloo, the host does.
 
     Two interleaved stages send both hidden states and gradients to each other, and messages between two ranks

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from realhf.data.batch import Packed
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.megatron.process_groups import Messages
+from realhf.engine.megatron.process_groups import StageMessages
 from realhf.sizes.micro_batch import interleaved_group
 
 Finish = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
 
 
-class Schedule:
+class PipelineSchedule:
     """The schedule of the chunks of a stage, or of their wrappers for training."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Schedule:
         self._run = get_forward_backward_func(
             pp_size=layout.pp, vp_size=layout.vp if self._is_interleaved else None)
         self._messages = (
-            {"p2p_communicator": Messages(groups, collection.pp, config)} if layout.pp > 1 else {})
+            {"p2p_communicator": StageMessages(groups, collection.pp, config)} if layout.pp > 1 else {})
 
     def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
         """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.

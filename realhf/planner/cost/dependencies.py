@@ -7,7 +7,7 @@ import numpy as np
 
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.planner.cost.parameter_boxes import ContiguousLayout, Model
+from realhf.planner.cost.parameter_boxes import ContiguousLayout, MovedModel
 from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import NEVER, Dependencies
 from realhf.planner.cost.transfer import covers, estimate_movement
@@ -118,9 +118,9 @@ def reallocation_seconds(
     return movement.seconds / rates.efficiencies.link + movement.num_waves * links.latency_seconds
 
 
-def _moved(role: ModelRole) -> Model:
+def _moved(role: ModelRole) -> MovedModel:
     """Return the parameters that training changes."""
-    return Model(role.config, role.lora, role.trained_spec.section_numel)
+    return MovedModel(role.config, role.lora, role.trained_spec.section_numel)
 
 
 def moving_seconds(

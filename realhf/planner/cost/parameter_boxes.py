@@ -35,7 +35,7 @@ class ContiguousLayout(NamedTuple):
         return Layout(self.strategy, DeviceMesh(tuple(self.ranks)))
 
 
-class Model(NamedTuple):
+class MovedModel(NamedTuple):
     """The parameters to move: all of a model, or only its adapters.
 
     `section_numel` is that of ModelSpec.
@@ -81,7 +81,7 @@ class Boxes(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def kinds_of(model: Model, source: ParallelStrategy, target: ParallelStrategy) -> tuple[Kind, ...]:
+def kinds_of(model: MovedModel, source: ParallelStrategy, target: ParallelStrategy) -> tuple[Kind, ...]:
     """Return the kinds of a model's parameters under two strategies."""
     config = model.config
     on_two_stages = config.tied and (source.pp > 1 or target.pp > 1)
@@ -98,7 +98,9 @@ def kinds_of(model: Model, source: ParallelStrategy, target: ParallelStrategy) -
         Kind(np.concatenate([[0], numel.cumsum()]).astype(float), *key) for key, numel in by_kind.items())
 
 
-def boxes_of(model: Model, kind: Kind, placed: ContiguousLayout, ranks: range, *, sharded: bool) -> Boxes:
+def boxes_of(
+    model: MovedModel, kind: Kind, placed: ContiguousLayout, ranks: range, *, sharded: bool
+) -> Boxes:
     """Return the boxes of a kind on a range of ranks that includes the layout's.
 
     With `sharded`, they are those of the optimizer's copy: each section is split over replicas, end to end.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.cost.parameter_boxes import Boxes, ContiguousLayout, Kind, Model, boxes_of, kinds_of
+from realhf.planner.cost.parameter_boxes import Boxes, ContiguousLayout, Kind, MovedModel, boxes_of, kinds_of
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import GOOD_ENOUGH, HOP_WAVES, slices_for
 
@@ -32,7 +32,7 @@ class Movement(NamedTuple):
 
 
 def estimate_movement(
-    links: Links, model: Model, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
     sharded: bool = False,
 ) -> Movement:  # fmt: skip
     """Return the movement of a model from one layout to another.
@@ -63,7 +63,7 @@ def _moved_together(
 
 @lru_cache(maxsize=1 << 16)
 def _estimate(
-    links: Links, model: Model, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
     sharded: bool,
 ) -> Movement:  # fmt: skip
     per_host = min(links.devices_per_host, max(source.ranks.stop, target.ranks.stop))
@@ -81,7 +81,7 @@ def _estimate(
 
 
 @lru_cache(maxsize=1 << 16)
-def covers(model: Model, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
+def covers(model: MovedModel, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
     """Return whether every rank of a layout already holds all that it wants in another layout."""
     if wanted.first_rank < held.first_rank or wanted.ranks.stop > held.ranks.stop:
         return False

@@ -15,16 +15,7 @@ from realhf.layout import ParallelStrategy
 from realhf.planner.memory.shard import Widths, exchanged, float32_bytes, widths
 from realhf.planner.workload.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes.chunk_sizes import (
-    CUDA_PARTS,
-    EXPANDED_TOKENS,
-    PART_NUMEL,
-    WIDENED_TOKENS_NUMEL,
-    WIDENED_WEIGHT_NUMEL,
-    block_numel,
-    chunk_numel,
-    slice_numel,
-)
+from realhf.sizes import chunk_sizes
 
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
@@ -73,7 +64,11 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class CallPieces:
-    """The sizes of one call, and the bytes of the pieces of its passes, which are the same on all stages."""
+    """The sizes of one call, and the bytes of the pieces of its passes, which are the same on all stages.
+
+    `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
+    and collectives work in place. Otherwise the formulas are for CPU with gloo.
+    """
 
     role: ModelRole
     workload: Workload
@@ -135,7 +130,7 @@ class CallPieces:
 
     def working_numel(self, numel: float) -> float:
         """Return how many of `numel` elements norms and activations work on at a time."""
-        return numel if self.fused else min(numel, PART_NUMEL)
+        return numel if self.fused else min(numel, chunk_sizes.PART_NUMEL)
 
     @property
     def num_mlp_saved(self) -> int:
@@ -148,7 +143,7 @@ class CallPieces:
         """Return the bytes of a weight's gradient before it is added to the buffer; 0 where dtypes agree."""
         if self.role.itemsize == self.role.wide_itemsize or self.role.lora is not None:
             return 0.0
-        return self.role.itemsize * min(numel, block_numel(is_cuda=self.fused))
+        return self.role.itemsize * min(numel, chunk_sizes.block_numel(is_cuda=self.fused))
 
     def sum_temporaries(self, num_bytes: float) -> float:
         """Return the temporary bytes of a sum over tp."""
@@ -202,7 +197,7 @@ class CallPieces:
 
     def logits_at_once(self, numel: float) -> float:
         """Return how many of `numel` logits exist at a time."""
-        return min(numel, max(self.widths.vocabulary, chunk_numel(is_cuda=self.fused)))
+        return min(numel, max(self.widths.vocabulary, chunk_sizes.chunk_numel(is_cuda=self.fused)))
 
     @property
     def logit_itemsize(self) -> int:
@@ -217,10 +212,10 @@ class CallPieces:
         """
         if not self.role.widens_head or (self.fused and not backward):
             return 0.0
-        parts = CUDA_PARTS if self.fused else 1
-        states = min(tokens * self.widths.hidden, WIDENED_TOKENS_NUMEL * parts)
-        weight = min(self.widths.vocabulary * self.widths.hidden, WIDENED_WEIGHT_NUMEL * parts)
-        gradient = 3 * WIDENED_TOKENS_NUMEL * parts if self.fused else 0
+        parts = chunk_sizes.CUDA_PARTS if self.fused else 1
+        states = min(tokens * self.widths.hidden, chunk_sizes.WIDENED_TOKENS_NUMEL * parts)
+        weight = min(self.widths.vocabulary * self.widths.hidden, chunk_sizes.WIDENED_WEIGHT_NUMEL * parts)
+        gradient = 3 * chunk_sizes.WIDENED_TOKENS_NUMEL * parts if self.fused else 0
         return self.role.wide_itemsize * (states + weight + gradient)
 
     def logits_bytes(self, numel: float, *, copies: float) -> float:
@@ -229,7 +224,7 @@ class CallPieces:
         Logits of another dtype are also copied to w, and the previous slice is freed only after the next is
         there.
         """
-        limit = slice_numel(is_cuda=self.fused)
+        limit = chunk_sizes.slice_numel(is_cuda=self.fused)
         chunk = self.logits_at_once(numel)
         e = self.logit_itemsize
         w = self.role.wide_itemsize
@@ -249,7 +244,7 @@ class CallPieces:
         heads = self.widths.num_heads
         key_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         per_token = self.widths.cached + heads * (mla.qk_nope_head_dim + mla.v_head_dim + 2 * key_dim)
-        part = self.role.itemsize * per_token * min(earlier, EXPANDED_TOKENS)
+        part = self.role.itemsize * per_token * min(earlier, chunk_sizes.EXPANDED_TOKENS)
         output = heads * (3 * self.role.wide_itemsize * mla.v_head_dim + self.role.itemsize * key_dim)
         return part + output * tokens
 
@@ -278,8 +273,8 @@ class CallPieces:
         activated = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
         activating = width + max(hidden, activated * (activated < width))
         mlp = 3 * hidden + routed + up * width + max(activating, output)
-        rest = self.widened_bytes(per_token.in_layer(num_ups=up), tokens) + e * per_token.head_dim * tokens
-        return max(norm, attention, mlp) + rest
+        widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens) + e * per_token.head_dim * tokens
+        return max(norm, attention, mlp) + widened
 
     def widened_bytes(self, products: Sequence[tuple[int, int]], tokens: float) -> float:
         """Return the bytes of float32 copies in the largest of the matrix products that need them."""

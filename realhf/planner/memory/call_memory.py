@@ -9,13 +9,12 @@ from collections.abc import Callable
 from functools import cached_property
 
 from realhf.attention.page_sizes import page_tokens
-from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.memory.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.memory.model_states import weights_bytes
 from realhf.planner.memory.shard import num_params
 from realhf.planner.memory.train_memory import TrainMoments
-from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.workload.problem import PlannedCall, Problem
 from realhf.sizes.kv_blocks import padded_size, tokens_for
 
 _ID_BYTES = 8  # Bytes of a token's id.
@@ -32,7 +31,7 @@ class RunningMemory:
         self._role = role = problem.roles[planned.role]
         self._strategy = call_plan.layout.strategy
         self._offloads = call_plan.offload
-        self._peaks = _Peaks(planned.kind, CallPieces(
+        self._peaks = CallPeaks(planned.kind, CallPieces(
             role, planned.workload.with_rows(call_plan.max_rows), self._strategy,
             call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
 
@@ -44,23 +43,12 @@ class RunningMemory:
         return memory
 
 
-def peak_memory(
-    role: ModelRole, kind: str, workload: Workload, strategy: ParallelStrategy, stage: int,
-    *, micro_batch_tokens: int, recompute: bool = False, fused: bool = False,
-) -> CallMemory:  # fmt: skip
-    """Return the memory that the call adds at its peak on the fullest rank of a stage.
+class CallPeaks:
+    """The moment of each stage at which a call needs most memory.
 
-    `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
-    and collectives work in place. Otherwise the formulas are for CPU with gloo. Top-p sampling is not
-    counted. If sequences differ in length, micro-batches are assumed to hold up to their limit or the longest
-    sequence. All rows that decode at once are assumed to have the longest prompt.
+    Top-p sampling is not counted. If sequences differ in length, micro-batches are assumed to hold up to
+    their limit or the longest sequence. All rows that decode at once are assumed to have the longest prompt.
     """
-    pieces = CallPieces(role, workload, strategy, micro_batch_tokens, recompute, fused)
-    return _Peaks(kind, pieces).on(stage)
-
-
-class _Peaks:
-    """The moment of each stage at which a call needs most memory."""
 
     def __init__(self, kind: str, pieces: CallPieces) -> None:
         self._pieces = pieces

@@ -94,8 +94,7 @@ def candidate_memory(
     return [
         CandidateMemory(
             Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
-        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)
-    ]
+        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)]
 
 
 def running_bytes(
@@ -105,13 +104,12 @@ def running_bytes(
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
-    planned = [(problem.planned(call), call_plan)]
+    planned_calls = [(problem.planned(call), call_plan)]
     if problem.evaluations:
-        planned += [
+        planned_calls += [
             (beside, call_plan if has_options else at_home)
-            for beside, has_options in problem.evaluations_beside(call)
-        ]
-    own, *others = [_least_running(problem, some, plan) for some, plan in planned]
+            for beside, has_options in problem.evaluations_beside(call)]
+    own, *others = [_least_running(problem, planned, plan) for planned, plan in planned_calls]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
         needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))
@@ -126,9 +124,7 @@ def _may_share(problem: Problem, call: FunctionCall) -> bool:
     return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
 
 
-def _least_running(
-    problem: Problem, planned: PlannedCall, call_plan: CallPlan
-) -> Callable[[int], float]:
+def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan) -> Callable[[int], float]:
     """Return a function that returns the least bytes that a call adds on a stage besides gradients."""
     running = RunningMemory(problem, planned, call_plan)
     waits = planned.kind == "generate" and planned.waits_for_blocks(call_plan)

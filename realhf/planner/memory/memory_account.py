@@ -20,26 +20,20 @@ import numpy as np
 from realhf.layout import MAX_RANKS, Layout
 from realhf.models.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
+from realhf.planner.memory import model_states
 from realhf.planner.memory.activation_memory import CallMemory
 from realhf.planner.memory.call_memory import RunningMemory
-from realhf.planner.memory.communicators import Communicators, Use, use_of
-from realhf.planner.memory.model_states import (
-    adapter_bytes,
-    available_bytes,
-    base_weights_bytes,
-    gradient_bytes,
-    optimizer_bytes,
-)
+from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.workload.problem import PlannedCall, Problem
 from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
-    "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,
-    "optimizer": optimizer_bytes,
+    "weights": model_states.base_weights_bytes, "adapters": model_states.adapter_bytes,
+    "gradients": model_states.gradient_bytes, "optimizer": model_states.optimizer_bytes,
 }  # fmt: skip
 
 
-class Placement(NamedTuple):
+class RankShards(NamedTuple):
     """Every rank's pipeline stage in a layout (-1 outside), and a number that is equal for equal shards."""
 
     stage: np.ndarray
@@ -49,12 +43,12 @@ class Placement(NamedTuple):
     def is_inside(self) -> np.ndarray:
         return self.stage >= 0
 
-    def equals(self, other: "Placement") -> np.ndarray:
+    def equals(self, other: "RankShards") -> np.ndarray:
         """Return which ranks hold the same shard in both layouts."""
         return self.is_inside & (self.shard == other.shard)
 
 
-class Running(NamedTuple):
+class CallBytes(NamedTuple):
     """The bytes that a call adds on every rank while it runs, by use; `is_here` is where it runs."""
 
     is_here: np.ndarray
@@ -73,7 +67,7 @@ class PlanMemory:
     """
 
     resting: Mapping[str, np.ndarray]
-    running: Mapping[str, Running]
+    running: Mapping[str, CallBytes]
     on_host: Mapping[str, np.ndarray]
 
     @property
@@ -111,10 +105,11 @@ class MemoryAccount:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.num_ranks = problem.cluster.num_devices
-        kinds = problem.cluster.ranks_by_kind
-        self.available = np.concatenate([np.full(len(r), available_bytes(kind)) for r, kind in kinds])
-        self.communicators = Communicators(problem.cluster, self.num_ranks)
-        self._placements: dict[Layout, Placement] = {}
+        self.available = np.concatenate([
+            np.full(len(ranks), model_states.available_bytes(kind))
+            for ranks, kind in problem.cluster.ranks_by_kind])
+        self.communicators = CommunicatorMemory(problem.cluster, self.num_ranks)
+        self._rank_shards: dict[Layout, RankShards] = {}
         self._kinds: dict[tuple[int, ...], int] = {}
         self._states: dict[tuple[str, str, Layout], np.ndarray] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
@@ -123,9 +118,9 @@ class MemoryAccount:
         """Return what every rank needs under a plan."""
         return _PlanAccount(self, plan).total()
 
-    def placement(self, layout: Layout) -> Placement:
+    def rank_shards(self, layout: Layout) -> RankShards:
         """Return the stage and the shard of every rank."""
-        if layout not in self._placements:
+        if layout not in self._rank_shards:
             stage = np.full(self.num_ranks, -1)
             shard = np.full(self.num_ranks, -1)
             pp, dp, _, tp = np.indices(layout.grid.shape)
@@ -133,8 +128,8 @@ class MemoryAccount:
             stage[layout.grid] = pp
             index = (pp * layout.tp + tp) * layout.ep + dp % layout.ep
             shard[layout.grid] = kind * MAX_RANKS**2 + index
-            self._placements[layout] = Placement(stage, shard)
-        return self._placements[layout]
+            self._rank_shards[layout] = RankShards(stage, shard)
+        return self._rank_shards[layout]
 
     def state_bytes(self, part: str, role_name: str, layout: Layout) -> np.ndarray:
         """Return the bytes of a part of a role's states (see `_STATES`) on every rank of a layout."""
@@ -143,7 +138,7 @@ class MemoryAccount:
             role = self.problem.roles[role_name]
             stages = range(layout.pp)
             by_stage = np.array([_STATES[part](role, layout.strategy, stage) for stage in stages], float)
-            here = self.placement(layout)
+            here = self.rank_shards(layout)
             self._states[key] = by_stage[here.stage] * here.is_inside
         return self._states[key]
 
@@ -213,8 +208,8 @@ class _PlanAccount:
         size = self._account.state_bytes
         weights = size("weights", name, layout) * ~self._is_shared(name, layout)
         if self._problem.roles[name].lora is not None:
-            place = self._account.placement
-            is_apart = layout == self._homes[name] or ~place(layout).equals(place(self._homes[name]))
+            shards = self._account.rank_shards
+            is_apart = layout == self._homes[name] or ~shards(layout).equals(shards(self._homes[name]))
             weights = weights + size("adapters", name, layout) * is_apart
         return weights
 
@@ -223,17 +218,17 @@ class _PlanAccount:
 
         When a home is made, only the homes of earlier roles exist.
         """
-        place = self._account.placement
-        here = place(layout)
+        shards = self._account.rank_shards
+        here = shards(layout)
         is_home = layout == self._homes[name]
         is_apart = is_home or bool(layout.engine)
-        is_shared = np.zeros(len(here.stage), bool) if is_apart else here.equals(place(self._homes[name]))
+        is_shared = np.zeros(len(here.stage), bool) if is_apart else here.equals(shards(self._homes[name]))
         source = self._problem.roles[name].source
         for other, role in self._problem.roles.items() if source is not None else ():
             if other == name and is_home:
                 break
             if other != name and role.source == source and other not in self._offloaded:
-                is_shared = is_shared | here.equals(place(self._homes[other]))
+                is_shared = is_shared | here.equals(shards(self._homes[other]))
         return is_shared
 
     # Communicators
@@ -267,14 +262,14 @@ class _PlanAccount:
 
     def _lacks(self, source: Layout, target: Layout) -> bool:
         """Return whether some rank of the target does not have its shard in the source."""
-        here = self._account.placement(target)
-        return bool((here.is_inside & ~here.equals(self._account.placement(source))).any())
+        here = self._account.rank_shards(target)
+        return bool((here.is_inside & ~here.equals(self._account.rank_shards(source))).any())
 
     # What a call adds
 
-    def _running(self, planned: PlannedCall, call_plan: CallPlan, held: np.ndarray) -> Running:
+    def _running(self, planned: PlannedCall, call_plan: CallPlan, held: np.ndarray) -> CallBytes:
         """Return what a call adds, with as much cache as it takes beside the bytes `held`."""
-        here = self._account.placement(call_plan.layout)
+        here = self._account.rank_shards(call_plan.layout)
         table = self._account.running_table(planned, call_plan)
         sizes = CallMemory(*(table[:, here.stage] * here.is_inside))
         if call_plan.offload:
@@ -286,7 +281,7 @@ class _PlanAccount:
         if planned.kind == "train_step":  # Other calls release the gradients.
             gradients = self._account.state_bytes("gradients", planned.role, call_plan.layout)
             by_use[f"{planned.role} gradients"] = gradients
-        return Running(here.is_inside, by_use)
+        return CallBytes(here.is_inside, by_use)
 
     def _with_cache(
         self, planned: PlannedCall, call_plan: CallPlan, sizes: CallMemory, held: np.ndarray

@@ -39,13 +39,13 @@ def document(check: MemoryCheck) -> dict[str, Any]:
 
 def columns(check: MemoryCheck, peak: Peak) -> dict[str, float]:
     """Return the bytes of a rank in the columns of the table."""
-    found = dict.fromkeys(_COLUMNS, 0.0)
+    sizes = dict.fromkeys(_COLUMNS, 0.0)
     for part, size in {**peak.parts, **{name: check.reserve[name] for name in _RESERVED}}.items():
         column = _ENDINGS.get(part.split()[-1], "activations")
         if part in ("gradients", "optimizer"):  # Those that exist only while the call runs.
             column = "activations"
-        found[column] += size
-    return found
+        sizes[column] += size
+    return sizes
 
 
 def render(check: MemoryCheck) -> Group:

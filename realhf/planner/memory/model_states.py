@@ -22,7 +22,7 @@ def available_bytes(cluster: Cluster) -> float:
 def fixed_reserve(cluster: Cluster) -> dict[str, float]:
     """Return the parts of the reserve that are the same for all plans, in bytes.
 
-    Communicators are the part that depends on the plan (`communicators.py`).
+    Communicators are the part that depends on the plan (`communicator_memory.py`).
     """
     fragmentation = FRAGMENTATION * cluster.device_memory_bytes
     return {"context": CONTEXT_BYTES, "staging": STAGING_BYTES, "fragmentation": fragmentation}

@@ -12,7 +12,7 @@ from realhf.graph import FunctionCall
 from realhf.plan import CallPlan
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
 from realhf.planner.memory.candidate_memory import PARTS, Held
-from realhf.planner.memory.communicators import CommunicatorBytes
+from realhf.planner.memory.communicator_memory import CommunicatorBytes
 from realhf.planner.search.candidates import Variant
 
 OPEN = -1

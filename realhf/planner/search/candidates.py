@@ -19,7 +19,7 @@ from realhf.planner.memory.candidate_memory import (
     running_bytes,
     state_bytes,
 )
-from realhf.planner.memory.communicators import CommunicatorBytes, Communicators, use_of
+from realhf.planner.memory.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of
 from realhf.planner.memory.model_states import HOST_SHARE, available_bytes, weights_bytes
 from realhf.planner.search.enumeration import find_strategies
 from realhf.planner.workload.problem import Problem
@@ -60,7 +60,7 @@ class Variant:
 
 
 def find_variants(
-    problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[Communicators], *,
+    problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[CommunicatorMemory], *,
     per_host: int, only: ParallelStrategy | None = None,
 ) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
     """Return the variants of a call on meshes of the same size, `per_host` of their ranks on each host, by

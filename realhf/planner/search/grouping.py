@@ -13,7 +13,7 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.cost.call_cost import ranks_per_host
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
 from realhf.planner.cost.rates import Rates
-from realhf.planner.memory.communicators import Communicators
+from realhf.planner.memory.communicator_memory import CommunicatorMemory
 from realhf.planner.search.call_group import CallGroup, Candidate
 from realhf.planner.search.candidates import Variant, find_variants, is_no_worse
 from realhf.planner.search.enumeration import find_meshes
@@ -65,7 +65,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         training = [i for i in of_role if calls[i].kind == "train_step"]
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
-    communicators: dict[tuple[int, int, int], Communicators] = {}
+    communicators: dict[tuple[int, int, int], CommunicatorMemory] = {}
     members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
     members.sort(key=list)
     choices = [_mesh_choices(problem, rates, list(tied.values()), communicators) for tied in members]
@@ -83,7 +83,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 
 def _mesh_choices(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[int, int, int], Communicators],
+    known: dict[tuple[int, int, int], CommunicatorMemory],
 ) -> _MeshChoices:  # fmt: skip
     """Return the meshes of a group, all of the cluster or the pinned one, and its choices there.
 
@@ -96,13 +96,13 @@ def _mesh_choices(
         meshes = find_meshes(problem.cluster)
     only = None if layout is None else layout.strategy
     cluster = problem.cluster
-    placements: dict[_Shape, list[Communicators]] = {}
+    placements: dict[_Shape, list[CommunicatorMemory]] = {}
     shapes = [_shape(cluster, mesh) for mesh in meshes]
     for mesh, shape in zip(meshes, shapes, strict=True):
         first = mesh.start % cluster.devices_per_host
         place = (shape.kind, len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
         if place not in known:
-            known[place] = Communicators(cluster.kinds[shape.kind], len(mesh), first_rank=place[2])
+            known[place] = CommunicatorMemory(cluster.kinds[shape.kind], len(mesh), first_rank=place[2])
         of_shape = placements.setdefault(shape, [])
         if known[place] not in of_shape:
             of_shape.append(known[place])
@@ -115,8 +115,8 @@ def _mesh_choices(
 
 
 def _choices(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Sequence[Communicators],
-    per_host: int, *, only: ParallelStrategy | None,
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
+    communicators: Sequence[CommunicatorMemory], per_host: int, *, only: ParallelStrategy | None,
 ) -> list[_Choice]:  # fmt: skip
     """Return the choices of a group on a mesh with these communicators (one for each placement on
     hosts), `per_host` of its ranks on each host."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory.candidate_memory import PARTS
-from realhf.planner.memory.communicators import use_of
+from realhf.planner.memory.communicator_memory import use_of
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.search.call_group import OPEN, CallGroup
 

@@ -37,15 +37,14 @@ class Source:
         ranks = target.ranks
         return {
             sender: sender if sender in target else ranks[i % len(ranks)]
-            for i, sender in enumerate(self.layout.result_ranks)
-        }
+            for i, sender in enumerate(self.layout.result_ranks)}
 
 
 @dataclass(frozen=True)
 class _Arrived:
     """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
 
-    It may have no columns, if a result rank has none since a restart; those of the first holder are known.
+    After a restart a rank may not know the columns yet. The first of the holders knows them, if any does.
     """
 
     holders: tuple[int, ...]
@@ -76,7 +75,7 @@ def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[l
         chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
-        minibatches.append([[s for u in part for s in units[u]] for part in parts])
+        minibatches.append([[sample_id for index in part for sample_id in units[index]] for part in parts])
     return minibatches
 
 
@@ -111,9 +110,9 @@ class Exchange:
         for arrived, where in zip(inputs, located, strict=True):
             self._send_wanted(arrived, where, wanted, tag)
         mine = wanted[self._rank]
-        found = zip(inputs, located, strict=True)
-        parts = [self._gather(arrived, where, mine, tag) for arrived, where in found]
-        whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
+        gathered = [
+            self._gather(arrived, where, mine, tag) for arrived, where in zip(inputs, located, strict=True)]
+        whole = Batch(gathered[0].ids, {key: batch[key] for batch in gathered for key in batch.fields})
         sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
         return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
 
@@ -160,8 +159,7 @@ class Exchange:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
         ordered = [
             replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
-            for arrived, known in zip(inputs, with_columns, strict=True)
-        ]  # fmt: skip
+            for arrived, known in zip(inputs, with_columns, strict=True)]
         return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(

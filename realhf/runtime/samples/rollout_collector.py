@@ -81,17 +81,17 @@ class RolloutCollector:
         is_scored = part == self._scoring_part
         if is_scored:
             self._choose(prompts)
-        kept = [prompt for prompt in prompts if prompt in self._kept]
-        if not kept:
+        kept_prompts = [prompt for prompt in prompts if prompt in self._kept]
+        if not kept_prompts:
             return []
-        found = self._describe_prompts(kept) if is_scored and self._read is not None else []
-        ids = set(samples_of(kept, self._group_size))
+        rows = self._describe_prompts(kept_prompts) if is_scored and self._read is not None else []
+        ids = set(samples_of(kept_prompts, self._group_size))
         for call, keys in self._keys.items():
             if is_scored or self._part_of[call] == part:
                 batch = samples.select(call, keys, ids)
                 if batch.ids:
-                    found += self._describe_samples(batch, context)
-        return found
+                    rows += self._describe_samples(batch, context)
+        return rows
 
     def _choose(self, prompts: Sequence[int]) -> None:
         """Add those of the prompts that are kept to the ones of this step."""
@@ -127,38 +127,38 @@ class RolloutCollector:
                 for name, value in values.items()}  # fmt: skip
 
     def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [
+        rows: list[dict[str, Any]] = [
             {"sample": sample, "prompt_number": prompt_of(sample, self._group_size)} for sample in batch.ids]
         for name, values in self._described_columns(batch, context):
-            for one, value in zip(found, values, strict=True):
-                one[name] = value
-        return found
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return rows
 
     def _described_columns(self, batch: Batch, context: Any) -> list[tuple[str, Sequence[Any]]]:
         """Return names and values of what the columns of a batch tell of its samples."""
         columns = batch.fields
-        found: list[tuple[str, Sequence[Any]]] = []
+        described: list[tuple[str, Sequence[Any]]] = []
         if "score" in columns:
-            found.append(("score", [_rounded(score) for score in columns["score"].tolist()]))
+            described.append(("score", [_rounded(score) for score in columns["score"].tolist()]))
         if "reward_scores" in columns:
             by_name = [{name: _rounded(score) for name, score in scores.items()}
                        for scores in columns["reward_scores"]]  # fmt: skip
-            found.append(("rewards", by_name))
+            described.append(("rewards", by_name))
         if "reward_extra" in columns:
-            found.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
+            described.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
         if "completion" in columns:
-            found.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
+            described.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
         if "response_mask" in columns:
-            found.append(("length", response_lengths(columns["response_mask"]).tolist()))
+            described.append(("length", response_lengths(columns["response_mask"]).tolist()))
         if self._decodes and "sequence_ids" in columns:
-            found.append(("completion", self._decoded(batch, context)))
+            described.append(("completion", self._decoded(batch, context)))
         if "finished" in columns:
-            found.append(("finished", [bool(finished) for finished in columns["finished"].tolist()]))
+            described.append(("finished", [bool(finished) for finished in columns["finished"].tolist()]))
         if "versions" in columns:
-            found.append(("versions", _spans(columns)))
+            described.append(("versions", _spans(columns)))
         if _ADVANTAGES in columns:
-            found.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
-        return found
+            described.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
+        return described
 
     def _decoded(self, batch: Batch, context: Any) -> list[str]:
         """Return the texts of the responses without special tokens."""

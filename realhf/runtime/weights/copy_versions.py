@@ -71,9 +71,7 @@ class CopyVersions:
         """
         known = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
         self._updates = dict(saved["updates"])
-        self._versions = {
-            home: _NEVER if home in self._sharded else known[home] for home in self._versions
-        }
+        self._versions = {home: _NEVER if home in self._sharded else known[home] for home in self._versions}
         for action in actions:
             if isinstance(action, Reallocate) and action.follow_rate is None:
                 exists = action.sharded or (action.source_set, action.source) in self._versions

@@ -16,8 +16,8 @@ from realhf.runtime.weights.copy_versions import CopyVersions
 from realhf.runtime.weights.engine_store import EngineStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+from realhf.runtime.weights.reallocation_runners import make_runner
 from realhf.runtime.weights.reallocations import Reallocations
-from realhf.runtime.weights.transfers import make_transfers
 from realhf.runtime.weights.weight_export import WeightExporter
 
 
@@ -40,9 +40,9 @@ class ModelStore:
         self.engines = EngineStore(world, catalog)
         self.engines.create_homes(seed=seed)
         self.engines.create_copies(actions)
-        self._transfers = make_transfers(world.device)
+        self._runner = make_runner(world.device)
         self.reallocations = Reallocations(
-            world, catalog, self.engines, self._transfers, _reallocations_of(actions, catalog),
+            world, catalog, self.engines, self._runner, _reallocations_of(actions, catalog),
             links=self.links)
         self._exporter = WeightExporter(world, catalog, self.engines)
         own = [name for name, p in catalog.sets.items() if p.trained and p.engine == "megatron"]
@@ -110,7 +110,7 @@ class ModelStore:
             self.start(self._catalog.gathering(trained))
         if self._rank == 0 or self._rank in self._catalog.home(role):
             # An export moves parameters too, so it takes its turn among the reallocations.
-            self._transfers.submit(lambda: self._exporter.write(
+            self._runner.submit(lambda: self._exporter.write(
                 role, directory, beside=beside or {}, fields=fields or {})).result()  # fmt: skip
 
 

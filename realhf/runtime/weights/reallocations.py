@@ -1,45 +1,23 @@
 """Reallocations: starts and finishes this rank's reallocations, which run beside its calls."""
 
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from realhf.dist.world import World
 from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, ReallocStats, schedule_of
+from realhf.realloc.execute import Reallocator, schedule_of
 from realhf.realloc.links import Links
-from realhf.runtime.compile.actions import Reallocate, role_of
+from realhf.realloc.pieces import Shards
+from realhf.runtime.compile.actions import Reallocate
 from realhf.runtime.compile.equal_programs import require_equal_schedules
 from realhf.runtime.weights.copy_versions import Copy
 from realhf.runtime.weights.engine_store import EngineStore
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog
-from realhf.runtime.weights.transfers import Posted, Running, Transfers
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A reallocation in which this rank took part; `start` is in Unix seconds."""
-
-    action: Reallocate
-    stats: ReallocStats
-    start: float
-    ended: Callable[[], float]
-    """Returns the time of its end; on CUDA the host waits for it."""
-    arrived: Callable[[], float] = lambda: 0.0
-    """Returns the Unix time from which the call that needs the weights had them; 0 if the host waited."""
-
-    def event(self, rank: int) -> dict[str, Any]:
-        """Return the event of a StepRecord."""
-        return {
-            "rank": rank, "name": role_of(self.action.target_set), "kind": "realloc", "start": self.start,
-            "transfer": f"{self.action.source}->{self.action.target}", "sent_bytes": self.stats.bytes_sent,
-            "received_bytes": self.stats.bytes_received, "senders": list(self.stats.senders),
-            "over_bound": self.stats.over_bound, "end": self.ended(),
-        }  # fmt: skip
+from realhf.runtime.weights.reallocation_runners import FinishedReallocation, InFlight, Runner
 
 
 class Arrivals:
@@ -50,17 +28,17 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._unrecorded: list[Moved] = []
-        self._new: list[Moved] = []
+        self._unrecorded: list[FinishedReallocation] = []
+        self._new: list[FinishedReallocation] = []
 
-    def add(self, moved: Sequence[Moved]) -> None:
+    def add(self, finished: Sequence[FinishedReallocation]) -> None:
         """Add reallocations for which the next call waits."""
-        self._unrecorded += moved
-        self._new += moved
+        self._unrecorded += finished
+        self._new += finished
 
     def delay(self, event: dict[str, Any]) -> None:
         """Let the event of a call that has ended begin when the device had the weights."""
-        arrived = max((moved.arrived() for moved in self._new), default=0.0)
+        arrived = max((reallocation.arrived() for reallocation in self._new), default=0.0)
         seconds = max(0.0, arrived - event["start"])
         self._new = []
         event["start"] += seconds
@@ -68,43 +46,24 @@ class Arrivals:
 
     def take_events(self, rank: int) -> list[dict[str, Any]]:
         """Return the events of what has been added since the last call of this method."""
-        events = [moved.event(rank) for moved in self._unrecorded]
+        events = [reallocation.event(rank) for reallocation in self._unrecorded]
         self._unrecorded = []
         return events
-
-
-@dataclass
-class _Posted:
-    """A reallocation that has been posted, with the weights that stay on the device until it has ended."""
-
-    action: Reallocate
-    start: float
-    work: Posted[ReallocStats]
-    weights: ExitStack
-    moved: Moved | None = field(default=None)
-
-    def result(self) -> Moved:
-        if self.moved is None:
-            stats = self.work.result()
-            self.moved = Moved(self.action, stats, self.start, self.work.ended, self.work.arrived)
-            self.weights.close()
-        return self.moved
 
 
 class Reallocations:
     """The reallocations in which this rank takes part. All ranks start theirs in the same order."""
 
     def __init__(
-        self, world: World, catalog: ParameterCatalog, engines: EngineStore, transfers: Transfers,
+        self, world: World, catalog: ParameterCatalog, engines: EngineStore, runner: Runner,
         actions: Iterable[Reallocate], *, links: Links,
     ) -> None:  # fmt: skip
         """Make the schedules of all `actions` that `start` may be given."""
         self._rank = world.rank
         self._catalog = catalog
         self._engines = engines
-        self._transfers = transfers
-        self._running: dict[Copy, Running[Moved]] = {}
-        self._failure: Exception | None = None
+        self._runner = runner
+        self._in_flight: dict[Copy, InFlight[FinishedReallocation]] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
         staging = Staging(world.device)
         mine = dict.fromkeys(_without_ahead(action) for action in actions if self._takes_part(action))
@@ -115,7 +74,7 @@ class Reallocations:
         for action, given in arguments.items():
             self._reallocators[action] = Reallocator(
                 **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action],
-                posts=transfers.posts)
+                posts=runner.waits_for_ranks)
 
     def _role(self, action: Reallocate) -> str:
         return self._catalog.sets[action.target_set].role
@@ -136,75 +95,46 @@ class Reallocations:
         """Start a reallocation, if this rank takes part in it."""
         if self._takes_part(action):
             target = (action.target_set, action.target)
-            assert target not in self._running, "a copy is updated twice at once"
-            if self._transfers.posts:
-                self._running[target] = self._post(action)
-            else:
-                self._running[target] = self._transfers.submit(lambda: self._carry_out(action))
+            assert target not in self._in_flight, "a copy is updated twice at once"
+            self._in_flight[target] = self._runner.reallocate(
+                action, self._reallocators[_without_ahead(action)], lambda: self._load(action))
 
-    def _carry_out(self, action: Reallocate) -> Moved:
-        if self._failure is not None:  # The ranks are out of step, so later messages would be mixed up.
-            raise self._failure
+    @contextmanager
+    def _load(self, action: Reallocate) -> Iterator[tuple[Shards | None, Shards | None]]:
+        """Keep this rank's shards of an action's source and target on the device, and yield them."""
         source = (action.source_set, action.source)
         target = (action.target_set, action.target)
-        began = time.time()
-        source_shards = self._engines.shards(*source, sharded=action.sharded)
-        target_shards = self._engines.shards(*target)
-        try:
-            with self._engines.in_use(source, target, written=target):
-                stats = self._reallocators[_without_ahead(action)].run(source_shards, target_shards)
-        except Exception as error:
-            self._failure = error
-            raise
-        ended = time.time()
-        return Moved(action, stats, began, lambda: ended)
-
-    def _post(self, action: Reallocate) -> _Posted:
-        """Post a reallocation from this thread, once all its ranks have come to it.
-
-        Nothing waits on the device for a rank that is still busy. Weights that are not always on the device
-        are allocated and freed on the stream of the calls.
-        """
-        source = (action.source_set, action.source)
-        target = (action.target_set, action.target)
-        began = time.time()
-        reallocator = self._reallocators[_without_ahead(action)]
-        with ExitStack() as stack:
-            stack.enter_context(self._engines.in_use(source, target, written=target))
-            shards = (self._engines.shards(*source, sharded=action.sharded), self._engines.shards(*target))
-            reallocator.wait_until_ready()
-            work = self._transfers.submit(lambda: reallocator.post(*shards))
-            assert isinstance(work, Posted)
-            return _Posted(action, began, work, stack.pop_all())
+        with self._engines.in_use(source, target, written=target):
+            yield self._engines.shards(*source, sharded=action.sharded), self._engines.shards(*target)
 
     @property
     def in_flight(self) -> list[list[str]]:
         """The copies whose reallocations this rank has started and not yet finished, as JSON."""
-        return [[name, str(layout)] for name, layout in self._running]
+        return [[name, str(layout)] for name, layout in self._in_flight]
 
-    def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
+    def finish(self, name: str, layout: Layout | None = None) -> list[FinishedReallocation]:
         """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
 
         The name of a role includes its adapters.
         """
-        moved = []
-        for set_name, target in list(self._running):
+        finished = []
+        for set_name, target in list(self._in_flight):
             if name in (set_name, self._catalog.sets[set_name].role) and layout in (None, target):
-                moved.append(self._running.pop((set_name, target)).result())
-        return moved
+                finished.append(self._in_flight.pop((set_name, target)).result())
+        return finished
 
     def finish_all_but(self, in_flight: Collection[Sequence[str]]) -> None:
         """Wait for all running reallocations but these (see `in_flight`)."""
-        kept = [tuple(copy) for copy in in_flight]
-        for name, layout in list(self._running):
-            if (name, str(layout)) not in kept:
-                self._running.pop((name, layout)).result()
+        copies = [tuple(copy) for copy in in_flight]
+        for name, layout in list(self._in_flight):
+            if (name, str(layout)) not in copies:
+                self._in_flight.pop((name, layout)).result()
 
     def wait_for_followers(self) -> None:
         """Wait until the moving averages at home are complete, without finishing their reallocations."""
-        for (name, _), running in self._running.items():
+        for (name, _), reallocation in self._in_flight.items():
             if self._catalog.sets[name].follows is not None:
-                running.result()
+                reallocation.result()
 
 
 def _without_ahead(action: Reallocate) -> Reallocate:

@@ -1,6 +1,7 @@
 """Copies between the host and the device for which neither of them waits."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Arrays = Mapping[str, NDArray[Any]]
 _NUM_BUFFERS = 3  # A step's buffer is written again three steps later, when its copy has usually ended.
 _ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
 
@@ -27,30 +27,26 @@ class StepUpload:
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._ring)
         """The ends of the last copies from the buffers."""
 
-    def __call__(self, arrays: Arrays) -> dict[str, Tensor]:
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Return the arrays as tensors on the device; a CPU shares the arrays' memory."""
         if not self._ring:
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
-        stops = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]).tolist()
-        num_bytes = max(_ALIGNMENT, stops[-1] if stops else 0)
+            return [torch.from_numpy(array) for array in arrays]
+        padded_sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+        *starts, stop = accumulate(padded_sizes, initial=0)
+        num_bytes = max(_ALIGNMENT, stop)
         number = self._next
         self._next = (number + 1) % len(self._ring)
         buffer = self._buffer(number, num_bytes)
-        spans = {name: slice(stop - -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT, stop)
-                 for (name, array), stop in zip(arrays.items(), stops, strict=True)}  # fmt: skip
-        host = buffer.numpy()
-        for name, array in arrays.items():
-            start = spans[name].start
-            host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        there = buffer[:num_bytes].to(self._device, non_blocking=True)
+        on_host = buffer.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            on_host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        on_device = buffer[:num_bytes].to(self._device, non_blocking=True)
         copied = self._copied[number] = torch.cuda.Event()
         copied.record()
-        found = {}
-        for name, array in arrays.items():
-            start = spans[name].start
-            dtype = torch.from_numpy(array).dtype
-            found[name] = there[start : start + array.nbytes].view(dtype).view(array.shape)
-        return found
+        return [
+            on_device[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
 
     def _buffer(self, number: int, num_bytes: int) -> Tensor:
         """Return a buffer of the ring, of at least so many bytes, that no copy reads any more."""
@@ -84,5 +80,5 @@ class Download:
         """Return the numbers, after waiting for the work that made them."""
         if self._event is not None:
             self._event.synchronize()
-        found: NDArray[Any] = self._host.numpy()
-        return found
+        numbers: NDArray[Any] = self._host.numpy()
+        return numbers

@@ -9,8 +9,8 @@ import torch
 from realhf.layout import Layout
 from realhf.realloc.execute import ReallocStats
 from realhf.runtime.compile.actions import Reallocate
-from realhf.runtime.weights.reallocations import Arrivals, Moved
-from realhf.runtime.weights.transfers import Posted, PostingStream
+from realhf.runtime.weights.reallocation_runners import PostedTask, StreamRunner
+from realhf.runtime.weights.reallocations import Arrivals, FinishedReallocation
 
 
 class _Device:
@@ -65,7 +65,7 @@ class _Stream:
 def _post(device, *, before, takes):
     """Post a transfer that takes so many milliseconds, after as many of work on the stream of the calls."""
     device.main.time = before
-    stream = PostingStream(torch.device("cuda"))
+    stream = StreamRunner(torch.device("cuda"))
 
     def transfer():
         assert device.current is device.side
@@ -102,7 +102,7 @@ def test_a_call_begins_when_its_weights_have_come(monkeypatch):
     posted.result()
     arrivals = Arrivals()
     posted.asked_at = 10.0
-    moved = Moved(action, ReallocStats(3, 4, 1.0), 7.0, posted.ended, posted.arrived)
+    moved = FinishedReallocation(action, ReallocStats(3, 4, 1.0), 7.0, posted.ended, posted.arrived)
     arrivals.add([moved, moved])  # Both arrive at the same time.
     event = {"start": 10.05, "waited": 0.5}
     arrivals.delay(event)
@@ -119,7 +119,7 @@ def test_a_call_begins_when_its_weights_have_come(monkeypatch):
 
 
 def test_on_a_cpu_a_task_has_ended_when_it_is_posted():
-    posted = PostingStream(torch.device("cpu")).submit(lambda: 5)
+    posted = StreamRunner(torch.device("cpu")).submit(lambda: 5)
     assert posted.result() == 5 and posted.arrived() == posted.ended()
     assert posted.posted_at <= posted.ended() <= posted.posted_at + 60
-    assert Posted(1, 0.0).result() == 1
+    assert PostedTask(1, 0.0).result() == 1

@@ -85,7 +85,7 @@ class CommunicatorBytes(NamedTuple):
     reallocation: Any
 
 
-class Communicators:
+class CommunicatorMemory:
     """The groups of layouts and reallocations on a cluster, as the runtime makes them."""
 
     def __init__(self, cluster: Cluster, num_ranks: int, *, first_rank: int = 0) -> None:
@@ -149,9 +149,7 @@ class Communicators:
         counts[:-1] &= keys[:-1] != keys[1:]
         return (np.take_along_axis(num_bytes, order, axis=0) * counts).sum(axis=0)
 
-    def _rows(
-        self, members: np.ndarray, traffic: _Traffic, purpose: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, members: np.ndarray, traffic: _Traffic, purpose: str) -> tuple[np.ndarray, np.ndarray]:
         """Return each rank's key and bytes for disjoint groups of equal size; `members` is (groups, size).
 
         Equal groups of equal purpose have equal keys, and 0 is the key of ranks in no group.
