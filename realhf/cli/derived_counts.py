@@ -46,20 +46,20 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
 
 def uneven_splits(counts: dict[str, Any]) -> list[str]:
     """Return a warning for each call whose samples do not divide evenly over mini-batches or ranks."""
-    found = []
+    warnings = []
     for name, call in counts["calls"].items():
         unit = "samples" if call["samples_together"] == 1 else f"groups of {call['samples_together']} samples"
         least, most = call["samples_per_minibatch"]
         if least != most:
             what = f"{counts['prompts_per_step']} prompts do not divide by {call['minibatches']} mini-batches"
-            found.append(f"call {name}: {what}, which have {least} or {most} samples")
+            warnings.append(f"call {name}: {what}, which have {least} or {most} samples")
         elif call["samples_per_rank"][0] != call["samples_per_rank"][1]:
             count = most // call["samples_together"]
             ranks = " or ".join(map(str, call["samples_per_rank"]))
             of = " of a mini-batch" if call["minibatches"] > 1 else ""
             what = f"{count} {unit}{of} do not divide by dp {call['dp']}"
-            found.append(f"call {name}: {what}, so that a rank has about {ranks} samples")
-    return found
+            warnings.append(f"call {name}: {what}, so that a rank has about {ranks} samples")
+    return warnings
 
 
 def sentences(counts: dict[str, Any]) -> Iterator[str]:
@@ -72,9 +72,9 @@ def sentences(counts: dict[str, Any]) -> Iterator[str]:
         rounds = _number(counts["rounds"], "round")
         yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {rounds}"
     if len(counts["parts"]) > 1 or counts["own_step_program"]:
-        own = " of its own step program" if counts["own_step_program"] else ""
+        described = " of its own step program" if counts["own_step_program"] else ""
         parts = (f"{name} ({', '.join(calls)})" for name, calls in counts["parts"].items())
-        yield f"parts{own}: {'; '.join(parts)}"
+        yield f"parts{described}: {'; '.join(parts)}"
     for name, call in counts["calls"].items():
         yield f"  {name:<18} {_call_words(call)}"
     for name, role in counts["roles"].items():
@@ -91,7 +91,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     sizes = [(stop - start) * experiment.group_size for start, stop in bounds]
     units = [size // together for size in (min(sizes), max(sizes))]
     dp = plan.layout.dp
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "samples": sum(sizes),
         "samples_together": together,
         "dp": dp,
@@ -101,28 +101,29 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     }
     if call.kind == "train_step":
         per_step = optimizer_steps(call)
-        found |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
-        found["optimizer_steps"] = per_step * experiment.steps
+        counts |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
+        counts["optimizer_steps"] = per_step * experiment.steps
     if call.kind in ("train_step", "forward"):
-        found["micro_batch_tokens"] = plan.micro_batch_tokens
+        counts["micro_batch_tokens"] = plan.micro_batch_tokens
     if call.kind == "generate":
-        found |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
-    return found
+        counts |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
+    return counts
 
 
 def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     """Return the counts of a role with its settings filled in."""
     specs = parameter_specs(program.roles)
     trained = specs[adapters_of(name)] if role.lora is not None else specs[name]
-    found: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
-    found |= _memory(program, name, role)
+    counts: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
+    counts |= _memory(program, name, role)
     if role.optimizer is None:
-        return found
+        return counts
     trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
     count = program.experiment.steps * sum(map(optimizer_steps, trains))
-    at = {min(count - 1, step) for step in (0, max(0, role.optimizer.warmup_steps - 1))} if count else {0}
-    rates = [learning_rate(role.optimizer, step) for step in sorted(at)]
-    return found | {
+    last = max(0, count - 1)
+    edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}
+    rates = [learning_rate(role.optimizer, step) for step in sorted(edge_steps)]
+    return counts | {
         "trained_parameters": sum(param.numel for param in trained.params if param.trainable),
         "optimizer_steps": count,
         "schedule": role.optimizer.schedule,

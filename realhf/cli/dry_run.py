@@ -60,25 +60,25 @@ def try_out(program: Program) -> Trial:
     experiment = program.experiment
     rows = _rows(program, experiment.dataset, "dataset", program.graph, tokenizer)
     held_out = {
-        one.name: _rows(program, one.evaluation.dataset, one.field, one.graph, tokenizer)
-        for one in program.evaluations}
-    found = warnings_of(program, rows, held_out)
+        eval_set.name: _rows(program, eval_set.evaluation.dataset, eval_set.field, eval_set.graph, tokenizer)
+        for eval_set in program.evaluations}
+    warnings = warnings_of(program, rows, held_out)
     sets = [("", program.graph, rows)]
-    sets += [(one.field, one.graph, held_out[one.name]) for one in program.evaluations]
+    sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name]) for eval_set in program.evaluations]
     _try_rewards(sets)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
-    return Trial(found, sum(part.num_in_file for part in rows.parts), first)
+    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first)
 
 
 def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
     """Call each reward function of graphs once with rows of each data set that it scores."""
     rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
-    for field, graph, some in sets:
+    for field, graph, rows in sets:
         for call in graph.of_kind("host"):
             if isinstance(reward := call.work.function, RewardCall):
-                functions = tuple(id(one.function) for one in reward.rewards)
-                for part in some.parts:
+                functions = tuple(id(part.function) for part in reward.rewards)
+                for part in rows.parts:
                     rewards.setdefault((functions, part.config.path), (field, reward, part))
     for field, reward, part in rewards.values():
         try:

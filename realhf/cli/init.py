@@ -57,8 +57,8 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
 
 def template_names() -> list[str]:
     """Return the names of the shipped templates."""
-    found = (path.name for path in shipped_dir("templates").iterdir() if path.is_dir())
-    return sorted(name for name in found if name != _COMMON)
+    names = (path.name for path in shipped_dir("templates").iterdir() if path.is_dir())
+    return sorted(name for name in names if name != _COMMON)
 
 
 def _files(options: Namespace) -> dict[str, str]:
@@ -68,7 +68,7 @@ def _files(options: Namespace) -> dict[str, str]:
         meant = did_you_mean(options.template, names)
         raise UserError(f"--template {options.template} does not exist{meant}: legal are {', '.join(names)}")
     roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
-    found = {
+    files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
         for root in roots for path in sorted(root.rglob("*"))
         if path.is_file() and path.suffix in (".py", ".md", ".json", ".jsonl")
@@ -76,18 +76,18 @@ def _files(options: Namespace) -> dict[str, str]:
     changes: dict[str, str] = {}
     if options.model is not None:
         changes["MODEL"] = _quoted(options.model)
-        found = {name: text for name, text in found.items() if not name.startswith(_MODEL_FILES)}
+        files = {name: text for name, text in files.items() if not name.startswith(_MODEL_FILES)}
     elif options.data is not None:
-        made = tiny_model(options.data, template=options.template, files=found)
-        found |= made.files
-        found["experiment.py"] = found["experiment.py"].replace(_TINY_ANSWER, f"else {made.longest_answer})")
+        model = tiny_model(options.data, template=options.template, files=files)
+        files |= model.files
+        files["experiment.py"] = files["experiment.py"].replace(_TINY_ANSWER, f"else {model.longest_answer})")
     if options.data is not None:
         changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
-        found = {name: text for name, text in found.items() if name not in _DATA_FILES}
-    found["experiment.py"] = _with_constants(found["experiment.py"], changes)
-    found["README.md"] = "".join(
-        line for line in found["README.md"].splitlines(keepends=True) if _describes_written(line, found))
-    return found
+        files = {name: text for name, text in files.items() if name not in _DATA_FILES}
+    files["experiment.py"] = _with_constants(files["experiment.py"], changes)
+    files["README.md"] = "".join(
+        line for line in files["README.md"].splitlines(keepends=True) if _describes_written(line, files))
+    return files
 
 
 def _quoted(name: str) -> str:

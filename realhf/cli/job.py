@@ -48,9 +48,9 @@ def resume_command(out: Path) -> str:
     words = sys.argv[1:]
     for option in ("--out", "--resume"):
         while option in words:
-            at = words.index(option)
-            has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
-            del words[at : at + 1 + has_value]
+            index = words.index(option)
+            has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
+            del words[index : index + 1 + has_value]
     return f"realhf {shlex.join(words)} --resume --out {shlex.quote(str(out))}"
 
 

@@ -81,18 +81,19 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
         takes_experiment = command not in _WITHOUT_EXPERIMENT
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
             formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
         )  # fmt: skip
-        own.set_defaults(command=command.run)
+        subparser.set_defaults(command=command.run)
         if takes_experiment:
-            own.set_defaults(parser=own)
-            own.usage = f"realhf {name} EXP.py [options] [--field value ...]"
+            subparser.set_defaults(parser=subparser)
+            subparser.usage = f"realhf {name} EXP.py [options] [--field value ...]"
             text = "this help; with EXP.py, the Python file that defines `experiment`, also every field"
-            own.add_argument("-h", "--help", action="store_true", help=text)
-            own.add_argument("--traceback", action="store_true", help="show the traceback of an error, too")
-        command.add_options(own)
+            subparser.add_argument("-h", "--help", action="store_true", help=text)
+            text = "show the traceback of an error, too"
+            subparser.add_argument("--traceback", action="store_true", help=text)
+        command.add_options(subparser)
     return parser
 
 
@@ -116,5 +117,5 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
     options.experiment = file
     words.remove(file)
-    own = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
-    return override(load_experiment(file), words, also=own)
+    flags = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
+    return override(load_experiment(file), words, also=flags)

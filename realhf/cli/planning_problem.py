@@ -92,12 +92,12 @@ def _in_graph_order(names: Collection[str], graph: DataflowGraph) -> list[str]:
 
 def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, float]:
     """Return how often a step is expected to run each part."""
-    given = experiment.expected.part_runs
-    for part, runs in given.items():
+    expected = experiment.expected.part_runs
+    for part, runs in expected.items():
         if part not in parts:
             raise ValueError(f"expected.part_runs has {part!r}: the parts are {', '.join(parts)}")
         require(runs > 0, f"expected.part_runs[{part!r}]", runs, "be above 0")
-    return {part: given.get(part, 1.0) for part in parts}
+    return {part: expected.get(part, 1.0) for part in parts}
 
 
 def model_role(name: str, role: Role) -> ModelRole:
@@ -124,8 +124,8 @@ def _top_k(graph: DataflowGraph, name: str) -> int:
     work = graph[name].work
     if isinstance(work, TopLogProbs):
         return work.k
-    found = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
-    return sum(call.work.k for call in found if call is not None and isinstance(call.work, TopLogProbs))
+    producers = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
+    return sum(call.work.k for call in producers if call is not None and isinstance(call.work, TopLogProbs))
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
@@ -162,8 +162,8 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
             if call.role is None:
                 continue
             fields = _GENERATION_FIELDS if call.kind == "generate" else ("output",)
-            own = {name: getattr(call.work, name) for name in fields}
-            workload = Workload(num_samples, **settings, **own)
+            of_call = {name: getattr(call.work, name) for name in fields}
+            workload = Workload(num_samples, **settings, **of_call)
             of_set = [f"eval/{set_name}/{call.name}"] * bool(set_name)
             names = (*of_set, f"eval/{call.name}", call.name)
             yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)

@@ -132,15 +132,15 @@ def _names(rows: Iterable[Row], group: str) -> list[str]:
 
 def require_fields(rows: Sequence[Row], fields: Collection[str], option: str) -> None:
     """Raise UserError unless each of the fields is one that some answer has."""
-    known = [name for name in _FIELDS if any(value_of(row, name) is not None for row in rows)]
+    legal = [name for name in _FIELDS if any(value_of(row, name) is not None for row in rows)]
     for group in _GROUPS:
         names = _names(rows, group)
-        known += [f"{group}.{name}" if name in (*_FIELDS, *known) else name for name in names]
+        legal += [f"{group}.{name}" if name in (*_FIELDS, *legal) else name for name in names]
     for field in fields:
         group, _, name = field.partition(".")
-        if rows and field not in known and not (group in _GROUPS and name in _names(rows, group)):
-            meant = did_you_mean(field, known)
-            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(known)}")
+        if rows and field not in legal and not (group in _GROUPS and name in _names(rows, group)):
+            meant = did_you_mean(field, legal)
+            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(legal)}")
 
 
 def require_comparable(rows: Sequence[Row], conditions: Sequence[Condition], option: str) -> None:
@@ -162,11 +162,11 @@ def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
     """
     field = by.removeprefix("-")
     falls = by.startswith("-")
-    found: list[Row] = []
+    ordered: list[Row] = []
     for kind in (float, str):
-        some = [row for row in rows if isinstance(value_of(row, field), kind)]
-        found += sorted(some, key=lambda row: value_of(row, field), reverse=falls)  # type: ignore[arg-type,return-value]
-    return found + [row for row in rows if value_of(row, field) is None]
+        of_kind = [row for row in rows if isinstance(value_of(row, field), kind)]
+        ordered += sorted(of_kind, key=lambda row: value_of(row, field), reverse=falls)  # type: ignore[arg-type,return-value]
+    return ordered + [row for row in rows if value_of(row, field) is None]
 
 
 def prompt_text(row: Row) -> str:
@@ -227,15 +227,15 @@ def read_evaluations(run: Path, wanted: str) -> tuple[Path, list[Row]]:
 
 def _eval_files(run: Path) -> list[tuple[str, int | None, Path]]:
     """Return sets, steps and files of evaluations, or if there are none eval.jsonl, which tells no step."""
-    found = []
+    files = []
     for path in (run / _EVALS).rglob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
             name = path.parent.relative_to(run / _EVALS).as_posix()
-            found.append(("" if name == "." else name, int(number), path))
-    if not found and (run / _EVAL).is_file():
+            files.append(("" if name == "." else name, int(number), path))
+    if not files and (run / _EVAL).is_file():
         return [("", None, run / _EVAL)]
-    return sorted(found)
+    return sorted(files)
 
 
 def _read(path: Path) -> Iterator[Row]:

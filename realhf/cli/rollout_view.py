@@ -170,8 +170,8 @@ def show_stories(console: Console, stories: Sequence[Row], *, note: str) -> None
 def _place(row: Row) -> str:
     """Return where an answer comes from, for the title of its panel."""
     names = (("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
-    known = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
-    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in known)
+    fields = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
+    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in fields)
 
 
 def _facts(row: Row, low: float, high: float) -> list[Text]:

@@ -81,12 +81,12 @@ def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
     if not isinstance(config, dict) or not isinstance(training := config.get("dataset"), dict):
         return None
     sets = _sets(config.get("eval_dataset"))
-    by_path = [one for one in sets.values() if one["dataset"].get("path") == path]
+    by_path = [held_out for held_out in sets.values() if held_out["dataset"].get("path") == path]
     default = {"dataset": training, "sampling": None}
     chosen = sets.get(name) or next(iter([*by_path, *sets.values()]), default)
-    own = chosen.get("sampling")
-    found = own or config.get("sampling") or {}
-    known = {field.name for field in fields(SamplingConfig)}
+    own_sampling = chosen.get("sampling")
+    saved_sampling = own_sampling or config.get("sampling") or {}
+    names = {field.name for field in fields(SamplingConfig)}
     dataset = _first_part(chosen["dataset"])
     prompts = {key: dataset[key] for key in _OF_PROMPTS if key in dataset}
     if "tools" in prompts:
@@ -94,22 +94,22 @@ def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
     unused = _map_words(dataset.get("map"))
     unused += _reward_words(
         chosen.get("function") or config.get("eval_function") or config.get("reward_function"))
-    sampling = {key: value for key, value in found.items() if key in known}
+    sampling = {key: value for key, value in saved_sampling.items() if key in names}
     return RunSettings(
-        run, prompts, sampling, has_own_sampling=own is not None, unused=tuple(unused))
+        run, prompts, sampling, has_own_sampling=own_sampling is not None, unused=tuple(unused))
 
 
-def _sets(given: Any) -> dict[str, dict[str, Any]]:
+def _sets(saved: Any) -> dict[str, dict[str, Any]]:
     """Return the held-out sets of a run by name, each as the fields of an Evaluation."""
-    if not isinstance(given, dict):
+    if not isinstance(saved, dict):
         return {}
-    if "prompt_key" in given or "correct_above" in given:
-        return {"": _set(given)}
-    return {name: _set(one) for name, one in given.items() if isinstance(one, dict)}
+    if "prompt_key" in saved or "correct_above" in saved:
+        return {"": _set(saved)}
+    return {name: _set(entry) for name, entry in saved.items() if isinstance(entry, dict)}
 
 
-def _set(given: dict[str, Any]) -> dict[str, Any]:
-    return given if "correct_above" in given else {"dataset": given}
+def _set(saved: dict[str, Any]) -> dict[str, Any]:
+    return saved if "correct_above" in saved else {"dataset": saved}
 
 
 def _first_part(dataset: Any) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def _map_words(name: str | None) -> list[str]:
     return [] if name is None else [f"its map function {_last(name)}"]
 
 
-def _reward_words(given: Any) -> list[str]:
+def _reward_words(saved: Any) -> list[str]:
     """Return in words which rewards a run has; functions have names there, and objects only their fields."""
-    rewards = given if isinstance(given, list) else [given] * (given is not None)
+    rewards = saved if isinstance(saved, list) else [saved] * (saved is not None)
     if not rewards:
         return []
-    names = [name for one in rewards if (name := _reward_name(one))]
+    names = [name for reward in rewards if (name := _reward_name(reward))]
     shown = f" ({', '.join(names)})" if names else ""
     return [f"its own reward{'s' if len(rewards) > 1 else ''}{shown}"]
 
@@ -183,7 +183,7 @@ def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " ".join(_short(one) for one in value)
+        return " ".join(_short(part) for part in value)
     return _short(value)
 
 

@@ -120,10 +120,10 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     tokenizer = Tokenizer.from_file(str(path))
     texts: tuple[list[str], list[str]] = ([], [])
     inputs = experiment.graph().inputs
-    for part, some in zip(dataset.parts, rows, strict=True):
+    for part, part_rows in zip(dataset.parts, rows, strict=True):
         completions = completion_columns(part, inputs) or [part.completion_key]
-        for found, keys in zip(texts, ([part.prompt_key], completions), strict=True):
-            found += [_text(row[key]) for row in some for key in keys if key in row]
+        for column_texts, keys in zip(texts, ([part.prompt_key], completions), strict=True):
+            column_texts += [_text(row[key]) for row in part_rows for key in keys if key in row]
     prompts, responses = ([len(tokenizer.encode(text).ids) for text in column or [""]] for column in texts)
     longest = min(max(prompts), dataset.max_prompt_tokens)
     per_row = len(completion_columns(dataset.parts[0], inputs)) or 1

@@ -57,8 +57,8 @@ def tiny_model(data: str, *, template: str, files: Mapping[str, str]) -> TinyMod
     if is_chat:
         settings["chat_template"] = _CHAT_TEMPLATE
     tokenizer = _tokenizer(json.loads(files["model/tokenizer.json"]), vocabulary)
-    made = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
-    return TinyModel({f"model/{name}.json": _json(content) for name, content in made.items()}, new_tokens)
+    contents = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
+    return TinyModel({f"model/{name}.json": _json(content) for name, content in contents.items()}, new_tokens)
 
 
 def _tokenizer(content: dict[str, Any], vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def _tokenizer(content: dict[str, Any], vocabulary: Sequence[str]) -> dict[str, 
 
 def _text(value: Any) -> str:
     """Return a text, the messages of a chat as the chat template writes them, or another value as text."""
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        return "".join(f"{one.get('role')}: {one.get('content')}\n" for one in value)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "".join(f"{message.get('role')}: {message.get('content')}\n" for message in value)
     return str(value)
 
 

@@ -113,14 +113,14 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     """
     require_equal_programs(world, job.program)
     directory = None
-    found: list[Path] = []
+    checkpoints: list[Path] = []
     if world.rank == 0:
-        directory, found = _claim_directory(job)
+        directory, checkpoints = _claim_directory(job)
         if job.program.experiment.deterministic:
             record_surroundings(job.program, directory.path)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     world.activity.failures = out / "failures"
-    checkpoint = newest_checkpoint(world, found)
+    checkpoint = newest_checkpoint(world, checkpoints)
     if checkpoint is not None and _is_finished(job, world, out, checkpoint):
         return 0
     if world.rank == 0 and checkpoint is not None:
@@ -176,10 +176,10 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     if restarted is None and job.resume is None:
         return RunDirectory(job.out or new_run_directory(job.name), stem=job.name), []
     resume = job.resume if restarted is None else ""
-    found = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
-    if not found.checkpoints:
-        print(f"realhf: {found.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
-    return RunDirectory(found.out, stem=job.name, resumes=True), list(found.checkpoints.values())
+    resumption = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
+    if not resumption.checkpoints:
+        print(f"realhf: {resumption.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
+    return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())
 
 
 def _evaluate(job: Job, world: World, *, as_json: bool) -> int:

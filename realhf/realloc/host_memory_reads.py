@@ -56,8 +56,8 @@ class HostMemoryReads:
         if self._memory is None or not self._readers:
             return None
         described = [
-            (side, name, region, self._memory.describe(tensor)) for side, some in shards.items()
-            for name, pieces in some.items() for region, tensor in pieces
+            (side, name, region, self._memory.describe(tensor)) for side, by_name in shards.items()
+            for name, pieces in by_name.items() for region, tensor in pieces
         ]  # fmt: skip
         return described if all(description for *_, description in described) else None
 
@@ -66,10 +66,10 @@ class HostMemoryReads:
         if published is None:
             return
         mapped = Mapped()
-        found = self._pieces[peer] = {}
+        pieces_of_peer = self._pieces[peer] = {}
         for side, name, region, description in published:
             box = tuple((start, stop) for start, stop in region)
-            found.setdefault((side, name), []).append((box, mapped.tensor(description)))
+            pieces_of_peer.setdefault((side, name), []).append((box, mapped.tensor(description)))
 
     def replaces(self, message: Message) -> bool:
         """Return whether the receiver reads the sender's memory instead of getting the message."""

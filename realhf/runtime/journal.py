@@ -75,7 +75,7 @@ class Journal:
             self._running.append(self.last)
             self._drop_finished()
         else:
-            documents = [record and dataclasses.asdict(record), [one.to_json() for one in evaluation]]
+            documents = [record and dataclasses.asdict(record), [of_set.to_json() for of_set in evaluation]]
             self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
 
@@ -112,7 +112,7 @@ class Journal:
         metrics = self._step(step, steps) if steps else self._meter.totals()
         events: list[StepRecord] = []
         if evaluation:
-            of_others = [[SetRecord.from_json(one) for one in of_sets] for _, of_sets in theirs]
+            of_others = [[SetRecord.from_json(document) for document in documents] for _, documents in theirs]
             found, events = self._evaluation(step, [evaluation, *of_others])
             metrics = {**found, **metrics}
         if steps:
@@ -153,7 +153,7 @@ class Journal:
             self._recorder.evaluation(step, result.answers)
         if self._progress is not None:
             self._progress.evaluation(step, result.metrics)
-        of_ranks = [[event for one in found for event in one.record.events] for found in by_rank]
+        of_ranks = [[event for of_set in of_sets for event in of_set.record.events] for of_sets in by_rank]
         records = [StepRecord([], [e for e in events if e["kind"] == "realloc"]) for events in of_ranks]
         others = [event for event in result.events if event["kind"] != "realloc"]
         return merge_metrics(records) | dict(result.metrics), [*records, StepRecord([], others)]

@@ -230,8 +230,8 @@ def compile_parts(
 
 def outside_producers(part: Sequence[Action]) -> list[Send]:
     """Return those sends of a part whose samples were made outside it."""
-    made = {action.call.name for action in part if isinstance(action, Run)}
-    return [action for action in part if isinstance(action, Send) and action.producer not in made]
+    inside = {action.call.name for action in part if isinstance(action, Run)}
+    return [action for action in part if isinstance(action, Send) and action.producer not in inside]
 
 
 def _filtered_calls(graph: DataflowGraph) -> set[str]:

@@ -53,10 +53,10 @@ def require_equal_schedules(world: World, digests: Mapping[str, str]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(world.control.all_gather_json(dict(digests))):
         for name, digest in theirs.items():
-            known = first.setdefault(name, (rank, digest))
-            if known[1] != digest:
+            first_rank, first_digest = first.setdefault(name, (rank, digest))
+            if first_digest != digest:
                 raise UserError(
-                    f"ranks {known[0]} and {rank} have different schedules for the reallocation of {name}: "
+                    f"ranks {first_rank} and {rank} have different schedules for the reallocation of {name}: "
                     "install the same versions of realhf and numpy on all hosts")
 
 
@@ -89,7 +89,7 @@ def _without_paths(value: Any) -> Any:
 def _actions(program: Program) -> dict[str, Any]:
     """Return the actions of all parts and evaluations in words, by part and number."""
     lists: dict[str, Sequence[Action]] = dict(program.parts)
-    lists |= {f"evaluation {one.field}": one.actions for one in program.evaluations}
+    lists |= {f"evaluation {eval_set.field}": eval_set.actions for eval_set in program.evaluations}
     return {part: {str(i): _in_words(action) for i, action in enumerate(actions)}
             for part, actions in lists.items()}  # fmt: skip
 

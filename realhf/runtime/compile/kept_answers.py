@@ -73,8 +73,8 @@ class KeepAnswers:
     answer_of: Any = None
 
     def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
-        kept = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
-        batch = batch.select(kept)
+        indices = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
+        batch = batch.select(indices)
         answers: list[dict[str, Any]] = [
             {"dataset_row": row, "sample": self._number(sample)}
             for row, sample in zip(batch[DATASET_ROW], batch.ids, strict=True)]
@@ -85,8 +85,9 @@ class KeepAnswers:
             self._add(answers, "length", response_lengths(batch[self.mask]))
             self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])
         if self.answer_of is not None:
-            found = [self.answer_of(text) for text in batch["completion"]]
-            self._add(answers, "final_answer", [None if one is None else str(one) for one in found])
+            final_answers = [self.answer_of(text) for text in batch["completion"]]
+            texts = [None if answer is None else str(answer) for answer in final_answers]
+            self._add(answers, "final_answer", texts)
         context.answers = answers
         return {}
 

@@ -36,19 +36,20 @@ def warnings_of(
     `held_out` are those of the evaluations, by the names of the sets.
     """
     parts = [("dataset", program.graph, rows)]
-    parts += [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
-    found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
-    found += off_policy(program.graph)
+    sets = program.evaluations
+    parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
+    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    warnings += off_policy(program.graph)
     if rows is not None:
-        found += _repeated_rows(program, rows)
-    for name, graph, some in parts:
-        found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
-        for where, part in named_parts(name, some):
-            found += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
-            found += [*_equal_pairs(where, part), *_unknown_text(where, part)]
-            found += [*_beyond_positions(program.roles, graph, where, part),
+        warnings += _repeated_rows(program, rows)
+    for name, graph, read in parts:
+        warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        for where, part in named_parts(name, read):
+            warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
+            warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(warnings))
 
 
 def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple[str, TokenizedRows]]:
@@ -87,11 +88,11 @@ def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: Tokeniz
         name: spec_of(roles[name].config()).config.num_positions
         for name in sorted({call.role for call in graph.calls if call.role is not None})
     }
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    if known:
-        name = min(known, key=lambda role: known[role])
+    limited = {name: limit for name, limit in limits.items() if limit is not None}
+    if limited:
+        name = min(limited, key=lambda role: limited[role])
         for part in rows.parts:
-            part.require_at_most(known[name], f"{name}.model has learned {known[name]} positions")
+            part.require_at_most(limited[name], f"{name}.model has learned {limited[name]} positions")
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -99,7 +100,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 
     Only the last parts of paths are compared, as paths differ between machines.
     """
-    found: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
+    warnings: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
     for name, role in roles.items():
         if role.random_init or role.lora is None or role.lora.adapter is None:
             continue
@@ -112,8 +113,8 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
         if Path(cached_name(Path(theirs)) or theirs).name not in names:
             what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
-            found.setdefault((adapter, ours), what)
-    return list(found.values())
+            warnings.setdefault((adapter, ours), what)
+    return list(warnings.values())
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
@@ -145,8 +146,8 @@ def _share(count: int, rows: TokenizedRows) -> str:
 
 def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about columns that a call reads and that are null in some rows."""
-    known = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
-    for key in known:
+    keys = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
+    for key in keys:
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
             yield (
                 f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
@@ -184,7 +185,7 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
-    parts = [(one.graph, one.plan) for one in program.evaluations]
+    parts = [(eval_set.graph, eval_set.plan) for eval_set in program.evaluations]
     parts += [(program.graph, program.plan)] if program.parts else []
     busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
     if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
@@ -213,13 +214,13 @@ def _unknown_end(
     if "response_mask" not in rows.keys:
         return
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
-        known = roles[role].config().eos_token_ids
+        eos_ids = roles[role].config().eos_token_ids
         ours = rows.tokenizer.eos_token_id
         sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
-        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in known]
-        if known and not ends:
+        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in eos_ids]
+        if eos_ids and not ends:
             yield (
-                f"{name}: no completion ends in one of the tokens {', '.join(map(str, known))}, "
+                f"{name}: no completion ends in one of the tokens {', '.join(map(str, eos_ids))}, "
                 f"at which {role}.model stops (eos_token_id); the tokenizer's eos token is {ours}")
 
 

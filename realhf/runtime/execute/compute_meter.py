@@ -22,12 +22,12 @@ FLOPS = "compute/flops"
 
 def flops_by_role(roles: Mapping[str, Role]) -> dict[str, ModelFlops]:
     """Return the FLOPs of each role's model; without those of classes whose sizes are not known."""
-    found = {}
+    flops = {}
     for name, role in roles.items():
         config = role.config()
         if not isinstance(config, TransformersConfig) or not config.unplannable:
-            found[name] = ModelFlops.of(model_spec(config), role.resolved_lora())
-    return found
+            flops[name] = ModelFlops.of(model_spec(config), role.resolved_lora())
+    return flops
 
 
 def peaks_by_call(

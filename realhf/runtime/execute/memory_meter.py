@@ -70,14 +70,14 @@ class MemoryMeter:
         self._engines.release("gradients", besides=key if action.call.kind == "train_step" else None)
         if self._device.type != "cuda":
             return 0
-        own = key if action.call.kind == "generate" else None
+        own_engine = key if action.call.kind == "generate" else None
         need = self._need(action)
-        kept = self._engines.kept_bytes(besides=own)
+        kept_bytes = self._engines.kept_bytes(besides=own_engine)
         total = torch.cuda.get_device_properties(self._device).total_memory
-        if need is None or need + kept > _USABLE * total:
-            self._engines.release("cache", besides=own)
-            kept = self._engines.kept_bytes(besides=own)
-        return kept
+        if need is None or need + kept_bytes > _USABLE * total:
+            self._engines.release("cache", besides=own_engine)
+            kept_bytes = self._engines.kept_bytes(besides=own_engine)
+        return kept_bytes
 
     def _need(self, action: Run) -> float | None:
         """Return the bytes that a call needs on CUDA, its own cache and communicators included: as predicted,
@@ -108,11 +108,11 @@ def _is_counted(part: str) -> bool:
 
 def largest_by_call(history: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return for each call the most bytes of a rank in any step, `measured` and perhaps `predicted`."""
-    found: dict[str, dict[str, float]] = {}
+    largest: dict[str, dict[str, float]] = {}
     for metrics in history:
         for name, value in metrics.items():
             for prefix, key in _METRICS.items():
                 if name.startswith(prefix):
-                    of_call = found.setdefault(name.removeprefix(prefix), {})
+                    of_call = largest.setdefault(name.removeprefix(prefix), {})
                     of_call[key] = max(of_call.get(key, 0.0), value)
-    return found
+    return largest

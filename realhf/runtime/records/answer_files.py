@@ -46,9 +46,9 @@ class AnswerFiles:
         """
         last = []
         for name, of_set in answers.items():
-            known = [{"set": name} | _without_nan(answer) for answer in of_set]
-            _write(self._directory / _ALL / name / f"step_{step}.jsonl", known)
-            firsts = [answer for answer in known if answer["sample"] == 0]
+            documents = [{"set": name} | _without_nan(answer) for answer in of_set]
+            _write(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
+            firsts = [answer for answer in documents if answer["sample"] == 0]
             shown = [{key: answer[key] for key in SHOWN if key in answer} for answer in firsts]
             last += [answer | ({"set": name} if name else {}) for answer in shown]
         if last:

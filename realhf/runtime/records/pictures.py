@@ -48,19 +48,19 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
 
 def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return the metrics of evaluations to draw, with labels: scores, and the pass@k of the largest k."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     largest: dict[str, int] = {}
     for name in dict.fromkeys(names):
         if match := _HELD_OUT.fullmatch(name):
             of_set = match["set"] or ""
             if match["k"] is None:
-                found[name] = "held-out score" + (f" ({of_set})" if of_set else "")
+                labels[name] = "held-out score" + (f" ({of_set})" if of_set else "")
             else:
                 largest[of_set] = max(largest.get(of_set, 0), int(match["k"]))
     for of_set, k in largest.items():
         prefix = f"{_EVALUATION}{of_set}/" if of_set else _EVALUATION
-        found[f"{prefix}pass@{k}"] = f"held-out pass@{k}" + (f" ({of_set})" if of_set else "")
-    return list(found.items())
+        labels[f"{prefix}pass@{k}"] = f"held-out pass@{k}" + (f" ({of_set})" if of_set else "")
+    return list(labels.items())
 
 
 def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:

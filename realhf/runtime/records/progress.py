@@ -101,7 +101,7 @@ class Progress:
             self._print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        lines = evaluation_lines(metrics, [one.prefix for one in self._program.evaluations])
+        lines = evaluation_lines(metrics, [eval_set.prefix for eval_set in self._program.evaluations])
         self._score = "\n".join([f"held out, after step {step}: {lines[0]}".rstrip(), *lines[1:]])
         if self._live is not None:
             self._live.refresh()
@@ -133,8 +133,9 @@ class Progress:
     def _other_sets(self, summary: Mapping[str, Any]) -> list[str]:
         """Return a line about the score, or else the loss, of each set but the first."""
         lines = []
-        for one in self._program.evaluations[1:]:
-            names = [name for name in (f"{one.prefix}score", f"{one.prefix}loss") if name in summary["evals"]]
+        for eval_set in self._program.evaluations[1:]:
+            main = (f"{eval_set.prefix}score", f"{eval_set.prefix}loss")
+            names = [name for name in main if name in summary["evals"]]
             for name in names[:1]:
                 ends = summary["evals"][name]
                 shown = name.removeprefix("eval/")
@@ -159,13 +160,13 @@ def _titles(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return the metrics of a step that are shown, with their titles: rewards by name, too, if several are
     there."""
     rewards = {name: match[1] for name in metrics if (match := _REWARD.fullmatch(name)) is not None}
-    found: dict[str, str] = {}
+    titles: dict[str, str] = {}
     for name, title in _COLUMNS.items():
         if name in metrics:
-            found[name] = title
+            titles[name] = title
         if name == "reward/mean" and len(rewards) > 1:
-            found |= rewards
-    return found
+            titles |= rewards
+    return titles
 
 
 def _number(value: float) -> str:
@@ -178,8 +179,8 @@ def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> l
     name, or one line."""
     lines = []
     for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
-        own = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shown = {name: x for name, x in own.items() if not name.startswith("mean@")}  # It is the score.
+        of_set = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        shown = {name: x for name, x in of_set.items() if not name.startswith("mean@")}  # It is the score.
         text = ", ".join(f"{_SHORT.get(name, name)} {value:.3f}" for name, value in shown.items())
         lines.append(text if prefix == _EVAL else f"  {prefix.removeprefix(_EVAL).rstrip('/')}: {text}")
     return lines if len(lines) == 1 else ["", *lines]

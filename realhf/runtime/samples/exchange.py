@@ -76,7 +76,7 @@ def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[l
         chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
-        minibatches.append([[s for u in part for s in units[u]] for part in parts])
+        minibatches.append([[sample for index in part for sample in units[index]] for part in parts])
     return minibatches
 
 
@@ -111,8 +111,8 @@ class Exchange:
         for arrived, where in zip(inputs, located, strict=True):
             self._send_wanted(arrived, where, wanted, tag)
         mine = wanted[self._rank]
-        found = zip(inputs, located, strict=True)
-        parts = [self._gather(arrived, where, mine, tag) for arrived, where in found]
+        pairs = zip(inputs, located, strict=True)
+        parts = [self._gather(arrived, where, mine, tag) for arrived, where in pairs]
         whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
         sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
         return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]

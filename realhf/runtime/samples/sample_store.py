@@ -22,7 +22,7 @@ class SampleStore:
         Batches without samples are in it, too, as they tell the types of columns.
         """
         packed = {f"unfinished/{name}": batch.pack() for name, batch in self.unfinished.items() if batch.ids}
-        if not packed and not any(batch.ids for made in self.complete.values() for batch in made):
+        if not packed and not any(batch.ids for batches in self.complete.values() for batch in batches):
             return b""
         for name, batches in self.complete.items():
             packed |= {f"complete/{name}/{i}": batch.pack() for i, batch in enumerate(batches)}
@@ -50,8 +50,8 @@ class SampleStore:
 
     def put(self, producer: str, batch: Batch) -> None:
         """Add samples that a call has completed."""
-        kept = [one for one in self.complete.get(producer, []) if one.ids]
-        self.complete[producer] = [*kept, batch] if batch.ids or not kept else kept
+        filled = [samples for samples in self.complete.get(producer, []) if samples.ids]
+        self.complete[producer] = [*filled, batch] if batch.ids or not filled else filled
 
     def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
         """Return these columns of those of the samples that are here, in any order.
@@ -69,8 +69,8 @@ class SampleStore:
             batches = self.complete[producer]
             self.complete[producer] = []
             for batch in batches:
-                kept = [i for i, sample in enumerate(batch.ids) if sample not in ids]
-                self.put(producer, batch if len(kept) == len(batch) else batch.select(kept))
+                indices = [i for i, sample in enumerate(batch.ids) if sample not in ids]
+                self.put(producer, batch if len(indices) == len(batch) else batch.select(indices))
 
 
 def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
@@ -84,6 +84,6 @@ def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
 
 
 def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
-    found = [i for i, sample in enumerate(batch.ids) if sample in ids]
+    indices = [i for i, sample in enumerate(batch.ids) if sample in ids]
     picked = batch.pick(keys) if batch.fields else batch
-    return picked if len(found) == len(batch) else picked.select(found)
+    return picked if len(indices) == len(batch) else picked.select(indices)

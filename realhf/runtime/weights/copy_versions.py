@@ -69,13 +69,13 @@ class CopyVersions:
 
         `start` is called with those of the `actions` whose targets were up to date, to make them so again.
         """
-        known = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
+        saved_versions = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
         self._updates = dict(saved["updates"])
         self._versions = {
-            home: _NEVER if home in self._sharded else known[home] for home in self._versions
+            home: _NEVER if home in self._sharded else saved_versions[home] for home in self._versions
         }
         for action in actions:
             if isinstance(action, Reallocate) and action.follow_rate is None:
                 exists = action.sharded or (action.source_set, action.source) in self._versions
-                if exists and known.get((action.target_set, action.target)) == self._newest(action):
+                if exists and saved_versions.get((action.target_set, action.target)) == self._newest(action):
                     start(action)

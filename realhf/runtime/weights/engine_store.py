@@ -29,8 +29,8 @@ EngineKey = tuple[str, Layout]
 def engine_class(name: str) -> Callable[..., Engine]:
     """Return the engine of this name, a value of `Role.engine`; Megatron-Core is imported only on demand."""
     if name == "megatron":
-        found: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
-        return found
+        megatron: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
+        return megatron
     return {"native": NativeEngine, "transformers": TransformersEngine}[name]
 
 
