@@ -42,8 +42,7 @@ HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
     "realhf eval examples/grpo.py --model runs/grpo",
     "realhf eval runs/first --data held_out.jsonl --reward exact --samples 8",
-    "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json",
-)
+    "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json")
 _SAMPLING = {name: hint for name, hint in typing.get_type_hints(SamplingConfig).items()
              if hint in (int, float, tuple[str, ...])}
 """The settings of sampling that are options: numbers, and texts, whose options are repeatable."""

@@ -20,8 +20,7 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
-    "eval": evaluate, "rollouts": rollouts, "init": init,
-}  # fmt: skip
+    "eval": evaluate, "rollouts": rollouts, "init": init}
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
 _WITHOUT_EXPERIMENT = (evaluate, init, realloc, rollouts, scaling)
 """The commands that take no experiment file."""
@@ -75,16 +74,14 @@ def _parser() -> ArgumentParser:
     package = importlib.import_module("realhf")
     parser = _Parser(
         prog="realhf", description=package.__doc__, epilog=_examples(run), allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
         takes_experiment = command not in _WITHOUT_EXPERIMENT
         subparser = commands.add_parser(
             name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
-            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
-        )  # fmt: skip
+            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment)
         subparser.set_defaults(command=command.run)
         if takes_experiment:
             subparser.set_defaults(parser=subparser)

@@ -143,11 +143,10 @@ def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[
 def _search(
     problem: Problem, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch,
     explain: bool = True,
-) -> Planned:  # fmt: skip
+) -> Planned:
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
-        should_stop=watch.should_stop, explain=explain,
-    )  # fmt: skip
+        should_stop=watch.should_stop, explain=explain)
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:
@@ -160,8 +159,7 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
     with _reporting(name), SearchWatch(*signals, then="the run begins with") as watch:
         planned = make_plan(
             problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
-            progress=watch.progress, should_stop=watch.should_stop,
-        )  # fmt: skip
+            progress=watch.progress, should_stop=watch.should_stop)
     step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
     near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
     took = format_seconds(planned.search_seconds)
@@ -233,7 +231,7 @@ def this_machine(num_devices: int | None = None) -> Cluster:
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
             cores_per_host=num_cores(),
             host_memory=None,  # Devices use the same memory, so offloading would save nothing.
-        )  # fmt: skip
+        )
     model = re.search(r"Model:\s*(.*)", gpus[0])
     for name in ("H200", "H100", "A100"):
         if model is not None and name in model[1]:
@@ -241,7 +239,7 @@ def this_machine(num_devices: int | None = None) -> Cluster:
             return replace(of_one_host, devices_per_host=num_devices or len(gpus))
     shown = model[1] if model else "unknown"
     raise UserError(f"this machine has GPUs of model {shown!r}, which no shipped cluster file describes: "
-                    "write one as in plans/clusters and give --cluster")  # fmt: skip
+                    "write one as in plans/clusters and give --cluster")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 def problem_of(
     experiment: Experiment, cluster: Cluster,
     *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Return the planning problem of an experiment. Raises ValueErrors that name the field.
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
@@ -52,8 +52,7 @@ def problem_of(
     runs = _part_runs(experiment, parts)
     workloads = {
         name: _workload(experiment, graph[name], lengths | {"runs": runs[part], "top_k": _top_k(graph, name)})
-        for part, names in parts.items() for name in names
-    }  # fmt: skip
+        for part, names in parts.items() for name in names}
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
     return Problem(
         graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
@@ -183,7 +182,7 @@ def _scoring_time(expected: Expected, function: Any) -> ScoringTime | None:
     mean, p99 = expected.reward_seconds, expected.reward_p99_seconds
     require(mean >= 0, "expected.reward_seconds", mean, "be at least 0")
     require(p99 is None or p99 > mean > 0, "expected.reward_p99_seconds", p99,
-            "be above expected.reward_seconds, which is above 0")  # fmt: skip
+            "be above expected.reward_seconds, which is above 0")
     if not rewards or not mean:
         return None
     slowest = min(rewards, key=lambda reward: reward.concurrency or 1)

@@ -18,15 +18,14 @@ Row = dict[str, Any]
 _EVAL = "eval.jsonl"
 _EVALS = "evals"
 _FIELDS = ("step", "sample", "prompt_number", "dataset_row", "score", "length", "advantage", "followed",
-           "finished", "set", "completion", "final_answer")  # fmt: skip
+           "finished", "set", "completion", "final_answer")
 """Fields whose values are numbers, truth values (1 and 0) or texts."""
 _GROUPS = ("rewards", "extra", "columns")
 """Fields whose values are such values by name."""
 _Value = float | str
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "<": operator.lt, ">": operator.gt, "=": operator.eq,
-}  # fmt: skip
+    "<": operator.lt, ">": operator.gt, "=": operator.eq}
 _EQUALS = ("=", "==", "!=")
 """Comparisons that texts have."""
 _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|==|!=|<|>|=)\s*(.+?)\s*", re.DOTALL)

@@ -96,8 +96,7 @@ def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
             _shown(row.get("step"), repeated), _shown(row.get("dataset_row"), repeated),
             _Excerpt(last_message(row), repeated or "cyan"), _Excerpt(str(row.get("completion", ""))),
             _score(row, low, high), *(_shown(number_of(row, f"rewards.{name}")) for name in rewards),
-            _length(row),
-        ]  # fmt: skip
+            _length(row)]
         table.add_row(*cells)
     console.print(table)
     console.print(Text(note, style="dim"), soft_wrap=True)

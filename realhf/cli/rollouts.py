@@ -164,7 +164,7 @@ def _print_stories(rows: Sequence[Row], options: Namespace, source: Path) -> int
         first, last = (scores[0], scores[-1]) if scores else (None, None)
         stories.append({
             "set": prompt[0], "dataset_row": prompt[1], "num_steps": len(steps), "first_score": first,
-            "last_score": last, "prompt": next(iter(steps.values()))[0].get("prompt")})  # fmt: skip
+            "last_score": last, "prompt": next(iter(steps.values()))[0].get("prompt")})
     stories.sort(key=lambda story: (story["set"], number_of(story, "dataset_row") or 0.0))
     if options.json:
         print(json.dumps({"file": str(source), "stories": stories}))
@@ -182,7 +182,7 @@ def _print_story(rows: Sequence[Row], options: Namespace) -> int:
     if options.json:
         first = rows[0]
         story = [{"step": step, "mean_score": _mean(answers), "rollouts": answers}
-                 for step, answers in steps.items()]  # fmt: skip
+                 for step, answers in steps.items()]
         about = {"dataset_row": first.get("dataset_row"), "prompt": first.get("prompt")}
         print(json.dumps({**about, "steps": story}))
         return 0

@@ -12,7 +12,7 @@ from realhf.errors import UserError
 
 _CONFIG = "config.json"
 _OF_PROMPTS = ("prompt_key", "chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs",
-               "max_prompt_tokens", "too_long")  # fmt: skip
+               "max_prompt_tokens", "too_long")
 OF_CHATS = ("chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs")
 """Fields of a data set that make chats of prompts that are text."""
 _MAX_SHOWN = 60

@@ -125,7 +125,7 @@ def _comparison(comparison: "Comparison") -> dict[str, Any]:
     return {
         "curves": list(comparison.names), "A": list(comparison.asymptotes), "B": list(comparison.exponents),
         "common_A": comparison.common_asymptote, "winner": comparison.names[comparison.winner],
-        "by": comparison.by}  # fmt: skip
+        "by": comparison.by}
 
 
 def _print(documents: Sequence[dict[str, Any]], comparisons: Sequence["Comparison"]) -> None:

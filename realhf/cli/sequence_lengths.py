@@ -47,8 +47,7 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
         "prompt_tokens": prompt, "response_tokens": float(response),
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
         "prompt_lengths": prompts, "response_lengths": responses, "alike": alike,
-        "longest_prompt_tokens": float(longest_prompt),
-    }  # fmt: skip
+        "longest_prompt_tokens": float(longest_prompt)}
 
 
 def _check(expected: Expected, limit: int) -> None:

@@ -9,7 +9,7 @@ from realhf.data.dataset import DatasetConfig, read_rows
 from realhf.errors import UserError
 
 _COLUMNS = {"grpo": ("prompt", "answer"), "sft": ("prompt", "completion"),
-            "dpo": ("prompt", "chosen", "rejected")}  # fmt: skip
+            "dpo": ("prompt", "chosen", "rejected")}
 """Columns that an experiment of each template reads."""
 _ANSWERS = ("answer", "completion", "chosen", "rejected")
 _MOST_ROWS = 100_000

@@ -222,8 +222,7 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
             heartbeat = _start_heartbeat(place, activity, job.timeout_seconds)
         world = World(
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
-            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity,
-        )  # fmt: skip
+            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity)
         code = task(world)
     except UserError as error:
         if activity is not None:
@@ -274,8 +273,7 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
     heartbeat = Heartbeat(
         store, place.connect(timeout_seconds), activity,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
-        silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None,
-    )  # fmt: skip
+        silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None)
     heartbeat.start()
     return heartbeat
 

@@ -57,8 +57,7 @@ class HostMemoryReads:
             return None
         described = [
             (side, name, region, self._memory.describe(tensor)) for side, by_name in shards.items()
-            for name, pieces in by_name.items() for region, tensor in pieces
-        ]  # fmt: skip
+            for name, pieces in by_name.items() for region, tensor in pieces]
         return described if all(description for *_, description in described) else None
 
     def _map(self, peer: int, published: Any) -> None:

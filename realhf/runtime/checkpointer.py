@@ -165,8 +165,7 @@ class Checkpointer:
         in_flight = self._state.models.reallocations.in_flight
         mine = {
             "counts": counts, "in_flight": in_flight, "host_state": self._state.context.state,
-            "cache_limits": self._state.models.engines.cache_limits(),
-        }
+            "cache_limits": self._state.models.engines.cache_limits()}
         replicated = {"versions": self._state.models.versions.to_json(), "run": self._run.to_json()}
         shared = json.loads(json.dumps(replicated))  # A copy: the run goes on.
         samples = self._state.samples.pack()

@@ -47,8 +47,7 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         "model": evaluated_model(next(iter(program.roles.values()))), "sets": sets,
         "metrics": dict(result.metrics),
         "eval_metric": main_metric(list(result.metrics), program.evaluations),
-        "seconds": time.time() - started,
-    }
+        "seconds": time.time() - started}
     if out is not None:
         try:
             AnswerFiles(out).write(0, result.answers)

@@ -204,5 +204,4 @@ def first_and_last(
         "eval_metric": main,
         "eval_first": ends[main]["first"] if main else None,
         "eval_last": ends[main]["last"] if main else None,
-        "evals": ends,
-    }
+        "evals": ends}

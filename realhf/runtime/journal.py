@@ -33,7 +33,7 @@ class Journal:
     def __init__(
         self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None,
         meter: ComputeMeter, eval_sets: Sequence[EvaluationProgram] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._world = world
         self._eval_sets = eval_sets
         self._outbox = outbox
@@ -46,7 +46,7 @@ class Journal:
         self._has_finished = False
         self._previous_end = -math.inf
         self._pauses = True
-        """Whether something that is no step stands between the previous step and the next one."""
+        """Whether something else came between the previous step and the next one."""
         earlier = [] if recorder is None else recorder.history
         steps = [record for record in earlier if record["step"] > 0]
         self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
@@ -58,17 +58,12 @@ class Journal:
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
     def add(
-        self,
-        step: int,
-        record: StepRecord | None,
-        evaluation: Sequence[SetRecord] = (),
-        *,
+        self, step: int, record: StepRecord | None, evaluation: Sequence[SetRecord] = (), *,
         pauses: bool = False,
     ) -> None:
-        """Add this rank's records of a step, which may be None, and of the evaluation after it: one for each
-        set, or none.
+        """Add this rank's record of a step, if there is one, and those of an evaluation after it, by set.
 
-        `pauses`: the next step does not follow at once.
+        With `pauses`, something else comes before the next step, such as an export.
         """
         if self._world.rank == 0:
             self.last = self._thread.submit(self._write, step, record, evaluation, pauses)
@@ -80,7 +75,7 @@ class Journal:
             self._outbox.add(self._sent)
 
     def pause(self) -> None:
-        """Leave out of the next step's seconds what has followed the last one, such as a checkpoint."""
+        """Do not count the time since the last step, such as that of a checkpoint, for the next step."""
         if self._world.rank == 0:
             self._running.append(self._thread.submit(setattr, self, "_pauses", True))
 
@@ -113,8 +108,8 @@ class Journal:
         events: list[StepRecord] = []
         if evaluation:
             of_others = [[SetRecord.from_json(document) for document in documents] for _, documents in theirs]
-            found, events = self._evaluation(step, [evaluation, *of_others])
-            metrics = {**found, **metrics}
+            eval_metrics, events = self._evaluation(step, [evaluation, *of_others])
+            metrics = {**eval_metrics, **metrics}
         if steps:
             self.history.append(metrics)
         self._pauses = self._pauses or pauses
@@ -145,7 +140,7 @@ class Journal:
     ) -> tuple[dict[str, float], list[StepRecord]]:
         """Write the answers of an evaluation; return its metrics and events.
 
-        Its reallocations count for the step: they spare the next step the same ones.
+        Its reallocations count for the step, because the next step need not repeat them.
         """
         result = report(self._eval_sets, by_rank)
         self.evaluations.append(dict(result.metrics))

@@ -306,8 +306,7 @@ class Trainer:
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
-            "memory": largest_by_call(history),
-        }
+            "memory": largest_by_call(history)}
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
@@ -316,8 +315,7 @@ class Trainer:
                 summary["realloc"][role] = {
                     "bytes_per_step": max(moved[1:] or moved),
                     "gbytes_per_s": statistics.median(rates[1:] or rates) if rates else None,
-                    "over_bound": max(over), "links": self._state.models.links.about,
-                }
+                    "over_bound": max(over), "links": self._state.models.links.about}
         if self._recorder is not None:
             self._recorder.finish(summary)
         if self._progress is not None:

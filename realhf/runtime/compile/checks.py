@@ -282,7 +282,7 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
 def check_data(
     experiment: Experiment, roles: Mapping[str, Role],
     datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless the models have enough positions for the datasets and fit the tokenizer.
 
     The datasets and the graphs that read them go by the names of the experiment's fields.
@@ -303,7 +303,7 @@ def _check_positions(
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
                 for key, (dataset, _) in datasets.items()
-                if limit is not None and dataset.max_prompt_tokens + new > limit]  # fmt: skip
+                if limit is not None and dataset.max_prompt_tokens + new > limit]
         if limit is not None and long:
             raise ValueError(
                 f"{name}.model has {limit} positions, and responses may have {new} tokens: "

@@ -91,7 +91,7 @@ def _actions(program: Program) -> dict[str, Any]:
     lists: dict[str, Sequence[Action]] = dict(program.parts)
     lists |= {f"evaluation {eval_set.field}": eval_set.actions for eval_set in program.evaluations}
     return {part: {str(i): _in_words(action) for i, action in enumerate(actions)}
-            for part, actions in lists.items()}  # fmt: skip
+            for part, actions in lists.items()}
 
 
 def _in_words(value: Any) -> str:
@@ -101,7 +101,7 @@ def _in_words(value: Any) -> str:
         return f"({', '.join(map(_in_words, value))})"
     if isinstance(value, Action):
         parts = [f"{field.name} {_in_words(getattr(value, field.name))}"
-                 for field in dataclasses.fields(value)]  # fmt: skip
+                 for field in dataclasses.fields(value)]
         return f"{type(value).__name__} {', '.join(parts)}"
     return str(value)
 

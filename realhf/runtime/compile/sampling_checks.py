@@ -8,8 +8,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 
 _CHANGES_LOGITS = (
     "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bad_word_ids",
-    "min_new_tokens",
-)  # fmt: skip
+    "min_new_tokens")
 """Settings by which samples are drawn from another distribution than the model's."""
 
 

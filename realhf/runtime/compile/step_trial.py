@@ -120,7 +120,7 @@ class _DryExecutor:
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
         updates: Mapping[str, int], state: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._prompts[operation] = prompts
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:

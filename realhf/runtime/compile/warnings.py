@@ -22,8 +22,7 @@ from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
     "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
-    "log_every", "expected", "rollouts",
-)  # fmt: skip
+    "log_every", "expected", "rollouts")
 """Fields that a resumed run may change without training another model."""
 
 

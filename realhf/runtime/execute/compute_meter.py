@@ -41,7 +41,7 @@ def peaks_by_call(
 def generate_flops(
     call: FunctionCall, flops: ModelFlops, prompts: Batch, *, group_size: int, before: Batch,
     after: Sequence[Batch],
-) -> int:  # fmt: skip
+) -> int:
     """Return the FLOPs of a round of generation on some samples.
 
     `before` are the samples that earlier rounds have left unfinished, and `after` all samples after this one.
@@ -94,7 +94,7 @@ class ComputeMeter:
     def __init__(
         self, *, num_devices: int, has_flops: bool, peaks: Mapping[str, float],
         earlier: Sequence[Mapping[str, float]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`peaks` are the FLOP/s of a device for each call; without some of them there is no MFU."""
         self._num_devices = num_devices
         self._peaks = peaks

@@ -280,8 +280,7 @@ class Executor:
             before = self._unfinished.of(call)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=self._world.activity.note, **self._generation_options(call),
-            )
+                gather=False, report=self._world.activity.note, **self._generation_options(call))
             self._arrivals.delay(event)
             if call.kind == "train_step" and rank in layout.result_ranks:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)

@@ -32,7 +32,7 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
     the function fails, or if a column is missing or cannot be sent.
     """
     inputs = {key: json_form(column) if isinstance(column, list) else column
-             for key, column in batch.fields.items()}  # fmt: skip
+             for key, column in batch.fields.items()}
     answer = _answer(call, Batch(batch.ids, inputs), context)
     columns, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     if not isinstance(columns, Mapping | None):

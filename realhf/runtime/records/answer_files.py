@@ -71,7 +71,7 @@ def _step(path: Path) -> int:
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer with null in the place of numbers that are NaN."""
     parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
-             if row.get(key) is not None}  # fmt: skip
+             if row.get(key) is not None}
     return {**row, "score": _known(row["score"]), **parts}
 
 

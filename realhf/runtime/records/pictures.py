@@ -120,7 +120,7 @@ def _draw_bars(
             continue
         axes.barh(
             event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
-            zorder=3 if event["kind"] == "realloc" else 2)  # fmt: skip
+            zorder=3 if event["kind"] == "realloc" else 2)
         if is_numbered and not is_transfer and width > 0.03 * whole:
             axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
 

@@ -122,7 +122,7 @@ class Recorder:
     def __init__(
         self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
         track: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`track` names the trackers that get the metrics.
 
         rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.

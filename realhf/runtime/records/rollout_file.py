@@ -15,8 +15,7 @@ _EASED = 0.75
 """Share of the bound to which a full file is reduced."""
 _FIELDS = (
     "sample", "prompt_number", "dataset_row", "score", "rewards", "extra", "length", "finished", "versions",
-    "advantage", "prompt", "completion", "columns",
-)  # fmt: skip
+    "advantage", "prompt", "completion", "columns")
 
 _Kind = tuple[int, bool]
 """A step, and whether lines are of rows that are followed."""

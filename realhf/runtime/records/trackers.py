@@ -58,7 +58,7 @@ class WandbTracker:
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
             name=os.environ.get("WANDB_NAME") or directory.name, id=self.id, resume="allow",
             dir=os.environ.get("WANDB_DIR") or str(directory), config=dict(config),
-            settings=wandb.Settings(console="off"))  # fmt: skip
+            settings=wandb.Settings(console="off"))
         # A resumed run logs some steps again, and W&B's own count of steps never goes back.
         self._run.define_metric("*", step_metric="step")
 
@@ -172,7 +172,7 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], directory: Path, config: Mapping[str, Any],
         *, history: Sequence[Mapping[str, float]] = (), times: Mapping[int, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin or continue the tracked runs; new ones get the `history` of earlier steps, at their `times`.
 
         Raises UserError if one cannot begin.

@@ -138,7 +138,7 @@ class Exchange:
         """
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
         mine = [_costs(batch) if batch is not None and batch.fields else None
-                for batch in (arrived.batch for arrived in inputs)]  # fmt: skip
+                for batch in (arrived.batch for arrived in inputs)]
         if self._rank in holders:
             others = [rank for rank in target.ranks if rank != self._rank]
             self._outbox.add(self._control.send_json(mine, others, tag=tag))
@@ -160,8 +160,7 @@ class Exchange:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
         ordered = [
             replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
-            for arrived, known in zip(inputs, with_columns, strict=True)
-        ]  # fmt: skip
+            for arrived, known in zip(inputs, with_columns, strict=True)]
         return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(

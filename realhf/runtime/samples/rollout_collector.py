@@ -109,8 +109,7 @@ class RolloutCollector:
                 "prompt_number": prompt, "followed": self._kept[prompt],
                 "dataset_row": batch[DATASET_ROW][i], "prompt": self._shortened(batch["prompt"][i]),
                 "columns": {column_of(key): self._shortened(batch[key][i]) for key in self._columns
-                            if isinstance(batch[key], list)},
-            })
+                            if isinstance(batch[key], list)}})
         return described
 
     def _shortened(self, value: Any) -> Any:

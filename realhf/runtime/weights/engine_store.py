@@ -80,8 +80,7 @@ class EngineStore:
                 catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
-                float32_head=settings.float32_head,
-            )  # fmt: skip
+                float32_head=settings.float32_head)
 
     def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
         """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
