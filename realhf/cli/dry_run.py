@@ -25,8 +25,7 @@ _MAX_SHOWN = 600
 
 
 class Trial(NamedTuple):
-    """Warnings about the data, one sentence each, and what is known of the rows; None if they were not read.
-    """
+    """Warnings about the data, one sentence each; the other fields are None if the rows were not read."""
 
     warnings: list[str]
     num_rows: int | None = None
@@ -47,10 +46,7 @@ class FirstPrompt(NamedTuple):
 
 
 def try_out(program: Program) -> Trial:
-    """Return what was found.
-
-    Raises ValueError if a row or a reward function would end every run.
-    """
+    """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
@@ -103,10 +99,7 @@ def _rows(
 
 
 def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call reward functions with made-up completions.
-
-    They are the rows' answers, or their prompts if they have no answers; the last one is empty.
-    """
+    """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text."""
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
     texts = [_made_up(sample) for sample in samples]

@@ -90,7 +90,7 @@ def _files(options: Namespace) -> dict[str, str]:
 
 
 def _quoted(name: str) -> str:
-    """Return a Python string: the absolute path of what is on this disk, and any other name as it is."""
+    """Return a name as a Python string, an existing path as an absolute one."""
     return repr(str(Path(name).resolve()) if Path(name).exists() else name)
 
 
@@ -103,7 +103,7 @@ def _with_constants(text: str, values: dict[str, str]) -> str:
 
 
 def _describes_written(line: str, files: dict[str, str]) -> bool:
-    """Return whether a line of the README is no row about files that are not written."""
+    """Return whether to keep a line of the README: rows of its table about unwritten files are left out."""
     about = {_MODEL_FILES: "model/config.json", **{name: name for name in _DATA_FILES}}
     return all(file in files for name, file in about.items() if line.startswith(f"| `{name}`"))
 

@@ -1,4 +1,4 @@
-"""Job: the order that the command line gives to a worker."""
+"""Job: what the command line tells a worker to do."""
 
 import os
 import shlex
@@ -55,7 +55,7 @@ def resume_command(out: Path) -> str:
 
 
 def way_on(out: Path) -> str | None:
-    """Return in words the last checkpoint of a run and the command to continue it; None without one."""
+    """Return a sentence with the last checkpoint and the command to continue; None without a checkpoint."""
     if not (checkpoints := find_checkpoints(out / "checkpoints")):
         return None
     return f"the last checkpoint is that of step {max(checkpoints)}; to continue: {resume_command(out)}"

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP threads spin only briefly while they wait, as processes may share their cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Torch's warnings about sockets say less than our own sentences.
+    # Our own sentences say more than torch's warnings about sockets.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
     try:

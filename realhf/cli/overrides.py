@@ -23,8 +23,8 @@ _VAGUE = ("enable", "mode", "model", "name", "path", "type")
 
 
 def print_fields(experiment: Experiment) -> None:
-    """Print every override with its value and meaning; of parts that are not set, only the names."""
-    import tyro  # Here and below, as most commands do without it.
+    """Print every override with its value and meaning; for unset optional parts, only the names."""
+    import tyro  # Imported here and below, as most commands do not need it.
 
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
@@ -118,7 +118,7 @@ def _hint(word: str, options: Sequence[str]) -> str:
 
 
 def _hint_of_others(others: Ours, known: Mapping[str, str], head: str) -> str:
-    """Return the sentence about an option of another library, given those that there are here."""
+    """Return the sentence about an option of another library; `known` are the options of this command."""
     matches = [_ending_in(known, end, head) or _ending_in(known, end) for end in others.options]
     if others.options and all(matches):
         if len(matches) == 1:
@@ -234,7 +234,7 @@ def _sentence(complaint: str) -> str:
 
 
 def _no_number(options: Mapping[str, tuple[str, Any]], complaint: str) -> str:
-    """Return a plainer sentence than the parser's if a field should have been a number, else nothing."""
+    """Return a plain sentence if the complaint is about a field that must be a number, else nothing."""
     match = re.match(r"Error parsing (--[\w.-]+):", complaint)
     if match is None or match[1] not in options:
         return ""

@@ -47,7 +47,7 @@ def share_plan(
 
 @functools.cache
 def _connect(rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Return the store; the cache keeps it open for the other ranks, as it may live in this process."""
+    """Return the store, which may be served by this process; the cache keeps it open for the other ranks."""
     store = open_store(rank=rank, size=size, timeout_seconds=timeout_seconds)
     return dist.PrefixStore("realhf/plan", store)
 

@@ -71,12 +71,12 @@ def without_lag(experiment: Experiment) -> Experiment:
 
 
 def runs_ahead(experiment: Experiment) -> bool:
-    """Return whether generation works on samples that the next step trains on, while training runs."""
+    """Return whether generation for the next step runs while this step trains."""
     return experiment.max_lag > 0 and experiment.overlaps and not experiment.has_own_program
 
 
 def _in_order(parts: Mapping[str, Sequence[str]], graph: DataflowGraph) -> list[str]:
-    """Return the parts in an order in which each comes after those that it needs."""
+    """Sort the parts so that each comes after those that it needs."""
     part_of = {name: part for part, names in parts.items() for name in names}
     between = nx.DiGraph()
     between.add_nodes_from(parts)
@@ -119,7 +119,7 @@ def model_role(name: str, role: Role) -> ModelRole:
 
 
 def _top_k(graph: DataflowGraph, name: str) -> int:
-    """Return the most probable tokens per token that a call finds, or that its loss reads."""
+    """Return how many most probable tokens a call returns for each token, or its loss reads."""
     work = graph[name].work
     if isinstance(work, TopLogProbs):
         return work.k
@@ -169,7 +169,7 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
 
 
 def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation) -> int:
-    """Return the prompts of a set of held-out rows; an assumed number if the lengths need no data."""
+    """Return the number of prompts of a held-out set; it is assumed if `expected` has the lengths."""
     if experiment.expected.prompt_tokens is not None:
         return evaluation.max_rows or _EVAL_PROMPTS
     rows = sum(len(load_rows(part, ("prompt_ids",))) for part in evaluation.dataset.parts)

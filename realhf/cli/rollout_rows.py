@@ -70,7 +70,7 @@ def parse_conditions(text: str) -> list[Condition]:
 
 
 def _parts(text: str) -> list[str]:
-    """Return what is between `and`, commas and `&&`, apart from those in quotes."""
+    """Split a text at `and`, commas and `&&`, except inside quotes."""
     parts = []
     start = 0
     while match := _PART.match(text, start):
@@ -155,9 +155,9 @@ def require_comparable(rows: Sequence[Row], conditions: Sequence[Condition], opt
 
 
 def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
-    """Return the answers in the order of a field, falling if it begins with `-`; those without it last.
+    """Sort answers by a field, in falling order if it begins with `-`; answers without the field come last.
 
-    Answers with equal values keep their order. Numbers are before texts.
+    Answers with equal values keep their order. Numbers come before texts.
     """
     field = by.removeprefix("-")
     falls = by.startswith("-")
@@ -225,7 +225,7 @@ def read_evaluations(run: Path, wanted: str) -> tuple[Path, list[Row]]:
 
 
 def _eval_files(run: Path) -> list[tuple[str, int | None, Path]]:
-    """Return sets, steps and files of evaluations, or if there are none eval.jsonl, which tells no step."""
+    """Return the set, step and file of each evaluation; without any, eval.jsonl, whose step is unknown."""
     files = []
     for path in (run / _EVALS).rglob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
@@ -255,7 +255,7 @@ def _parsed(line: str, where: str) -> Row:
         raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
-    if isinstance(scores := row.pop("scores", None), dict):  # As evaluations call them.
+    if isinstance(scores := row.pop("scores", None), dict):  # The name of rewards in evaluations.
         row.setdefault("rewards", scores)
     if "columns" not in row:
         row["columns"] = {key: row[key] for key in ("answer", "ground_truth") if key in row}

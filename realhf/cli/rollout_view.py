@@ -1,4 +1,4 @@
-"""Draws kept answers on a terminal: as a table, in full, and one prompt's over the steps. Free of torch."""
+"""Shows logged answers: as a table, in full, or those to one prompt over the steps. Free of torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def _beginning(line: str, width: int) -> str:
 
 @dataclass(frozen=True)
 class _Excerpt:
-    """A text of which a cell of a table shows as much as fits into one line."""
+    """A text that a cell of a table shortens to one line."""
 
     text: str
     style: str = ""
@@ -230,7 +230,7 @@ def _score_range(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return where a value is between two others, from 0 to 1; 1 if these are equal."""
+    """Return how far a value lies between two others, from 0 to 1; 1 if these are equal."""
     return (value - low) / (high - low) if high > low else 1.0
 
 

@@ -61,7 +61,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
     """Print the answers and return the exit code."""
-    if options.sort == "":  # The parser takes `-score` for an option of its own, which it does not know.
+    if options.sort == "":  # The parser takes `-score` for an unknown option.
         options.sort = unknown[0] if unknown else _SORT
         unknown = unknown[1:]
     _check_options(options, unknown)
@@ -129,7 +129,7 @@ def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
 
 
 def _one_prompt(rows: Sequence[Row], wanted: str) -> list[Row]:
-    """Return the answers to one prompt, which is named by its row or by a text in it. Raises UserError."""
+    """Return the answers to one prompt, given its row or a text that it contains. Raises UserError."""
     matching = [row for row in rows if str(row.get("dataset_row")) == wanted]
     matching = matching or [row for row in rows if wanted in prompt_text(row)]
     if not matching:

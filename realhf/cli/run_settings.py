@@ -1,4 +1,4 @@
-"""RunSettings: how a run has asked its model, read from its config.json for `realhf eval`. Free of torch."""
+"""RunSettings: how a run made prompts and sampled answers, read by `realhf eval`. Free of torch."""
 
 import json
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The way in which a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
+    """How a run made prompts (fields of a DatasetConfig) and sampled answers (fields of a SamplingConfig).
 
-    They are those of one of its held-out sets, or of training if it has none.
+    They are the settings of one of its held-out sets, or of training if it has none.
     """
 
     run: Path
@@ -44,7 +44,7 @@ class RunSettings:
         return 1.0 if samples > 1 and temperature == 0 else temperature
 
     def described(self, prompts: Mapping[str, Any], sampling: Mapping[str, Any]) -> str:
-        """Return a sentence that names those settings that have been taken over."""
+        """Return a sentence that names the settings that were taken from the run."""
         words = [*_prompt_words(prompts), *_sampling_words(sampling)]
         text = f"prompts and limits as in {self.run}"
         text += f": {', '.join(words)}" if words else ""
@@ -68,10 +68,10 @@ def find_run(model: str) -> Path | None:
 
 
 def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
-    """Return how a run has asked its model, for rows of a file that are the set `name`.
+    """Return the settings of a run with which to evaluate the file `path` as the set `name`.
 
-    If the run has several held-out sets, it is the one of this name, else of this file, else the first.
-    Return None if the file is not one of a run. Raises UserError if it cannot be read.
+    Of several held-out sets of the run, take that of this name, else of this file, else the first.
+    Return None if config.json is not that of a run. Raises UserError if it cannot be read.
     """
     file = run / _CONFIG
     try:
@@ -123,7 +123,7 @@ def _map_words(name: str | None) -> list[str]:
 
 
 def _reward_words(saved: Any) -> list[str]:
-    """Return in words which rewards a run has; functions have names there, and objects only their fields."""
+    """Describe the rewards of a run; config.json has the names of functions, and the fields of objects."""
     rewards = saved if isinstance(saved, list) else [saved] * (saved is not None)
     if not rewards:
         return []
@@ -144,7 +144,7 @@ def _last(name: str) -> str:
 
 
 def _prompt_words(prompts: Mapping[str, Any]) -> list[str]:
-    """Return in words those settings of prompts that are not the usual ones."""
+    """Describe the settings of prompts that are not the defaults."""
     words = []
     if prompts.get("prompt_key", "prompt") != "prompt":
         words.append(f"prompts of column {prompts['prompt_key']!r}")
@@ -166,8 +166,7 @@ def _prompt_words(prompts: Mapping[str, Any]) -> list[str]:
 
 
 def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
-    """Return in words the limit of answers, and those other settings of sampling that are not the usual ones.
-    """
+    """Describe the settings of sampling: the limit of answers, and those that are not the defaults."""
     words = []
     usual = SamplingConfig()
     for name, value in sampling.items():

@@ -169,7 +169,7 @@ def _table_of_laws(documents: Sequence[dict[str, Any]]) -> Table:
 
 
 def _table_of_errors(documents: Sequence[dict[str, Any]]) -> Table:
-    """Return the errors of the fitted laws on later points; a positive mean: the law is too high."""
+    """Return the errors of the fitted laws on later points; a law with a positive mean error is too high."""
     table = Table("curve", "later points", "law", "mean error", "mean |error|", "largest |error|")
     for document in documents:
         if (later := document["later_points"]) is None:

@@ -1,4 +1,4 @@
-"""The files of a tiny model for rows of one's own: a config, and a tokenizer of single characters."""
+"""Makes the files of a tiny model for given rows: a config, and a tokenizer of single characters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _OF_TEMPLATE = ascii_letters + ": \n"
 
 
 class TinyModel(NamedTuple):
-    """The files of a model by name, and how many tokens an answer of the rows' kind has."""
+    """The files of a model by name, and how many tokens the longest answer of the rows has."""
 
     files: dict[str, str]
     longest_answer: int

@@ -16,7 +16,7 @@ Copies = list[tuple[Tensor, Tensor]]
 
 
 class Staging:
-    """A buffer for messages that grows on request; Reallocators that never run concurrently may share it."""
+    """A buffer for messages that grows on request. Reallocators that never run at once may share it."""
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
@@ -113,7 +113,7 @@ class Binder:
         return _join(copies)
 
     def _share(self, message: Message, wave: Wave, local: Copies) -> None:
-        """Add the copies from the peer's memory to `local`, or to `wave` if the boxes are forwarded."""
+        """Add copies from the peer's memory: to `local`, or to `wave` if the peer must first receive them."""
         if not message.sending:
             (wave.unpack if message.forwarded else local).extend(self._reading(message))
         if message.forwarded:

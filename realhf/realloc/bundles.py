@@ -82,7 +82,7 @@ def make_bundles(source: Sequence[Placement], target: Sequence[Placement]) -> li
 
 
 def _missing(source: Placement, target: Placement) -> list[tuple[Region, Ranks, Ranks]]:
-    """Cut a parameter where a held or wanted region ends; return the boxes that some rank lacks.
+    """Cut a parameter into boxes where held or wanted regions end; return those that some rank lacks.
 
     Each box comes with the ranks that hold it and the ranks that lack it. Held regions may overlap, because
     stages or tensor-parallel ranks that hold the same parameter can split it at different elements.

@@ -17,7 +17,7 @@ _DONE = torch.zeros(1, dtype=torch.uint8)
 
 
 class HostMemoryReads:
-    """The shared shards of one reallocation: this rank's, and those of ranks on this host that it reads.
+    """The shards of one reallocation in shared memory: this rank's, and those that it reads on this host.
 
     No rank reads a shard before its owner has called `start`, and the owner returns from `finish` only when
     all readers are done. An owner whose shards are not in shared memory sends messages instead.
@@ -81,7 +81,7 @@ class HostMemoryReads:
         return self._pieces[peer][side, name]
 
     def finish(self) -> None:
-        """Tell the owners that this rank has read, and wait until all readers of its shards have."""
+        """Tell the owners that this rank has read their shards; wait until its own have been read."""
         index = self._group.ranks.index
         readers = self._readers if self._published is not None else []
         dones = [(index(peer), torch.empty_like(_DONE)) for peer in readers]

@@ -2,7 +2,7 @@
 
 Ranks are grouped by host, for each bundle: its holders; the receivers on a host with a holder ("served"); the
 receivers on hosts without one ("crossing"). Each element of a bundle is sent once to a host without a holder:
-the receivers there get equal shares and send them to one another, and may forward them to further such hosts.
+each receiver there gets a part and sends it to the others, and parts may be forwarded to further such hosts.
 Served receivers get the bundle from the holders on their host. Where these cannot send every copy, the
 receivers get stripes and forward them to one another (see multicast). No rank receives what it does not want.
 """

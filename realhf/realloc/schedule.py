@@ -107,7 +107,7 @@ class Schedule:
 
     @cached_property
     def num_slices(self) -> int:
-        """Number of slices, of which none has less than an element (see `slices_for`)."""
+        """Number of slices (see `slices_for`); each has at least one element of the largest bundle."""
         if not len(self.hops):
             return 0
         sent = np.bincount(self.hops.source, self._hop_bytes, self._num_ranks)
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all that decides which messages ranks exchange; it must be equal on all of them."""
+        """The digest of everything that decides which messages ranks exchange; all ranks need the same."""
         hops = self.hops
         about = (self.itemsize, self.sharded, self.num_slices, *(
             (bundle.holders, bundle.receivers, bundle.boxes) for bundle in self.bundles))
@@ -308,7 +308,7 @@ def make_schedule(
 
 
 def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
-    """Return the schedule whose hops take least time, of those tried, with the highest bound found."""
+    """Try several kinds of routes; return the fastest schedule with the highest bound of all tries."""
     router = Router(empty.bundles, empty.links)
     bound = (0.0, "")
     tried: list[Schedule] = []

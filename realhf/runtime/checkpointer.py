@@ -53,10 +53,10 @@ class Checkpoint:
 
 
 def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Return the first of rank 0's candidates that is undamaged; None if there are no candidates.
+    """Return the first undamaged checkpoint of rank 0's candidates; None if there are no candidates.
 
-    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged. Raises
-    UserError if all are.
+    Every rank calls this and checks a share of the files. Rank 0 prints which checkpoints are damaged.
+    Raises UserError if all are.
     """
     paths = world.control.all_gather_json([str(path) for path in candidates])[0]
     for path in paths:
@@ -138,7 +138,7 @@ class Checkpointer:
         return not blind
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step, by this rank's clock."""
+        """Return whether a checkpoint is due after this step, by this rank's clock."""
         if not self.is_on:
             return False
         if self._every_steps:
@@ -148,8 +148,8 @@ class Checkpointer:
     def save(self, step: int, journal: "Future[int] | None") -> None:
         """Begin to save the state after this step; every rank calls this.
 
-        On rank 0, `journal` gives the size of metrics.jsonl when it has the step. An earlier checkpoint that
-        is still being written is completed first.
+        On rank 0, `journal` is the size of metrics.jsonl once the step is in it. If an earlier checkpoint is
+        still being written, wait for it first.
         """
         self.finish()
         self._saved_at = time.monotonic()
@@ -341,7 +341,7 @@ def _check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, which loses its name first."""
+    """Rename a checkpoint, so that no run reads it any more, and remove it."""
     gone = path.with_name(path.name + _REMOVED)
     path.rename(gone)
     shutil.rmtree(gone)

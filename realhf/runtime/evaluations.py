@@ -181,7 +181,7 @@ def _by_prompt(answers: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
 
 
 def _named(event: dict[str, Any], eval_set: EvaluationProgram) -> dict[str, Any]:
-    """Return an event with the name of the set before that of its call; reallocations are of roles."""
+    """Return an event of a call with the name of the set before the call's; reallocations have no call."""
     return event if event["kind"] == "realloc" else {**event, "name": eval_set.prefix + event["name"]}
 
 

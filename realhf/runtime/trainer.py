@@ -51,9 +51,8 @@ class RunResult:
 class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
-    It continues after `checkpoint`, if that is given. It ends after the step in which `stop` is requested, or
-    with several ranks after the next one (see StepDecisions).
-    `track` names the trackers that get the metrics (see `trackers`).
+    It continues after `checkpoint`, if there is one. It ends after the step in which `stop` is requested, or
+    with several ranks after the next one (see StepDecisions). `track` names the trackers of metrics.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Agreement: ranks compare what each has made by itself, before messages that rely on it could hang."""
+"""Equal programs: ranks compare what each has compiled, because differences would make messages hang."""
 
 import dataclasses
 import hashlib
@@ -24,8 +24,7 @@ _MAX_VALUE = 80
 
 
 def require_equal_programs(world: World, program: Program) -> None:
-    """Raise UserError if the ranks have different plans, experiments or programs, or other commits of the
-    hub's models and data.
+    """Raise UserError if ranks have different plans, experiments, programs, or commits of the hub's files.
 
     Absolute paths may differ, as hosts may keep the same files in different places.
     """
@@ -46,9 +45,9 @@ def require_equal_programs(world: World, program: Program) -> None:
 
 
 def require_equal_schedules(world: World, digests: Mapping[str, str]) -> None:
-    """Raise UserError if ranks that take part in a reallocation have made different schedules for it.
+    """Raise UserError if two ranks have made different schedules for a reallocation.
 
-    `digests` are those of this rank's schedules by the reallocations' names. Every rank must call this.
+    `digests` maps the name of each reallocation of this rank to its schedule's digest. Every rank calls this.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(world.control.all_gather_json(dict(digests))):

@@ -21,7 +21,7 @@ _PLAN = "eval/"
 
 @dataclass(frozen=True)
 class EvaluationProgram:
-    """A set of held-out rows, and the graph, the plan and the actions with which it is evaluated."""
+    """A set of held-out rows, with the graph, the plan and the actions that evaluate it."""
 
     name: str  # Empty for a single set.
     evaluation: Evaluation

@@ -48,7 +48,7 @@ def with_record(
 
 
 def _answer_of(graph: DataflowGraph) -> Any:
-    """Return the method with which a call of the graph finds the answer in a completion, if one has it."""
+    """Return the method by which a reward extracts the answer from a completion, if there is one."""
     methods = (getattr(call.work.function, "answer_of", None) for call in graph.of_kind("host"))
     return next((method for method in methods if callable(method)), None)
 
@@ -57,10 +57,9 @@ def _answer_of(graph: DataflowGraph) -> Any:
 class KeepAnswers:
     """A host function that keeps the scored answers of an evaluation as `context.answers`.
 
-    An answer is a dict with the row of its prompt in the file, the number of the sample among those of the
-    prompt, the prompt's columns `shown`, completion, score, and, if they are known: scores by reward, what
-    rewards have logged of it, length in tokens, whether it has ended by itself, and the answer that was found
-    in the completion.
+    An answer is a dict: the row of its prompt in the file, the number of the sample among the prompt's, the
+    prompt's columns `shown`, completion and score. If they are known, it also has: scores by reward, values
+    that rewards have logged, length in tokens, whether it ended by itself, and the final answer in it.
     """
 
     samples_per_prompt: int

@@ -131,9 +131,9 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
 
 
 def _frozen(role: Role) -> Role:
-    """Return the role without training; fresh adapters, which change nothing, are left out.
+    """Return the role without optimizer and without fresh adapters, which change nothing.
 
-    Without training, the native engine is as good as Megatron-Core, and runs anywhere.
+    Roles of Megatron-Core get the native engine, which evaluates as well and runs anywhere.
     """
     lora = role.lora if role.lora is not None and role.lora.adapter is not None else None
     engine = "native" if role.engine == "megatron" else role.engine

@@ -40,7 +40,7 @@ def _check_tokens(call: FunctionCall, role: Role) -> None:
 
 
 def off_policy(graph: DataflowGraph) -> Iterator[str]:
-    """Yield warnings about settings by which a model trains on samples that it would not draw."""
+    """Yield warnings about settings by which a model trains on samples of another distribution."""
     trained = {call.role for call in graph.of_kind("train_step")}
     for call in graph.of_kind("generate"):
         sampling = call.work.sampling

@@ -1,4 +1,4 @@
-"""Warnings at the start of a run, about settings that may be meant but often are not. Free of torch."""
+"""Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ def warnings_of(
 ) -> list[str]:
     """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it.
 
-    `held_out` are those of the evaluations, by the names of the sets.
+    `held_out` has the rows of each held-out set by its name.
     """
     parts = [("dataset", program.graph, rows)]
     sets = program.evaluations
@@ -58,7 +58,7 @@ def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a warning, if any, that names the fields by which a resumed experiment is another one."""
+    """Return a warning that names the changed fields of a resumed experiment, if there are any."""
     flat = [dict(leaves(fields)) for fields in (before, now)]
     changes = [
         f"{name} was {flat[0].get(name)!r} and is {flat[1].get(name)!r}"
@@ -79,9 +79,9 @@ def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str)
 
 
 def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
-    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions.
+    """Raise UserError if a dataset has a sequence that is longer than a model's learned positions.
 
-    Rows that are read later are checked then.
+    Rows that are read later are checked when they are read.
     """
     limits = {
         name: spec_of(roles[name].config()).config.num_positions
@@ -117,7 +117,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
-    """Yield warnings about changed settings of generation that only the native engine has."""
+    """Yield warnings about settings of generation that only the native engine reads."""
     for call in graph.of_kind("generate"):
         if call.role is None or roles[call.role].engine != "transformers":
             continue
@@ -138,7 +138,7 @@ def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _share(count: int, rows: TokenizedRows) -> str:
-    """Return how many of the tokenised rows these are, in words."""
+    """Return for example "3 of 100 rows"."""
     tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
     return f"{count} of {rows.num_tokenized} {tried}"
 

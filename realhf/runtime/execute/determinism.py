@@ -33,7 +33,7 @@ def repeat_exactly() -> None:
 
 
 def surroundings(program: Program) -> dict[str, Any]:
-    """Return what decides the bits of a run of this process, beside experiment and plan."""
+    """Return what decides the bits of this process's results, beside experiment and plan."""
     on_cuda = torch.cuda.is_available()
     rows = {
         call.name: sorted({padded_size(count) for count in range(1, call.work.max_rows + 1)})

@@ -17,16 +17,15 @@ _METRICS = {"perf/memory_bytes/": "measured", "perf/predicted_memory_bytes/": "p
 _USABLE = 0.95
 """Share of a GPU's memory that a call and the caches beside it may take."""
 _GROWTH = 1.1
-"""A call for which nothing is predicted may need this many times what it has needed at most so far."""
+"""A call without a prediction may need this many times the most that it has needed so far."""
 
 
 class MemoryMeter:
     """Adds to the event of each call the bytes that were in use while it ran.
 
-    On CUDA they are the most that torch's allocator has given out at a time, `max_memory_allocated`. On a CPU
-    processes share memory, and nobody counts temporary tensors. So there the bytes are counted that the
-    engines of this rank hold at the end of the call, and those of the call's cache: without activations and
-    logits. Predicted bytes are the sum of the same parts.
+    On CUDA it is the peak of torch's allocator, `max_memory_allocated`. On a CPU, where processes share
+    memory and nobody counts temporary tensors, it is what the engines of this rank hold at the end of the
+    call, plus its cache, without activations and logits. Predicted bytes are the sum of the same parts.
     """
 
     def __init__(self, world: World, engines: EngineStore, predicted: PredictedMemory) -> None:
@@ -35,7 +34,7 @@ class MemoryMeter:
         self._engines = engines
         self._predicted = predicted
         self._most: dict[tuple[str, EngineKey], int] = {}
-        """The most bytes that a call has needed on CUDA, without what others kept beside it."""
+        """The most bytes that a call has needed on CUDA, without the caches of other calls."""
 
     @contextmanager
     def of_call(self, action: Run, event: dict[str, Any]) -> Iterator[None]:
@@ -80,8 +79,10 @@ class MemoryMeter:
         return kept_bytes
 
     def _need(self, action: Run) -> float | None:
-        """Return the bytes that a call needs on CUDA, its own cache and communicators included: as predicted,
-        or else by what its runs so far have needed; None if there were none."""
+        """Return the bytes that a call needs on CUDA, with its own cache and communicators.
+
+        They are predicted, or estimated from earlier runs of the call; None if there were none.
+        """
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
         if predicted is not None:
             return sum(predicted.values())
@@ -102,7 +103,7 @@ def _is_allocated(part: str) -> bool:
 
 
 def _is_counted(part: str) -> bool:
-    """Return whether a predicted part is counted on a CPU: states of roles, and caches."""
+    """Return whether a predicted part is counted on a CPU, such as "actor gradients" or the cache."""
     return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
 
 

@@ -66,7 +66,7 @@ def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:
 def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
     """Return the step of median length among those with the most kinds of events.
 
-    Its neighbours are added if it generates on one rank while it trains on another, as only a lag allows.
+    If some rank generates while another trains, as only a lag allows, add the steps before and after it.
     """
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
@@ -126,9 +126,9 @@ def _draw_bars(
 
 
 def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events, where reallocations begin only when the other ranks have begun, too.
+    """Return the events with reallocations that begin when the rank no longer waits for others.
 
-    A rank waits for all ranks that send to it, and for the first of those that it sends to.
+    It waits until all ranks that send to it, and one of those that it sends to, have begun, too.
     """
     transfers: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for event in events:

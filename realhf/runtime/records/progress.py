@@ -78,7 +78,7 @@ class Progress:
             Thread(target=self._watch, name="progress", daemon=True).start()
 
     def _watch(self) -> None:
-        """Print what is going on whenever nothing has been printed for a while."""
+        """Print the current activity whenever nothing has been printed for a while."""
         while not self._is_over.wait(max(0.0, self._last_line + self._patience_seconds - time.monotonic())):
             if time.monotonic() < self._last_line + self._patience_seconds:
                 continue
@@ -157,8 +157,7 @@ class Progress:
 
 
 def _titles(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics of a step that are shown, with their titles: rewards by name, too, if several are
-    there."""
+    """Return titles of the metrics that are shown for a step, with each reward if there are several."""
     rewards = {name: match[1] for name in metrics if (match := _REWARD.fullmatch(name)) is not None}
     titles: dict[str, str] = {}
     for name, title in _COLUMNS.items():
@@ -170,13 +169,12 @@ def _titles(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _number(value: float) -> str:
-    """Return a metric as text; one that is nothing but rounding is 0."""
+    """Return a metric as text; 0 if the value is no more than rounding noise."""
     return "0" if abs(value) < _NOISE else f"{value:.4g}"
 
 
 def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> list[str]:
-    """Return the metrics of an evaluation as text: a line for each of several sets, which begins with its
-    name, or one line."""
+    """Return the metrics of an evaluation as text: one line, or a line with the name of each set."""
     lines = []
     for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
         of_set = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}

@@ -37,7 +37,7 @@ class Tracker(Protocol):
     """A place that shows the metrics of runs. Its methods may raise any exception."""
 
     id: str
-    """What finds the run again."""
+    """The name or number by which the tracker finds the run again."""
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float | None) -> None:
         """Add the metrics of a step; `seconds` is its Unix time, None: now."""
@@ -212,7 +212,7 @@ class Trackers:
 
 
 class _Sender:
-    """A thread that passes steps on to one tracker, until this fails."""
+    """A thread that passes steps on to one tracker, until the tracker fails."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
@@ -270,6 +270,6 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what a library prints to standard error, as standard output is for results."""
+    """Redirect the output of a library to standard error, as standard output is for results."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -25,7 +25,7 @@ Locations = dict[int, tuple[int, int]]
 class Source:
     """Columns that the result ranks of one layout have computed, sent under `tag`.
 
-    `batch` is this rank's part; None unless it is one of the layout's result ranks.
+    `batch` is this rank's part; it is None unless the rank is a result rank of the layout.
     """
 
     layout: Layout
@@ -33,7 +33,7 @@ class Source:
     tag: int
 
     def receivers(self, target: Layout) -> dict[int, int]:
-        """Return for each result rank the rank of the target that gets its samples: itself if it is there."""
+        """Return for each result rank which rank of the target gets its samples: itself, if it is one."""
         ranks = target.ranks
         return {
             sender: sender if sender in target else ranks[i % len(ranks)]
@@ -45,7 +45,7 @@ class Source:
 class _Arrived:
     """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
 
-    It may have no columns, if a result rank has none since a restart; those of the first holder are known.
+    After a restart a rank may not know the columns yet, and then `batch` has none; the first holder does.
     """
 
     holders: tuple[int, ...]
@@ -54,10 +54,11 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rules for assigning samples, whose groups (see `sample_ids`) no mini-batch splits.
+    """Rules for assigning samples to mini-batches and data shards.
 
-    A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
-    are assigned. With `equal_costs`, samples cost the same; otherwise they cost their tokens.
+    A mini-batch has whole groups of samples (see `sample_ids`), and with `keep_groups` a data shard, too.
+    With `filtered`, only samples that all inputs have are assigned. The shards of a mini-batch get about
+    equally many tokens or, with `equal_costs`, samples.
     """
 
     group_size: int = 1
@@ -68,7 +69,7 @@ class Routing:
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
-    """Return sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
+    """Return sample ids by mini-batch and data shard, in rising order; `dp` does not change mini-batches."""
     ids = sorted(costs)
     groups = [[ids[i] for i in group] for group in groups_of(ids, routing.group_size)]
     minibatches = []
@@ -132,9 +133,10 @@ class Exchange:
     def _locate(
         self, inputs: Sequence[_Arrived], target: Layout, tag: int, routing: Routing
     ) -> tuple[dict[int, float], list[Locations], list[_Arrived]]:
-        """Return costs of samples (tokens of their longest column, at least 1) and locations by input.
+        """Return the cost of each sample, the locations of samples by input, and the inputs.
 
-        Return the inputs, too, with a holder that has columns as the first of each, if there is one.
+        A sample costs the tokens of its longest column, at least 1. The first holder of a returned input is
+        one that knows the columns, if any does.
         """
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
         mine = [_costs(batch) if batch is not None and batch.fields else None
@@ -166,7 +168,7 @@ class Exchange:
     def _send_wanted(
         self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int
     ) -> None:
-        """Send every rank those samples that it wants and this rank holds."""
+        """Send every rank the samples that it wants from this rank."""
         if arrived.batch is None:
             return
         receivers: dict[tuple[int, ...], list[int]] = {}
@@ -198,7 +200,7 @@ def _costs(batch: Batch) -> list[tuple[int, float]]:
 
 
 def _rows(where: Locations, ids: Sequence[int], rank: int) -> list[int]:
-    """Return the indices on `rank` of those of `ids` that it holds, in the order of `ids`."""
+    """Return, for the samples of `ids` that `rank` holds, their indices there, in the order of `ids`."""
     return [where[s][1] for s in ids if where[s][0] == rank]
 
 

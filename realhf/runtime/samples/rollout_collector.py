@@ -218,9 +218,9 @@ def _spans(columns: Mapping[str, Any]) -> list[list[int] | None]:
 
 
 def _mean_advantage(advantages: torch.Tensor) -> float | None:
-    """Return the mean over the tokens that train, whose advantages are neither NaN nor, as in prompts, 0.
+    """Return the mean advantage of the tokens that are trained on; prompts have 0, excluded tokens NaN.
 
-    It is None if a failed reward, or an age limit, leaves no token.
+    It is None if no token is trained on, because a reward failed or the sample is too old.
     """
     values = advantages.double()
     if values.isnan().any() and not values.nan_to_num().any():

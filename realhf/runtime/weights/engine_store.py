@@ -89,7 +89,7 @@ class EngineStore:
         return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
 
     def _equal_home(self, name: str, layout: Layout) -> EngineKey | None:
-        """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
+        """Return a home on this rank that holds the same part of equal parameters, preferably the set's own.
 
         The copy can then share its memory: within a step no call uses a copy while its role trains, and the
         copy would be updated before its next use anyway.
@@ -169,7 +169,7 @@ class EngineStore:
                 engine.release(what)
 
     def kept_bytes(self, *, besides: EngineKey | None) -> int:
-        """Return the bytes that generations of all engines but one leave for later ones."""
+        """Return the bytes of the caches that all engines but one keep for their next generation."""
         return sum(sum(engine.kept.values()) for key, engine in self._engines.items() if key != besides)
 
     def memory(self) -> dict[str, int]:

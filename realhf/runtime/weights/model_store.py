@@ -1,4 +1,4 @@
-"""ModelStore: the copies of all roles on this rank, and how they come to be up to date."""
+"""ModelStore: the copies of all roles on this rank, and how they are kept up to date."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -62,7 +62,7 @@ class ParameterCatalog:
         return list(spec.held_by(layout, rank).items()) == list(spec.held_by(other, rank).items())
 
     def is_loaded_earlier(self, role: str) -> bool:
-        """Return whether all ranks of a role's home have the same weights as an earlier role's home."""
+        """Return whether all ranks of a role's home hold equal weights, loaded for an earlier role."""
         home = self.home(role)
         earlier = list(self.roles)[: list(self.roles).index(role)]
         equal_homes = [self.home(other) for other in earlier if self.may_share(role, other)]
