@@ -64,8 +64,9 @@ def uneven_splits(counts: dict[str, Any]) -> list[str]:
 
 def sentences(counts: dict[str, Any]) -> Iterator[str]:
     """Yield the counts in words, line by line."""
-    prompts, samples = counts["prompts_per_step"], counts["samples_per_step"]
-    yield f"a step: {_number(prompts, 'prompt')} x {counts['samples_per_prompt']} = {samples} samples"
+    prompts = _number(counts["prompts_per_step"], "prompt")
+    samples = counts["samples_per_step"]
+    yield f"a step: {prompts} x {counts['samples_per_prompt']} = {samples} samples"
     epochs = "" if counts["epochs"] is None else f", {counts['epochs']:.3g} epochs of {counts['rows']} rows"
     yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], 'prompt')}{epochs}"
     if counts["max_lag"]:

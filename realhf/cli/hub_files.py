@@ -8,7 +8,7 @@ from realhf.user_input.hub import find_model
 def fetch_models(experiment: Experiment, *, weights: bool) -> None:
     """Download the models, adapters and tokenizers with names of the hub that are not in its cache.
 
-    Without `weights` only configs and tokenizers are. Raises UserError, which names the field.
+    Without `weights`, download only configs and tokenizers. Raises UserError, which names the field.
     """
     try:
         roles = experiment.roles()

@@ -54,7 +54,7 @@ def resume_command(out: Path) -> str:
     return f"realhf {shlex.join(words)} --resume --out {shlex.quote(str(out))}"
 
 
-def way_on(out: Path) -> str | None:
+def how_to_continue(out: Path) -> str | None:
     """Return a sentence with the last checkpoint and the command to continue; None without a checkpoint."""
     if not (checkpoints := find_checkpoints(out / "checkpoints")):
         return None

@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, resume_command, way_on
+from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
@@ -77,7 +77,7 @@ def work(job: Job) -> int:
     """Train and return the exit code."""
     begun: list[Path] = []
     code = _serve(partial(_train, job, begun=begun), job)
-    if begun and (text := way_on(begun[0])) is not None:  # After a failure.
+    if begun and (text := how_to_continue(begun[0])) is not None:  # After a failure.
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 

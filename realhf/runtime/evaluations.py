@@ -43,7 +43,7 @@ class SetRecord:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "SetRecord":
-        """Return what `to_json` has written."""
+        """Return the record that `to_json` has written."""
         return cls(StepRecord(**document["record"]), document["answers"])
 
     def to_json(self) -> dict[str, Any]:

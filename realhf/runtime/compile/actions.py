@@ -100,7 +100,7 @@ class ParameterSet:
     name: str
     role: str
     trained: bool
-    follows: str | None = None  # The role of whose weights the set is the moving average.
+    follows: str | None = None  # The role whose weights the set follows as a moving average.
     follow_rate: float = 0.0  # Share of the followed weights in each update.
     weights_source: tuple[str | bool, ...] = ()  # Frozen weights of one source are equal; () for adapters.
     engine: str = "native"

@@ -246,7 +246,7 @@ class Executor:
         if action.ahead and self._is_last:
             return
         if action.follow_rate is not None:
-            self._wait(action.target_set)  # Copies in flight are made of values that now change.
+            self._wait(action.target_set)  # Copies in flight read values that now change.
         is_new = self._models.start(action)
         if action.ahead:
             return

@@ -102,9 +102,9 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float | None) -> None:
         now = int(1000 * (time.time() if seconds is None else seconds))
-        found = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
-        for i in range(0, len(found), _MAX_METRICS):
-            self._client.log_batch(self.id, metrics=found[i : i + _MAX_METRICS])
+        entries = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        for i in range(0, len(entries), _MAX_METRICS):
+            self._client.log_batch(self.id, metrics=entries[i : i + _MAX_METRICS])
 
     def finish(self, ending: Ending) -> None:
         status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending]
@@ -178,25 +178,25 @@ class Trackers:
         Raises UserError if one cannot begin.
         """
         path = directory / IDS
-        known = json.loads(path.read_text()) if path.exists() and history else {}
+        ids = json.loads(path.read_text()) if path.exists() and history else {}
         self._senders: list[_Sender] = []
         for name in names:
-            run_id = known.get(name)
+            run_id = ids.get(name)
             try:
                 tracker: Tracker = _KINDS[name](directory, config, run_id)
             except (Exception, SystemExit) as error:
                 self.finish("failed")
                 raise UserError(f"--track {name}: {type(error).__name__}: {error}") from error
-            known[name] = tracker.id
+            ids[name] = tracker.id
             self._senders.append(_Sender(name, tracker))
             for record in history if run_id is None else ():
                 step = int(record["step"])
                 self._senders[-1].send(step, _metrics(record), (times or {}).get(step))
         if names:
-            path.write_text(json.dumps(known) + "\n")
+            path.write_text(json.dumps(ids) + "\n")
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Send the metrics of a step, which `record` names, too."""
+        """Send the metrics of a step; `record` has the number of the step, too."""
         for sender in self._senders:
             sender.send(int(record["step"]), _metrics(record), None)
 
