@@ -51,11 +51,11 @@ def test_a_failure_of_a_single_process_names_the_last_checkpoint(tmp_path, capsy
     for out, period in [(tmp_path / "with", "1"), (tmp_path / "without", "0")]:
         words[3] = period
         assert main([*words, "--out", str(out)]) == 2
-        fault, *how_to_continue = [x for x in capsys.readouterr().err.splitlines() if x.startswith("realhf: ")]
+        fault, *way_on = [x for x in capsys.readouterr().err.splitlines() if x.startswith("realhf: ")]
         assert "moody_reward raised ZeroDivisionError" in fault and "on_failure='drop' leaves such" in fault
         command = f"realhf run {experiment} --checkpoint_every 1 --steps 4 --resume --out {out}"
         says = f"realhf: the last checkpoint is that of step 1; to continue: {command}"
-        assert how_to_continue == ([says] if period == "1" else [])
+        assert way_on == ([says] if period == "1" else [])
 
 
 @pytest.mark.slow

@@ -90,8 +90,8 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path, ca
         assert main(["run", str(experiment), "--out", str(out)]) == 2
         said = capsys.readouterr().err
         assert "Traceback" not in said, said
-        sentence, how_to_continue = said.splitlines()[-2:]
-        assert how_to_continue.startswith("realhf: the last checkpoint is that of step ")
+        sentence, way_on = said.splitlines()[-2:]
+        assert way_on.startswith("realhf: the last checkpoint is that of step ")
         assert sentence.startswith("realhf: the metrics of step ") and "No space left on device" in sentence
         gc.collect()  # The lock of the run directory goes with the process, or with the last reference.
         assert main(["run", str(experiment), "--out", str(out), "--resume"]) == 2  # Still full.
