@@ -121,7 +121,7 @@ def _encoded(rollout: Mapping[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[tuple[_Kind, bytes]]:
-    """Yield the complete lines of a file with what they are of."""
+    """Yield the complete lines of a file, each with its step and whether its row is followed."""
     with path.open("rb") as file:
         for line in file:
             head = _HEAD.match(line)

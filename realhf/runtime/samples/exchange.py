@@ -146,13 +146,13 @@ class Exchange:
             self._outbox.add(self._control.send_json(mine, others, tag=tag))
         costs: dict[int, float] = {}
         located: list[Locations] = [{} for _ in inputs]
-        with_columns: list[set[int]] = [set() for _ in inputs]
+        with_columns: list[set[int]] = [set() for _ in inputs]  # The holders that know the columns.
         for holder in holders:
             theirs = mine if holder == self._rank else self._control.recv_json(holder, tag=tag)
-            for where, known, part in zip(located, with_columns, theirs, strict=True):
-                if part is not None:
-                    known.add(holder)
-                for index, (sample_id, cost) in enumerate(part or ()):
+            for where, knowing, of_input in zip(located, with_columns, theirs, strict=True):
+                if of_input is not None:
+                    knowing.add(holder)
+                for index, (sample_id, cost) in enumerate(of_input or ()):
                     where[sample_id] = (holder, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
         for where in located:
@@ -161,8 +161,8 @@ class Exchange:
             else:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
         ordered = [
-            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
-            for arrived, known in zip(inputs, with_columns, strict=True)]
+            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in knowing)))
+            for arrived, knowing in zip(inputs, with_columns, strict=True)]
         return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(
