@@ -149,7 +149,7 @@ def _memory(program: Program, name: str, role: Role) -> dict[str, Any]:
 
 
 def _times(period: int, steps: int) -> int:
-    """Return how often something is done after every `period` steps (0: never) and after the last one."""
+    """Return how often a thing happens that is due after every `period` steps (0: never) and the last one."""
     return 1 if not period else -(-steps // period)
 
 

@@ -45,13 +45,13 @@ EXAMPLES = (
     "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json")
 _SAMPLING = {name: hint for name, hint in typing.get_type_hints(SamplingConfig).items()
              if hint in (int, float, tuple[str, ...])}
-"""The settings of sampling that are options: numbers, and texts, whose options are repeatable."""
+"""The settings of sampling that have options: numbers, and texts, whose options may be repeated."""
 _DEFAULTS = {"max_new_tokens": "the run's, else 256",
              "temperature": "0 (greedy), with several samples the run's, else 1"}
 _OF_MODEL = (
     "data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward", "samples",
     *_SAMPLING, "max_rows", "dtype")
-"""Options that an experiment file replaces by fields."""
+"""Options for a model; an experiment file has fields instead."""
 _FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
@@ -161,7 +161,7 @@ class _FromModel:
     experiment: Experiment
     notes: tuple[str, ...] = ()
     is_plain: bool = False
-    """Whether the target is a model without a run, so that nothing tells how its prompts are made."""
+    """Whether the target is a model without a run, so that its prompts have no known form."""
 
 
 def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:

@@ -93,7 +93,7 @@ def _option(word: str) -> str:
 
 
 def _hint(word: str, options: Sequence[str]) -> str:
-    """Return what was probably meant: an option that is spelt alike, or what another library calls so."""
+    """Return a suggestion: options that are spelt alike, or those that another library calls by this name."""
     unknown = "--help behind the experiment lists them all"
     is_option = word.startswith("--")
     if not is_option and "=" not in word:

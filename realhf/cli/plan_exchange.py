@@ -17,7 +17,7 @@ from realhf.plan import ExecutionPlan
 
 _KEY = "plan"
 _QUIET_SECONDS = 5.0
-"""Time after which a rank on each other host says what it waits for."""
+"""Seconds after which one rank on each other host prints that it waits for the plan."""
 _LEAST_SECONDS = 120.0
 """Shortest time that ranks wait besides the search: rank 0 may read models and data slowly."""
 

@@ -21,13 +21,13 @@ _FIELDS = ("step", "sample", "prompt_number", "dataset_row", "score", "length", 
            "finished", "set", "completion", "final_answer")
 """Fields whose values are numbers, truth values (1 and 0) or texts."""
 _GROUPS = ("rewards", "extra", "columns")
-"""Fields whose values are such values by name."""
+"""Fields whose value is a dict of such values."""
 _Value = float | str
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "<": operator.lt, ">": operator.gt, "=": operator.eq}
 _EQUALS = ("=", "==", "!=")
-"""Comparisons that texts have."""
+"""Comparisons that are legal for texts."""
 _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|==|!=|<|>|=)\s*(.+?)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""", re.DOTALL)

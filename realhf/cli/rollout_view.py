@@ -20,7 +20,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 10
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _SPARE = 12
-"""Cells that a column of texts has at least."""
+"""Least width of a column of texts, in cells."""
 _TREND = 60
 """Most steps in the line of a trend."""
 
@@ -174,7 +174,7 @@ def _place(row: Row) -> str:
 
 
 def _facts(row: Row, low: float, high: float) -> list[Text]:
-    """Return what is known of an answer beside its texts."""
+    """Return the facts about an answer that are shown beside its texts, such as its score."""
     facts = [Text("score ").append_text(_score(row, low, high))]
     for name in row.get("rewards") or {}:
         facts.append(Text(f"{printable(name, one_line=True)} ").append_text(

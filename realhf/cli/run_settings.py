@@ -31,7 +31,7 @@ class RunSettings:
     sampling: Mapping[str, Any]
     has_own_sampling: bool = False  # Whether the sampling is that of the set, and not of training.
     unused: tuple[str, ...] = ()
-    """What the run has of which its config.json tells the names only, in words."""
+    """Settings of the run, in words, of which config.json has only the names, such as its map function."""
 
     def temperature(self, samples: int) -> float:
         """Return the temperature with which the run would draw so many answers to a prompt.

@@ -10,7 +10,7 @@ from realhf.errors import UserError
 
 _COLUMNS = {"grpo": ("prompt", "answer"), "sft": ("prompt", "completion"),
             "dpo": ("prompt", "chosen", "rejected")}
-"""Columns that an experiment of each template reads."""
+"""Template -> the columns that its experiment reads."""
 _ANSWERS = ("answer", "completion", "chosen", "rejected")
 _MOST_ROWS = 100_000
 """Rows whose characters are counted."""

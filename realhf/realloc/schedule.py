@@ -28,7 +28,7 @@ from realhf.realloc.links import Links
 from realhf.realloc.routes import Router
 
 HOP_WAVES = 2
-"""A rank forwards in wave r + HOP_WAVES what was sent to it in wave r."""
+"""A rank forwards in wave r + HOP_WAVES the elements that it received in wave r."""
 STAGING_BYTES = 256 << 20
 """Default cap on a rank's memory for messages in flight."""
 LARGE_BYTES = 1 << 20

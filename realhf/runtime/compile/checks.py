@@ -198,7 +198,7 @@ def _check_dtype(name: str, role: Role) -> None:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Return whether there are weights; pickled ones count, as the loader explains how to convert them."""
+    """Return whether there are weights; pickled ones count, because the loader says how to convert them."""
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
 

@@ -16,9 +16,9 @@ SHOWN = ("prompt", "answer", "ground_truth", "completion", "score")
 REWARD_SCORES = "reward_scores"
 """Key of the scores by reward: a dict for each sample."""
 REWARD_EXTRA = "reward_extra"
-"""Key of what rewards have passed to `log_extra`: a dict for each sample."""
+"""Key of the values that rewards have passed to `log_extra`: a dict for each sample."""
 _NAMES = {REWARD_SCORES: "scores", REWARD_EXTRA: "extra"}
-"""Fields of an answer that are not called as their keys."""
+"""Key -> field of an answer, where their names differ."""
 
 
 def with_record(

@@ -1,4 +1,4 @@
-"""What an Executor is made from: the state of its rank, the parts to run, and what is observed of them."""
+"""The inputs of an Executor: the state of its rank, the parts to run, and what to observe of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from realhf.runtime.weights.model_store import ModelStore
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank holds while calls run: models, samples, and messages that are still being sent."""
+    """The state of a rank while calls run: models, samples, and messages that are still being sent."""
 
     world: World
     models: ModelStore
@@ -44,7 +44,7 @@ class PartsProgram:
 
 @dataclass(frozen=True)
 class Observations:
-    """What is recorded of the calls of a run besides their times and metrics; of an evaluation nothing."""
+    """What to record of a run's calls besides times and metrics; an evaluation records none of it."""
 
     flops: Mapping[str, ModelFlops] = field(default_factory=dict)
     """Role -> its model's FLOPs; they are counted for the calls of these roles."""

@@ -40,7 +40,7 @@ _EVAL = "eval/"
 _SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
 """Short names of metrics of evaluations."""
 _PATIENCE_SECONDS = 30.0
-"""Seconds without output after which a plain line says what is going on."""
+"""Seconds without output after which a plain line shows the current activity."""
 
 
 class Progress:

@@ -18,7 +18,7 @@ _FIELDS = (
     "advantage", "prompt", "completion", "columns")
 
 _Kind = tuple[int, bool]
-"""A step, and whether lines are of rows that are followed."""
+"""The step of a line, and whether its row is followed."""
 
 
 def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -24,9 +24,9 @@ IDS = "trackers.json"
 """A file in the run directory with the id under which each tracker knows the run."""
 _PROJECT = "realhf"
 _PATIENCE_SECONDS = 30.0
-"""Time that a tracker may take for what is left when the run has ended."""
+"""Seconds that a tracker may take to send the remaining metrics after a run has ended."""
 _SHORT_PATIENCE_SECONDS = 5.0
-"""The same for a run that has failed."""
+"""Seconds that it may take after a run has failed."""
 _MLFLOW_FORBIDS = re.compile(r"[^\w\-. :/]", re.ASCII)
 _MAX_PARAMS = 100
 _MAX_METRICS = 1000
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Add the metrics of a step; `seconds` is its Unix time, None: now."""
 
     def finish(self, ending: Ending) -> None:
-        """Send what is left and end the tracked run."""
+        """Send the remaining metrics and end the tracked run."""
 
 
 class WandbTracker:

@@ -73,7 +73,7 @@ class RolloutCollector:
     def collect(
         self, part: str, prompts: Sequence[int], samples: SampleStore, context: Any
     ) -> list[dict[str, Any]]:
-        """Return what this rank knows of the answers to log, after a part has run on `prompts`."""
+        """Return this rank's descriptions of the answers to log, after a part has run on `prompts`."""
         if context.step != self._step:
             self._step = context.step
             self._kept = {}

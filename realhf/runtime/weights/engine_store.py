@@ -35,7 +35,7 @@ def engine_class(name: str) -> Callable[..., Engine]:
 
 
 class EngineStore:
-    """This rank's engines. Those that hold the same part of equal parameter sets share its memory."""
+    """This rank's engines. Two engines that hold the same part of equal parameter sets share its memory."""
 
     def __init__(self, world: World, catalog: ParameterCatalog) -> None:
         self._world = world
