@@ -10,8 +10,9 @@ from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.models.param_spec import ModelSpec
 from realhf.models.region import Region, overlap, region_size, region_slices
-from realhf.realloc.execute import Reallocator
+from realhf.realloc.execute import Reallocator, assumed_links
 from realhf.realloc.pieces import one_piece_each, shards_of
+from realhf.realloc.schedule import make_schedule
 
 DTYPE = torch.float32
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # Pairs of destination and source.
@@ -59,8 +60,11 @@ class Move:
         for rank in source.ranks:
             for name, region in spec.held_by(source, rank).items():
                 holders[name].setdefault(region, []).append(rank)
+        ends = {"source": source, "target": target, "itemsize": DTYPE.itemsize}
         held, wanted = Shards(spec, source, world), Shards(spec, target, world)
-        ours = [Reallocator(spec, source=source, target=target, world=w, dtype=DTYPE) for w in (world, wires)]
+        ours = [
+            Reallocator(make_schedule(spec, **ends, links=assumed_links(w)), w, dtype=DTYPE)
+            for w in (world, wires)]
         return cls(spec, source, target, held, wanted, holders, world, *ours, scratch)
 
     @property

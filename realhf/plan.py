@@ -1,7 +1,7 @@
 """ExecutionPlan: the layout and the micro-batching of every call, read from and written to YAML."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,16 @@ class ExecutionPlan:
             if self[call.name].recompute and call.kind != "train_step":
                 why = "only a train_step keeps what it could recompute"
                 raise ValueError(f"{where}.recompute: the call's kind is {call.kind}; {why}")
+
+    def with_rows_and_free_memory(self, graph: DataflowGraph) -> DataflowGraph:
+        """Return the graph with the plan's `max_rows` in its generating calls.
+
+        The planner has counted the memory of these rows, so the calls may take all free memory for them.
+        """
+        limits = [(call, self[call.name].max_rows) for call in graph.calls]
+        return graph.replace(*(
+            replace(call, work=replace(call.work, max_rows=rows, takes_free_memory=True))
+            for call, rows in limits if rows is not None))
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":

@@ -46,35 +46,36 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
 
 def uneven_splits(counts: dict[str, Any]) -> list[str]:
     """Return a warning for each call whose samples do not divide evenly over mini-batches or ranks."""
-    found = []
+    warnings = []
     for name, call in counts["calls"].items():
         unit = "samples" if call["samples_together"] == 1 else f"groups of {call['samples_together']} samples"
         least, most = call["samples_per_minibatch"]
         if least != most:
             what = f"{counts['prompts_per_step']} prompts do not divide by {call['minibatches']} mini-batches"
-            found.append(f"call {name}: {what}, which have {least} or {most} samples")
+            warnings.append(f"call {name}: {what}, which have {least} or {most} samples")
         elif call["samples_per_rank"][0] != call["samples_per_rank"][1]:
             count = most // call["samples_together"]
             ranks = " or ".join(map(str, call["samples_per_rank"]))
             of = " of a mini-batch" if call["minibatches"] > 1 else ""
             what = f"{count} {unit}{of} do not divide by dp {call['dp']}"
-            found.append(f"call {name}: {what}, so that a rank has about {ranks} samples")
-    return found
+            warnings.append(f"call {name}: {what}, so that a rank has about {ranks} samples")
+    return warnings
 
 
 def sentences(counts: dict[str, Any]) -> Iterator[str]:
     """Yield the counts in words, line by line."""
-    prompts, samples = counts["prompts_per_step"], counts["samples_per_step"]
-    yield f"a step: {_number(prompts, 'prompt')} x {counts['samples_per_prompt']} = {samples} samples"
+    prompts = _number(counts["prompts_per_step"], "prompt")
+    samples = counts["samples_per_step"]
+    yield f"a step: {prompts} x {counts['samples_per_prompt']} = {samples} samples"
     epochs = "" if counts["epochs"] is None else f", {counts['epochs']:.3g} epochs of {counts['rows']} rows"
     yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], 'prompt')}{epochs}"
     if counts["max_lag"]:
         rounds = _number(counts["rounds"], "round")
         yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {rounds}"
     if len(counts["parts"]) > 1 or counts["own_step_program"]:
-        own = " of its own step program" if counts["own_step_program"] else ""
+        described = " of its own step program" if counts["own_step_program"] else ""
         parts = (f"{name} ({', '.join(calls)})" for name, calls in counts["parts"].items())
-        yield f"parts{own}: {'; '.join(parts)}"
+        yield f"parts{described}: {'; '.join(parts)}"
     for name, call in counts["calls"].items():
         yield f"  {name:<18} {_call_words(call)}"
     for name, role in counts["roles"].items():
@@ -91,7 +92,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     sizes = [(stop - start) * experiment.group_size for start, stop in bounds]
     units = [size // together for size in (min(sizes), max(sizes))]
     dp = plan.layout.dp
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "samples": sum(sizes),
         "samples_together": together,
         "dp": dp,
@@ -101,28 +102,29 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     }
     if call.kind == "train_step":
         per_step = optimizer_steps(call)
-        found |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
-        found["optimizer_steps"] = per_step * experiment.steps
+        counts |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
+        counts["optimizer_steps"] = per_step * experiment.steps
     if call.kind in ("train_step", "forward"):
-        found["micro_batch_tokens"] = plan.micro_batch_tokens
+        counts["micro_batch_tokens"] = plan.micro_batch_tokens
     if call.kind == "generate":
-        found |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
-    return found
+        counts |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
+    return counts
 
 
 def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     """Return the counts of a role with its settings filled in."""
     specs = parameter_specs(program.roles)
     trained = specs[adapters_of(name)] if role.lora is not None else specs[name]
-    found: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
-    found |= _memory(program, name, role)
+    counts: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
+    counts |= _memory(program, name, role)
     if role.optimizer is None:
-        return found
+        return counts
     trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
     count = program.experiment.steps * sum(map(optimizer_steps, trains))
-    at = {min(count - 1, step) for step in (0, max(0, role.optimizer.warmup_steps - 1))} if count else {0}
-    rates = [learning_rate(role.optimizer, step) for step in sorted(at)]
-    return found | {
+    last = max(0, count - 1)
+    edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}
+    rates = [learning_rate(role.optimizer, step) for step in sorted(edge_steps)]
+    return counts | {
         "trained_parameters": sum(param.numel for param in trained.params if param.trainable),
         "optimizer_steps": count,
         "schedule": role.optimizer.schedule,
@@ -147,7 +149,7 @@ def _memory(program: Program, name: str, role: Role) -> dict[str, Any]:
 
 
 def _times(period: int, steps: int) -> int:
-    """Return how often something is done after every `period` steps (0: never) and after the last one."""
+    """Return how often a thing happens that is due after every `period` steps (0: never) and the last one."""
     return 1 if not period else -(-steps // period)
 
 

@@ -25,8 +25,7 @@ _MAX_SHOWN = 600
 
 
 class Trial(NamedTuple):
-    """Warnings about the data, one sentence each, and what is known of the rows; None if they were not read.
-    """
+    """Warnings about the data, one sentence each; the other fields are None if the rows were not read."""
 
     warnings: list[str]
     num_rows: int | None = None
@@ -47,10 +46,7 @@ class FirstPrompt(NamedTuple):
 
 
 def try_out(program: Program) -> Trial:
-    """Return what was found.
-
-    Raises ValueError if a row or a reward function would end every run.
-    """
+    """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
@@ -60,25 +56,25 @@ def try_out(program: Program) -> Trial:
     experiment = program.experiment
     rows = _rows(program, experiment.dataset, "dataset", program.graph, tokenizer)
     held_out = {
-        one.name: _rows(program, one.evaluation.dataset, one.field, one.graph, tokenizer)
-        for one in program.evaluations}
-    found = warnings_of(program, rows, held_out)
+        eval_set.name: _rows(program, eval_set.evaluation.dataset, eval_set.field, eval_set.graph, tokenizer)
+        for eval_set in program.evaluations}
+    warnings = warnings_of(program, rows, held_out)
     sets = [("", program.graph, rows)]
-    sets += [(one.field, one.graph, held_out[one.name]) for one in program.evaluations]
+    sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name]) for eval_set in program.evaluations]
     _try_rewards(sets)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
-    return Trial(found, sum(part.num_in_file for part in rows.parts), first)
+    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first)
 
 
 def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
     """Call each reward function of graphs once with rows of each data set that it scores."""
     rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
-    for field, graph, some in sets:
+    for field, graph, rows in sets:
         for call in graph.of_kind("host"):
             if isinstance(reward := call.work.function, RewardCall):
-                functions = tuple(id(one.function) for one in reward.rewards)
-                for part in some.parts:
+                functions = tuple(id(part.function) for part in reward.rewards)
+                for part in rows.parts:
                     rewards.setdefault((functions, part.config.path), (field, reward, part))
     for field, reward, part in rewards.values():
         try:
@@ -103,10 +99,7 @@ def _rows(
 
 
 def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call reward functions with made-up completions.
-
-    They are the rows' answers, or their prompts if they have no answers; the last one is empty.
-    """
+    """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text."""
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
     texts = [_made_up(sample) for sample in samples]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
+import typing
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,16 @@ HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
     "realhf eval examples/grpo.py --model runs/grpo",
     "realhf eval runs/first --data held_out.jsonl --reward exact --samples 8",
-    "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json",
-)
-_OF_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
-_OF_MODEL = ("data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward",
-             "samples", *_OF_SAMPLING, "max_rows", "dtype")  # fmt: skip
-"""Options that an experiment file replaces by fields."""
+    "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json")
+_SAMPLING = {name: hint for name, hint in typing.get_type_hints(SamplingConfig).items()
+             if hint in (int, float, tuple[str, ...])}
+"""The settings of sampling that have options: numbers, and texts, whose options may be repeated."""
+_DEFAULTS = {"max_new_tokens": "the run's, else 256",
+             "temperature": "0 (greedy), with several samples the run's, else 1"}
+_OF_MODEL = (
+    "data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward", "samples",
+    *_SAMPLING, "max_rows", "dtype")
+"""Options for a model; an experiment file has fields instead."""
 _FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
@@ -68,13 +74,7 @@ def add_options(parser: ArgumentParser) -> None:
     text = f"{', '.join(SHIPPED)}, or FILE.py:FUNCTION, or NAME=one of them; repeatable; default: exact"
     add("--reward", action="append", help=text)
     add("--samples", type=int, help="answers to each prompt; default: 1")
-    text = "of sampling; default: 0 (greedy), with several samples the run's, else 1"
-    add("--temperature", type=float, help=text)
-    add("--top-k", type=int, help="sample among this many most probable tokens; 0: all")
-    add("--top-p", type=float, help="sample among the most probable tokens with this probability")
-    add("--min-p", type=float, help="sample among tokens with this share of the highest probability")
-    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; repeatable")
-    add("--max-new-tokens", type=int, help="most tokens of an answer; default: the run's, else 256")
+    _add_sampling_options(add)
     add("--max-rows", type=int, help="most rows of each set, spread evenly; default: all")
     add("--seed", type=int, help="decides the sampled tokens; default: 0")
     add("--dtype", help="type of the weights; default: the role's")
@@ -86,12 +86,23 @@ def add_options(parser: ArgumentParser) -> None:
     add("--traceback", action="store_true", help="show the traceback of an error, too")
 
 
+def _add_sampling_options(add: Callable[..., Any]) -> None:
+    """Declare an option for each setting of sampling; the help is what SamplingConfig says of its field."""
+    field = r'^    (\w+): [^#\n]+(?:  # ([^\n]+)|\n    """([^"]+)""")$'
+    for name, *texts in re.findall(field, inspect.getsource(SamplingConfig), re.MULTILINE):
+        if (hint := _SAMPLING.get(name)) is not None:
+            text = " ".join("".join(texts).split()).removesuffix(".")
+            text += f"; default: {_DEFAULTS[name]}" if name in _DEFAULTS else ""
+            how = {"type": hint} if hint in (int, float) else {"action": "append", "metavar": "TEXT"}
+            add(f"--{name.replace('_', '-')}", help=text, **how)
+
+
 def run(options: Namespace, words: Sequence[str]) -> int:
     """Evaluate, print the metrics and return the exit code."""
     target = Path(options.target)
     is_file = target.suffix == ".py"
-    found = _FromModel(_of_file(options, words)) if is_file else _of_model(options, words)
-    experiment = found.experiment
+    target_model = _FromModel(_of_file(options, words)) if is_file else _of_model(options, words)
+    experiment = target_model.experiment
     fetch_models(experiment, weights=True)
     program, num_ranks = _compile(experiment, options, renames=not is_file)
     name = f"eval-{target.stem if is_file else target.resolve().name}"
@@ -99,7 +110,7 @@ def run(options: Namespace, words: Sequence[str]) -> int:
     if out is not None and (not is_worker() or os.environ["RANK"] == "0"):
         _check_out(out)
     if not is_worker() or (os.environ["RANK"] == "0" and LOCAL_LAUNCHER not in os.environ):
-        _say(found, options)
+        _say(target_model, options)
     if is_worker() or num_ranks == 1:
         job = Job(program, name, out, 600.0, None, options.traceback)
         return importlib.import_module("realhf.cli.worker").evaluate(job, as_json=options.json)
@@ -110,14 +121,14 @@ def run(options: Namespace, words: Sequence[str]) -> int:
 
 def _words(options: Namespace, words: Sequence[str]) -> list[str]:
     """Return the words of this command without --out, for the workers."""
-    found = ["eval", options.target, *words]
+    argv = ["eval", options.target, *words]
     for name, value in vars(options).items():
         option = f"--{name.replace('_', '-')}"
         if name in ("target", "command", "out") or value is None or value is False:
             continue
-        for one in value if isinstance(value, list) else [value]:
-            found.append(option if one is True else f"{option}={one}")
-    return [*found, "--no-chat"] if options.chat is False else found
+        for part in value if isinstance(value, list) else [value]:
+            argv.append(option if part is True else f"{option}={part}")
+    return [*argv, "--no-chat"] if options.chat is False else argv
 
 
 def _check_out(out: Path) -> None:
@@ -128,9 +139,9 @@ def _check_out(out: Path) -> None:
 
 def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
     """Return the experiment of a file, with overrides and with the model to evaluate."""
-    if given := [name for name in _OF_MODEL if getattr(options, name) is not None]:
+    if unfit := [name for name in _OF_MODEL if getattr(options, name) is not None]:
         raise UserError(
-            f"--{given[0].replace('_', '-')} is for a model: an experiment has its own eval_dataset; "
+            f"--{unfit[0].replace('_', '-')} is for a model: an experiment has its own eval_dataset; "
             "change its fields by overrides such as --eval-dataset.path")
     experiment = override(load_experiment(options.target), words)
     if options.seed is not None:
@@ -138,19 +149,19 @@ def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
     if options.model is not None:
         if not isinstance(actor := getattr(experiment, "actor", None), Role):
             raise UserError(f"--model: the experiment {options.target} has no actor")
-        kept = dataclasses.replace(actor, optimizer=None, lora=None, random_init=False)
-        experiment.actor = _role(options.model, kept)  # type: ignore[attr-defined]
+        role = dataclasses.replace(actor, optimizer=None, lora=None, random_init=False)
+        experiment.actor = _role(options.model, role)  # type: ignore[attr-defined]
     return experiment
 
 
 @dataclasses.dataclass(frozen=True)
 class _FromModel:
-    """An experiment that evaluates a model, and what is to be said of settings that come from its run."""
+    """An experiment that evaluates a model, and notes about settings that it takes from the model's run."""
 
     experiment: Experiment
     notes: tuple[str, ...] = ()
     is_plain: bool = False
-    """Whether the target is a model, of which no run tells how it is asked."""
+    """Whether the target is a model without a run, so that its prompts have no known form."""
 
 
 def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
@@ -163,7 +174,7 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
         raise UserError("realhf eval MODEL needs --data FILE")
     if options.system_prompt and options.chat is False:
         raise UserError("--system-prompt is for chats: leave out --no-chat")
-    rewards = [_reward(given, options.answer_key or "answer") for given in options.reward or ["exact"]]
+    rewards = [_reward(text, options.answer_key or "answer") for text in options.reward or ["exact"]]
     reward = rewards if len(rewards) > 1 else rewards[0]
     samples = 1 if options.samples is None else options.samples
     run = find_run(options.target)
@@ -182,7 +193,7 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
     except ValueError as error:
         text = f"--{error}" if str(error).startswith("dtype ") else _FIELD.sub(_option, str(error))
         raise UserError(text) from error
-    if any(given in SHIPPED for given in options.reward or ["exact"]):
+    if any(text in SHIPPED for text in options.reward or ["exact"]):
         _require_answers(sets, options.answer_key or "answer")
     first = next(iter(sets.values()))
     held_out: Any = sets if len(sets) > 1 or "" not in sets else first
@@ -193,52 +204,52 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
     return _FromModel(experiment, tuple(dict.fromkeys(notes)), is_plain=run is None)
 
 
-def _reward(given: str, answer_key: str) -> Any:
+def _reward(text: str, answer_key: str) -> Any:
     """Return the reward of an option `--reward`, with a name if the option gives one."""
-    named = None if Path(given.rpartition(":")[0]).exists() else _NAMED.fullmatch(given)
+    named = None if Path(text.rpartition(":")[0]).exists() else _NAMED.fullmatch(text)
     if named is None:
-        return reward_by_name(given, answer_key=answer_key)
+        return reward_by_name(text, answer_key=answer_key)
     return Reward(reward_by_name(named[2], answer_key=answer_key), name=named[1])
 
 
 def _prompts(settings: RunSettings | None, options: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of a data set that the options and the run give, and those that the run has given."""
+    """Return the fields of the data set, and those of them that come from the run rather than options."""
     names = ("prompt_key", "split", "name", "system_prompt", "chat")
-    own = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if own.get("system_prompt") == "":  # A chat without a first message.
-        own |= {"system_prompt": None, "chat": True}
+    from_options = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if from_options.get("system_prompt") == "":  # A chat without a first message.
+        from_options |= {"system_prompt": None, "chat": True}
     of_run = {} if settings is None else settings.prompts
-    left_out = OF_CHATS if options.chat is False else ()
-    from_run = {name: value for name, value in of_run.items() if name not in own and name not in left_out}
-    return from_run | own, from_run
+    left_out = (*from_options, *(OF_CHATS if options.chat is False else ()))
+    from_run = {name: value for name, value in of_run.items() if name not in left_out}
+    return from_run | from_options, from_run
 
 
 def _sampling(
     settings: RunSettings | None, options: Namespace, samples: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of SamplingConfig that the run gives, and those with the options' and defaults."""
-    own = {name: value for name in _OF_SAMPLING if (value := getattr(options, name)) is not None}
+    """Return the fields of SamplingConfig that come from the run, and all: those, options and defaults."""
+    from_options = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
     if settings is None:
-        return {}, {"temperature": 0.0 if samples == 1 else 1.0, **own}
+        return {}, {"temperature": 0.0 if samples == 1 else 1.0, **from_options}
     of_run = {**settings.sampling, "temperature": settings.temperature(samples)}
-    from_run = {name: value for name, value in of_run.items() if name not in own}
-    limit = own.get("max_new_tokens")
+    from_run = {name: value for name, value in of_run.items() if name not in from_options}
+    limit = from_options.get("max_new_tokens")
     if limit is not None and from_run.get("min_new_tokens", 0) > limit:
         from_run["min_new_tokens"] = limit
-    return from_run, from_run | own
+    return from_run, from_run | from_options
 
 
-def _say(found: _FromModel, options: Namespace) -> None:
+def _say(target_model: _FromModel, options: Namespace) -> None:
     """Print which settings come from the run, or a warning that a chat model gets raw text."""
-    for note in found.notes:
+    for note in target_model.notes:
         print(f"realhf: {one_line(note)}", file=sys.stderr, flush=True)
-    if not found.is_plain or options.chat is not None:
+    if not target_model.is_plain or options.chat is not None:
         return
-    for evaluation in named_sets(found.experiment.eval_dataset).values():
+    for evaluation in named_sets(target_model.experiment.eval_dataset).values():
         config = evaluation.dataset
         if config.makes_chats or not isinstance((first_row(config) or {}).get(config.prompt_key), str):
             continue
-        if has_chat_template(Path(found.experiment.tokenizer_dir())):
+        if has_chat_template(Path(target_model.experiment.tokenizer_dir())):
             warn(
                 f"{options.target} has a chat template, and the prompts of {config.path} are text, "
                 "to which it is not applied: --chat makes chats of them, --no-chat leaves them")
@@ -250,17 +261,17 @@ def _option(match: re.Match[str]) -> str:
 
 
 def _paths(options: Namespace) -> dict[str, str]:
-    """Return files or hub names by the names of the sets; a single one without a name has an empty one."""
-    found: dict[str, str] = {}
-    for given in options.data:
-        named = None if Path(given).exists() else _NAMED.fullmatch(given)
-        path = given if named is None else named[2]
+    """Return the files or hub names of --data by the name of the set, "" for a single one without NAME=."""
+    paths: dict[str, str] = {}
+    for text in options.data:
+        named = None if Path(text).exists() else _NAMED.fullmatch(text)
+        path = text if named is None else named[2]
         name = Path(path).stem if named is None else named[1]
         name = "" if named is None and len(options.data) == 1 else name
-        if name in found:
-            raise UserError(f"--data {given}: there are two sets named {name!r}: write NAME=FILE")
-        found[name] = path
-    return found
+        if name in paths:
+            raise UserError(f"--data {text}: there are two sets named {name!r}: write NAME=FILE")
+        paths[name] = path
+    return paths
 
 
 def _require_answers(sets: Mapping[str, Evaluation], answer_key: str) -> None:
@@ -321,12 +332,11 @@ def print_summary(summary: Mapping[str, Any], *, out: Path | None, as_json: bool
     columns = []
     for name in summary["sets"]:
         prefix = metric_prefix(name)
-        own = {key.removeprefix(prefix): value for key, value in summary["metrics"].items()
-               if key.startswith(prefix)}  # fmt: skip
-        columns.append(own)
+        columns.append({key.removeprefix(prefix): value for key, value in summary["metrics"].items()
+                        if key.startswith(prefix)})
     for metric in dict.fromkeys(metric for column in columns for metric in column):
         table.add_row(metric, *(f"{column[metric]:z.4f}" if metric in column else "" for column in columns))
-    counts = [f"{one['prompts']} x {one['samples']}" for one in summary["sets"].values()]
+    counts = [f"{numbers['prompts']} x {numbers['samples']}" for numbers in summary["sets"].values()]
     table.add_row("prompts x samples", *counts)
     Console().print(table)
     print(f"realhf: answers and summary: {out}", file=sys.stderr)

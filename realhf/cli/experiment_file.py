@@ -26,9 +26,9 @@ from realhf.user_input.shipped import find_experiment
 def _smaller_plan(
     experiment: Experiment, options: Namespace, plan: ExecutionPlan, num_ranks: int
 ) -> ExecutionPlan:
-    """Return the plan for the ranks that are left of a run: a fallback plan, else one made after a restart.
+    """Return a plan for the ranks that are left of a run: a fallback plan, else one made after a restart.
 
-    Without either, return `plan`, which does not fit.
+    If there is neither, return `plan`, although it does not fit.
     """
     said = f"realhf: plan {options.plan} needs {plan.num_ranks} ranks, and there are {num_ranks}"
     is_main = os.environ.get("RANK") == "0"
@@ -58,7 +58,7 @@ def _smaller_plan(
 
 
 def _made_once(make: Callable[[], ExecutionPlan], options: Namespace) -> ExecutionPlan:
-    """Return the plan that rank 0 makes; in a process that is no worker, or the only one, make it here."""
+    """Return the plan that rank 0 makes, or make it here if there are no other workers."""
     if not is_worker() or os.environ["WORLD_SIZE"] == "1":
         return make()
     share = importlib.import_module("realhf.cli.plan_exchange").share_plan
@@ -66,7 +66,7 @@ def _made_once(make: Callable[[], ExecutionPlan], options: Namespace) -> Executi
 
 
 def _auto_plan(experiment: Experiment, options: Namespace, cluster: Cluster) -> ExecutionPlan:
-    """Return the plan of --plan auto: the one that our launcher has made, else one that is made once."""
+    """Return the plan of --plan auto: that of our launcher, else the one that rank 0 makes."""
     if is_worker() and (made := os.environ.get(LAUNCHER_PLAN)) is not None:
         return ExecutionPlan.from_dict(json.loads(made))
     profile = getattr(options, "profile", None)

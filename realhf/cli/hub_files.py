@@ -8,12 +8,12 @@ from realhf.user_input.hub import find_model
 def fetch_models(experiment: Experiment, *, weights: bool) -> None:
     """Download the models, adapters and tokenizers with names of the hub that are not in its cache.
 
-    Without `weights` only configs and tokenizers are. Raises UserError, which names the field.
+    Without `weights`, download only configs and tokenizers. Raises UserError, which names the field.
     """
     try:
         roles = experiment.roles()
         names = experiment.hub_names()
-    except Exception:  # The command that compiles the experiment says it better.
+    except Exception:  # Compiling the experiment raises it again, with a better sentence.
         return
     drawn = {f"{name}.model" for name, role in roles.items() if role.random_init}
     for field, name in names.items():

@@ -57,8 +57,8 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
 
 def template_names() -> list[str]:
     """Return the names of the shipped templates."""
-    found = (path.name for path in shipped_dir("templates").iterdir() if path.is_dir())
-    return sorted(name for name in found if name != _COMMON)
+    names = (path.name for path in shipped_dir("templates").iterdir() if path.is_dir())
+    return sorted(name for name in names if name != _COMMON)
 
 
 def _files(options: Namespace) -> dict[str, str]:
@@ -68,30 +68,29 @@ def _files(options: Namespace) -> dict[str, str]:
         meant = did_you_mean(options.template, names)
         raise UserError(f"--template {options.template} does not exist{meant}: legal are {', '.join(names)}")
     roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
-    found = {
+    files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
         for root in roots for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix in (".py", ".md", ".json", ".jsonl")
-    }  # fmt: skip
+        if path.is_file() and path.suffix in (".py", ".md", ".json", ".jsonl")}
     changes: dict[str, str] = {}
     if options.model is not None:
         changes["MODEL"] = _quoted(options.model)
-        found = {name: text for name, text in found.items() if not name.startswith(_MODEL_FILES)}
+        files = {name: text for name, text in files.items() if not name.startswith(_MODEL_FILES)}
     elif options.data is not None:
-        made = tiny_model(options.data, template=options.template, files=found)
-        found |= made.files
-        found["experiment.py"] = found["experiment.py"].replace(_TINY_ANSWER, f"else {made.longest_answer})")
+        model = tiny_model(options.data, template=options.template, files=files)
+        files |= model.files
+        files["experiment.py"] = files["experiment.py"].replace(_TINY_ANSWER, f"else {model.longest_answer})")
     if options.data is not None:
         changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
-        found = {name: text for name, text in found.items() if name not in _DATA_FILES}
-    found["experiment.py"] = _with_constants(found["experiment.py"], changes)
-    found["README.md"] = "".join(
-        line for line in found["README.md"].splitlines(keepends=True) if _describes_written(line, found))
-    return found
+        files = {name: text for name, text in files.items() if name not in _DATA_FILES}
+    files["experiment.py"] = _with_constants(files["experiment.py"], changes)
+    files["README.md"] = "".join(
+        line for line in files["README.md"].splitlines(keepends=True) if _describes_written(line, files))
+    return files
 
 
 def _quoted(name: str) -> str:
-    """Return a Python string: the absolute path of what is on this disk, and any other name as it is."""
+    """Return a name as a Python string, an existing path as an absolute one."""
     return repr(str(Path(name).resolve()) if Path(name).exists() else name)
 
 
@@ -104,7 +103,7 @@ def _with_constants(text: str, values: dict[str, str]) -> str:
 
 
 def _describes_written(line: str, files: dict[str, str]) -> bool:
-    """Return whether a line of the README is no row about files that are not written."""
+    """Return whether to keep a line of the README: rows of its table about unwritten files are left out."""
     about = {_MODEL_FILES: "model/config.json", **{name: name for name in _DATA_FILES}}
     return all(file in files for name, file in about.items() if line.startswith(f"| `{name}`"))
 

@@ -1,4 +1,4 @@
-"""Job: the order that the command line gives to a worker."""
+"""Job: what the command line tells a worker to do."""
 
 import os
 import shlex
@@ -48,14 +48,14 @@ def resume_command(out: Path) -> str:
     words = sys.argv[1:]
     for option in ("--out", "--resume"):
         while option in words:
-            at = words.index(option)
-            has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
-            del words[at : at + 1 + has_value]
+            index = words.index(option)
+            has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
+            del words[index : index + 1 + has_value]
     return f"realhf {shlex.join(words)} --resume --out {shlex.quote(str(out))}"
 
 
-def way_on(out: Path) -> str | None:
-    """Return in words the last checkpoint of a run and the command to continue it; None without one."""
+def how_to_continue(out: Path) -> str | None:
+    """Return a sentence with the last checkpoint and the command to continue; None without a checkpoint."""
     if not (checkpoints := find_checkpoints(out / "checkpoints")):
         return None
     return f"the last checkpoint is that of step {max(checkpoints)}; to continue: {resume_command(out)}"

@@ -43,7 +43,7 @@ def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         for rank, code in causes.items():
-            if code < 0:  # A signal ended it. (The launcher itself ends the others by SIGTERM.)
+            if code < 0:  # A signal ended the worker; the launcher itself ends the others by SIGTERM.
                 ended = f"was ended by {signal.Signals(-code).name}; the run stops"
                 if code == -signal.SIGKILL:
                     ended += " (killed from outside, or by the launcher as it did not stop with the others)"

@@ -20,8 +20,7 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
-    "eval": evaluate, "rollouts": rollouts, "init": init,
-}  # fmt: skip
+    "eval": evaluate, "rollouts": rollouts, "init": init}
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
 _WITHOUT_EXPERIMENT = (evaluate, init, realloc, rollouts, scaling)
 """The commands that take no experiment file."""
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP threads spin only briefly while they wait, as processes may share their cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Torch's warnings about sockets say less than our own sentences.
+    # Our own sentences say more than torch's warnings about sockets.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -75,24 +74,23 @@ def _parser() -> ArgumentParser:
     package = importlib.import_module("realhf")
     parser = _Parser(
         prog="realhf", description=package.__doc__, epilog=_examples(run), allow_abbrev=False,
-        formatter_class=RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
         takes_experiment = command not in _WITHOUT_EXPERIMENT
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
-            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
-        )  # fmt: skip
-        own.set_defaults(command=command.run)
+            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment)
+        subparser.set_defaults(command=command.run)
         if takes_experiment:
-            own.set_defaults(parser=own)
-            own.usage = f"realhf {name} EXP.py [options] [--field value ...]"
+            subparser.set_defaults(parser=subparser)
+            subparser.usage = f"realhf {name} EXP.py [options] [--field value ...]"
             text = "this help; with EXP.py, the Python file that defines `experiment`, also every field"
-            own.add_argument("-h", "--help", action="store_true", help=text)
-            own.add_argument("--traceback", action="store_true", help="show the traceback of an error, too")
-        command.add_options(own)
+            subparser.add_argument("-h", "--help", action="store_true", help=text)
+            text = "show the traceback of an error, too"
+            subparser.add_argument("--traceback", action="store_true", help=text)
+        command.add_options(subparser)
     return parser
 
 
@@ -116,5 +114,5 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
     options.experiment = file
     words.remove(file)
-    own = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
-    return override(load_experiment(file), words, also=own)
+    flags = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
+    return override(load_experiment(file), words, also=flags)

@@ -23,8 +23,8 @@ _VAGUE = ("enable", "mode", "model", "name", "path", "type")
 
 
 def print_fields(experiment: Experiment) -> None:
-    """Print every override with its value and meaning; of parts that are not set, only the names."""
-    import tyro  # Here and below, as most commands do without it.
+    """Print every override with its value and meaning; for unset optional parts, only the names."""
+    import tyro  # Imported here and below, as most commands do not need it.
 
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
@@ -70,12 +70,12 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
 
 def _not_options(words: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Return the words that name no option: `--name`, or `name=value` where no value is expected."""
-    found = []
+    others = []
     for before, word in pairwise(["", *words]):
         is_named = word.startswith("--") and _option(word) not in options
         if is_named or not before.startswith("--") and re.match(r"[a-z][\w.]*=", word):
-            found.append(word)
-    return found
+            others.append(word)
+    return others
 
 
 def _refuse_unknown(unknown: Sequence[str], options: Mapping[str, Any], also: Sequence[str]) -> None:
@@ -93,38 +93,38 @@ def _option(word: str) -> str:
 
 
 def _hint(word: str, options: Sequence[str]) -> str:
-    """Return what was probably meant: an option that is spelt alike, or what another library calls so."""
+    """Return a suggestion: options that are spelt alike, or those that another library calls by this name."""
     unknown = "--help behind the experiment lists them all"
     is_option = word.startswith("--")
     if not is_option and "=" not in word:
         return unknown
     name = _option(word if is_option else f"--{word}").removeprefix("--")
-    known = {option.removeprefix("--"): option for option in options}
-    if same := sorted(_ending_in(known, name), key=_depth):
-        return _did_you_mean(known[option] for option in same[:3])
+    by_name = {option.removeprefix("--"): option for option in options}
+    if same := sorted(_ending_in(by_name, name), key=_depth):
+        return _did_you_mean(by_name[option] for option in same[:3])
     others = ours(name)
     head = name.partition(".")[0]
-    is_ours = "." in name and any(option.startswith(f"{head}.") for option in known)
-    meant_by_others = others is not None and any(_ending_in(known, end, head) for end in others.options)
+    is_ours = "." in name and any(option.startswith(f"{head}.") for option in by_name)
+    meant_by_others = others is not None and any(_ending_in(by_name, end, head) for end in others.options)
     last = name.rpartition(".")[2]
     if is_ours and not meant_by_others and (
-            near := near_options(name, list(known)) or _ending_in(known, last, head)[:3]):
-        return _did_you_mean(known[option] for option in near)
+            near := near_options(name, list(by_name)) or _ending_in(by_name, last, head)[:3]):
+        return _did_you_mean(by_name[option] for option in near)
     if others is not None:
-        return _hint_of_others(others, known, head)
-    same = [] if last in _VAGUE else sorted(_ending_in(known, last), key=_depth)
-    near = same[:3] or near_options(name, list(known))
-    return _did_you_mean(known[option] for option in near) if near else unknown
+        return _hint_of_others(others, by_name, head)
+    same = [] if last in _VAGUE else sorted(_ending_in(by_name, last), key=_depth)
+    near = same[:3] or near_options(name, list(by_name))
+    return _did_you_mean(by_name[option] for option in near) if near else unknown
 
 
 def _hint_of_others(others: Ours, known: Mapping[str, str], head: str) -> str:
-    """Return the sentence about an option of another library, given those that there are here."""
-    found = [_ending_in(known, end, head) or _ending_in(known, end) for end in others.options]
-    if others.options and all(found):
-        if len(found) == 1:
-            meant = _did_you_mean(known[option] for option in sorted(found[0], key=_depth)[:3])
+    """Return the sentence about an option of another library; `known` are the options of this command."""
+    matches = [_ending_in(known, end, head) or _ending_in(known, end) for end in others.options]
+    if others.options and all(matches):
+        if len(matches) == 1:
+            meant = _did_you_mean(known[option] for option in sorted(matches[0], key=_depth)[:3])
         else:
-            meant = f"did you mean {' and '.join(known[options[0]] for options in found)}?"
+            meant = f"did you mean {' and '.join(known[options[0]] for options in matches)}?"
         return f"{meant} ({others.note})" if others.note else meant
     if others.instead:
         return others.instead
@@ -156,11 +156,11 @@ def _options(config: Any, prefix: str = "", *, unset: bool = True) -> dict[str, 
 
     Optional parts that are not set are included if `unset`.
     """
-    found: dict[str, tuple[str, Any]] = {}
+    options: dict[str, tuple[str, Any]] = {}
     if isinstance(config, Mapping):  # Several sets of held-out rows by name.
         for key, part in config.items():
-            found |= _options(part, f"{prefix}{key}.", unset=unset)
-        return found
+            options |= _options(part, f"{prefix}{key}.", unset=unset)
+        return options
     for field in fields(config):
         value = getattr(config, field.name)
         if (kind := _unset_part(config, field.name)) is not None:
@@ -169,12 +169,12 @@ def _options(config: Any, prefix: str = "", *, unset: bool = True) -> dict[str, 
             value = kind()
         name = f"{prefix}{field.name}"
         if isinstance(value, Mapping) and value and all(map(_is_config, value.values())) or _is_config(value):
-            found |= _options(value, f"{name}.", unset=unset)
+            options |= _options(value, f"{name}.", unset=unset)
         else:
             hint = typing.get_type_hints(type(config))[field.name]
             names = _switches(name) if hint is bool else [f"--{name}".replace("_", "-")]
-            found |= dict.fromkeys(names, (name, hint))
-    return found
+            options |= dict.fromkeys(names, (name, hint))
+    return options
 
 
 def _switches(name: str) -> list[str]:
@@ -187,17 +187,17 @@ def _check_switch(options: Mapping[str, tuple[str, Any]], word: str, following: 
     """Raise UserError if a field that is true or false is given a value."""
     name, hint = options.get(word.split("=")[0].replace("_", "-"), ("", None))
     if hint is bool and ("=" in word or not following.startswith("--")):
-        given = word if "=" in word else f"{word} {following}"
+        written = word if "=" in word else f"{word} {following}"
         legal = " and ".join(_switches(name))
-        raise UserError(f"override {given!r}: {name} takes no value: legal are {legal}")
+        raise UserError(f"override {written!r}: {name} takes no value: legal are {legal}")
 
 
 def _with_part(value: Any, path: Sequence[str]) -> Any:
     """Return the config with the unset optional parts on a path, such as `actor.lora`, at their defaults."""
     name, *rest = path
     if isinstance(value, Mapping) and name in value:
-        made = _with_part(value[name], rest) if rest else value[name]
-        return value if made is value[name] else {**value, name: made}
+        changed = _with_part(value[name], rest) if rest else value[name]
+        return value if changed is value[name] else {**value, name: changed}
     if not _is_config(value) or not hasattr(value, name):
         return value
     kind = _unset_part(value, name)
@@ -207,8 +207,8 @@ def _with_part(value: Any, path: Sequence[str]) -> Any:
     if not rest:
         return value
     part = getattr(value, name) if kind is None else kind()
-    made = _with_part(part, rest)
-    return value if made is getattr(value, name) else dataclasses.replace(value, **{name: made})
+    changed = _with_part(part, rest)
+    return value if changed is getattr(value, name) else dataclasses.replace(value, **{name: changed})
 
 
 def _unset_part(value: Any, name: str) -> type[Any] | None:
@@ -234,11 +234,11 @@ def _sentence(complaint: str) -> str:
 
 
 def _no_number(options: Mapping[str, tuple[str, Any]], complaint: str) -> str:
-    """Return a plainer sentence than the parser's if a field should have been a number, else nothing."""
-    found = re.match(r"Error parsing (--[\w.-]+):", complaint)
-    if found is None or found[1] not in options:
+    """Return a plain sentence if the complaint is about a field that must be a number, else nothing."""
+    match = re.match(r"Error parsing (--[\w.-]+):", complaint)
+    if match is None or match[1] not in options:
         return ""
-    _, hint = options[found[1]]
+    _, hint = options[match[1]]
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     names = [_KINDS.get(kind, "") for kind in (typing.get_args(hint) if is_union else (hint,))]
-    return f"{found[1]} must be {' or '.join(names)}" if all(names) else ""
+    return f"{match[1]} must be {' or '.join(names)}" if all(names) else ""

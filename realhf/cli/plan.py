@@ -95,24 +95,26 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
         limits = SearchLimits(
             min(limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
-        found = []
+        what_ifs = []
         for values in changes:
             watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))
-            found.append(what_if(planned, values, limits))
+            what_ifs.append(what_if(planned, values, limits))
     if options.output:
         planned.plan.save(Path(options.output))
     unmeasured = not_measured(rates, planned.problem, planned.plan)
     if options.json:
         document = report.document(planned) | {"not_measured": unmeasured}
         document |= comparison.document() if comparison else {}
-        print(json.dumps(document | ({"what_if": [one.document() for one in found]} if found else {})))
+        if what_ifs:
+            document["what_if"] = [answer.document() for answer in what_ifs]
+        print(json.dumps(document))
         return 0
     console = Console()
     console.print(report.render(planned, columns=console.width), soft_wrap=True)
     if comparison:
         console.print(Text(), comparison.render(), soft_wrap=True)
-    if found:
-        console.print(Text(), render_changes(planned, found, columns=console.width), soft_wrap=True)
+    if what_ifs:
+        console.print(Text(), render_changes(planned, what_ifs, columns=console.width), soft_wrap=True)
     if unmeasured:
         console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
     if options.output:
@@ -141,11 +143,10 @@ def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[
 def _search(
     problem: Problem, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch,
     explain: bool = True,
-) -> Planned:  # fmt: skip
+) -> Planned:
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
-        should_stop=watch.should_stop, explain=explain,
-    )  # fmt: skip
+        should_stop=watch.should_stop, explain=explain)
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:
@@ -158,8 +159,7 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
     with _reporting(name), SearchWatch(*signals, then="the run begins with") as watch:
         planned = make_plan(
             problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
-            progress=watch.progress, should_stop=watch.should_stop,
-        )  # fmt: skip
+            progress=watch.progress, should_stop=watch.should_stop)
     step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
     near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
     took = format_seconds(planned.search_seconds)
@@ -222,8 +222,8 @@ def this_machine(num_devices: int | None = None) -> Cluster:
 
     Raises UserError if no shipped description knows the GPUs.
     """
-    found = _gpus()
-    if not found:
+    gpus = _gpus()
+    if not gpus:
         number = num_devices or num_cores()
         memory = host_memory_bytes()
         cluster = Cluster.load("cpu-laptop")
@@ -231,15 +231,15 @@ def this_machine(num_devices: int | None = None) -> Cluster:
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
             cores_per_host=num_cores(),
             host_memory=None,  # Devices use the same memory, so offloading would save nothing.
-        )  # fmt: skip
-    model = re.search(r"Model:\s*(.*)", found[0])
+        )
+    model = re.search(r"Model:\s*(.*)", gpus[0])
     for name in ("H200", "H100", "A100"):
         if model is not None and name in model[1]:
             of_one_host = replace(Cluster.load(f"{name.lower()}-8x8"), num_hosts=1)
-            return replace(of_one_host, devices_per_host=num_devices or len(found))
+            return replace(of_one_host, devices_per_host=num_devices or len(gpus))
     shown = model[1] if model else "unknown"
     raise UserError(f"this machine has GPUs of model {shown!r}, which no shipped cluster file describes: "
-                    "write one as in plans/clusters and give --cluster")  # fmt: skip
+                    "write one as in plans/clusters and give --cluster")
 
 
 @contextmanager

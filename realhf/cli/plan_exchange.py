@@ -17,7 +17,7 @@ from realhf.plan import ExecutionPlan
 
 _KEY = "plan"
 _QUIET_SECONDS = 5.0
-"""Time after which a rank on each other host says what it waits for."""
+"""Seconds after which one rank on each other host prints that it waits for the plan."""
 _LEAST_SECONDS = 120.0
 """Shortest time that ranks wait besides the search: rank 0 may read models and data slowly."""
 
@@ -47,7 +47,7 @@ def share_plan(
 
 @functools.cache
 def _connect(rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Return the store; the cache keeps it open for the other ranks, as it may live in this process."""
+    """Return the store, which may be served by this process; the cache keeps it open for the other ranks."""
     store = open_store(rank=rank, size=size, timeout_seconds=timeout_seconds)
     return dist.PrefixStore("realhf/plan", store)
 

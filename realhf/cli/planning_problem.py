@@ -29,7 +29,7 @@ _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 def problem_of(
     experiment: Experiment, cluster: Cluster,
     *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Return the planning problem of an experiment. Raises ValueErrors that name the field.
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
@@ -52,8 +52,7 @@ def problem_of(
     runs = _part_runs(experiment, parts)
     workloads = {
         name: _workload(experiment, graph[name], lengths | {"runs": runs[part], "top_k": _top_k(graph, name)})
-        for part, names in parts.items() for name in names
-    }  # fmt: skip
+        for part, names in parts.items() for name in names}
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
     return Problem(
         graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
@@ -72,12 +71,12 @@ def without_lag(experiment: Experiment) -> Experiment:
 
 
 def runs_ahead(experiment: Experiment) -> bool:
-    """Return whether generation works on samples that the next step trains on, while training runs."""
+    """Return whether generation for the next step runs while this step trains."""
     return experiment.max_lag > 0 and experiment.overlaps and not experiment.has_own_program
 
 
 def _in_order(parts: Mapping[str, Sequence[str]], graph: DataflowGraph) -> list[str]:
-    """Return the parts in an order in which each comes after those that it needs."""
+    """Sort the parts so that each comes after those that it needs."""
     part_of = {name: part for part, names in parts.items() for name in names}
     between = nx.DiGraph()
     between.add_nodes_from(parts)
@@ -92,12 +91,12 @@ def _in_graph_order(names: Collection[str], graph: DataflowGraph) -> list[str]:
 
 def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, float]:
     """Return how often a step is expected to run each part."""
-    given = experiment.expected.part_runs
-    for part, runs in given.items():
+    expected = experiment.expected.part_runs
+    for part, runs in expected.items():
         if part not in parts:
             raise ValueError(f"expected.part_runs has {part!r}: the parts are {', '.join(parts)}")
         require(runs > 0, f"expected.part_runs[{part!r}]", runs, "be above 0")
-    return {part: given.get(part, 1.0) for part in parts}
+    return {part: expected.get(part, 1.0) for part in parts}
 
 
 def model_role(name: str, role: Role) -> ModelRole:
@@ -120,12 +119,12 @@ def model_role(name: str, role: Role) -> ModelRole:
 
 
 def _top_k(graph: DataflowGraph, name: str) -> int:
-    """Return the most probable tokens per token that a call finds, or that its loss reads."""
+    """Return how many most probable tokens a call returns for each token, or its loss reads."""
     work = graph[name].work
     if isinstance(work, TopLogProbs):
         return work.k
-    found = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
-    return sum(call.work.k for call in found if call is not None and isinstance(call.work, TopLogProbs))
+    producers = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
+    return sum(call.work.k for call in producers if call is not None and isinstance(call.work, TopLogProbs))
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
@@ -162,15 +161,15 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
             if call.role is None:
                 continue
             fields = _GENERATION_FIELDS if call.kind == "generate" else ("output",)
-            own = {name: getattr(call.work, name) for name in fields}
-            workload = Workload(num_samples, **settings, **own)
+            of_call = {name: getattr(call.work, name) for name in fields}
+            workload = Workload(num_samples, **settings, **of_call)
             of_set = [f"eval/{set_name}/{call.name}"] * bool(set_name)
             names = (*of_set, f"eval/{call.name}", call.name)
             yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)
 
 
 def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation) -> int:
-    """Return the prompts of a set of held-out rows; an assumed number if the lengths need no data."""
+    """Return the number of prompts of a held-out set; it is assumed if `expected` has the lengths."""
     if experiment.expected.prompt_tokens is not None:
         return evaluation.max_rows or _EVAL_PROMPTS
     rows = sum(len(load_rows(part, ("prompt_ids",))) for part in evaluation.dataset.parts)
@@ -183,7 +182,7 @@ def _scoring_time(expected: Expected, function: Any) -> ScoringTime | None:
     mean, p99 = expected.reward_seconds, expected.reward_p99_seconds
     require(mean >= 0, "expected.reward_seconds", mean, "be at least 0")
     require(p99 is None or p99 > mean > 0, "expected.reward_p99_seconds", p99,
-            "be above expected.reward_seconds, which is above 0")  # fmt: skip
+            "be above expected.reward_seconds, which is above 0")
     if not rewards or not mean:
         return None
     slowest = min(rewards, key=lambda reward: reward.concurrency or 1)

@@ -16,7 +16,7 @@ HELP = "measure this machine for the models of an experiment, for the planner"
 EXAMPLES = ("realhf profile examples/sft.py -o profile.yaml",)
 _TIMEOUT_SECONDS = 600.0
 _ANY_CLUSTER = "cpu-laptop"
-"""A cluster for the problem; what is measured does not depend on it."""
+"""A cluster for the problem; measurements do not depend on it."""
 
 
 def add_options(parser: ArgumentParser) -> None:

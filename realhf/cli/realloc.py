@@ -49,8 +49,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
         model_spec(config).as_in_checkpoints(), source=source, target=target, itemsize=ITEMSIZE[dtype],
-        links=Links.of_cluster(cluster) if cluster else None,
-    )  # fmt: skip
+        links=Links.of_cluster(cluster) if cluster else None)
     if options.json:
         print(json.dumps(explain.document(schedule, transfers=options.transfers)))
     else:

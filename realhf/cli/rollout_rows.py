@@ -18,17 +18,16 @@ Row = dict[str, Any]
 _EVAL = "eval.jsonl"
 _EVALS = "evals"
 _FIELDS = ("step", "sample", "prompt_number", "dataset_row", "score", "length", "advantage", "followed",
-           "finished", "set", "completion", "final_answer")  # fmt: skip
+           "finished", "set", "completion", "final_answer")
 """Fields whose values are numbers, truth values (1 and 0) or texts."""
 _GROUPS = ("rewards", "extra", "columns")
-"""Fields whose values are such values by name."""
+"""Fields whose value is a dict of such values."""
 _Value = float | str
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "<": operator.lt, ">": operator.gt, "=": operator.eq,
-}  # fmt: skip
+    "<": operator.lt, ">": operator.gt, "=": operator.eq}
 _EQUALS = ("=", "==", "!=")
-"""Comparisons that texts have."""
+"""Comparisons that are legal for texts."""
 _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|==|!=|<|>|=)\s*(.+?)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""", re.DOTALL)
@@ -71,7 +70,7 @@ def parse_conditions(text: str) -> list[Condition]:
 
 
 def _parts(text: str) -> list[str]:
-    """Return what is between `and`, commas and `&&`, apart from those in quotes."""
+    """Split a text at `and`, commas and `&&`, except inside quotes."""
     parts = []
     start = 0
     while match := _PART.match(text, start):
@@ -132,15 +131,15 @@ def _names(rows: Iterable[Row], group: str) -> list[str]:
 
 def require_fields(rows: Sequence[Row], fields: Collection[str], option: str) -> None:
     """Raise UserError unless each of the fields is one that some answer has."""
-    known = [name for name in _FIELDS if any(value_of(row, name) is not None for row in rows)]
+    legal = [name for name in _FIELDS if any(value_of(row, name) is not None for row in rows)]
     for group in _GROUPS:
         names = _names(rows, group)
-        known += [f"{group}.{name}" if name in (*_FIELDS, *known) else name for name in names]
+        legal += [f"{group}.{name}" if name in (*_FIELDS, *legal) else name for name in names]
     for field in fields:
         group, _, name = field.partition(".")
-        if rows and field not in known and not (group in _GROUPS and name in _names(rows, group)):
-            meant = did_you_mean(field, known)
-            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(known)}")
+        if rows and field not in legal and not (group in _GROUPS and name in _names(rows, group)):
+            meant = did_you_mean(field, legal)
+            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(legal)}")
 
 
 def require_comparable(rows: Sequence[Row], conditions: Sequence[Condition], option: str) -> None:
@@ -156,17 +155,17 @@ def require_comparable(rows: Sequence[Row], conditions: Sequence[Condition], opt
 
 
 def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
-    """Return the answers in the order of a field, falling if it begins with `-`; those without it last.
+    """Sort answers by a field, in falling order if it begins with `-`; answers without the field come last.
 
-    Answers with equal values keep their order. Numbers are before texts.
+    Answers with equal values keep their order. Numbers come before texts.
     """
     field = by.removeprefix("-")
     falls = by.startswith("-")
-    found: list[Row] = []
+    ordered: list[Row] = []
     for kind in (float, str):
-        some = [row for row in rows if isinstance(value_of(row, field), kind)]
-        found += sorted(some, key=lambda row: value_of(row, field), reverse=falls)  # type: ignore[arg-type,return-value]
-    return found + [row for row in rows if value_of(row, field) is None]
+        of_kind = [row for row in rows if isinstance(value_of(row, field), kind)]
+        ordered += sorted(of_kind, key=lambda row: value_of(row, field), reverse=falls)  # type: ignore[arg-type,return-value]
+    return ordered + [row for row in rows if value_of(row, field) is None]
 
 
 def prompt_text(row: Row) -> str:
@@ -226,16 +225,16 @@ def read_evaluations(run: Path, wanted: str) -> tuple[Path, list[Row]]:
 
 
 def _eval_files(run: Path) -> list[tuple[str, int | None, Path]]:
-    """Return sets, steps and files of evaluations, or if there are none eval.jsonl, which tells no step."""
-    found = []
+    """Return the set, step and file of each evaluation; without any, eval.jsonl, whose step is unknown."""
+    files = []
     for path in (run / _EVALS).rglob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
             name = path.parent.relative_to(run / _EVALS).as_posix()
-            found.append(("" if name == "." else name, int(number), path))
-    if not found and (run / _EVAL).is_file():
+            files.append(("" if name == "." else name, int(number), path))
+    if not files and (run / _EVAL).is_file():
         return [("", None, run / _EVAL)]
-    return sorted(found)
+    return sorted(files)
 
 
 def _read(path: Path) -> Iterator[Row]:
@@ -256,7 +255,7 @@ def _parsed(line: str, where: str) -> Row:
         raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
-    if isinstance(scores := row.pop("scores", None), dict):  # As evaluations call them.
+    if isinstance(scores := row.pop("scores", None), dict):  # The name of rewards in evaluations.
         row.setdefault("rewards", scores)
     if "columns" not in row:
         row["columns"] = {key: row[key] for key in ("answer", "ground_truth") if key in row}

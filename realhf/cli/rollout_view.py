@@ -1,4 +1,4 @@
-"""Draws kept answers on a terminal: as a table, in full, and one prompt's over the steps. Free of torch."""
+"""Shows logged answers: as a table, in full, or those to one prompt over the steps. Free of torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 10
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _SPARE = 12
-"""Cells that a column of texts has at least."""
+"""Least width of a column of texts, in cells."""
 _TREND = 60
 """Most steps in the line of a trend."""
 
@@ -60,7 +60,7 @@ def _beginning(line: str, width: int) -> str:
 
 @dataclass(frozen=True)
 class _Excerpt:
-    """A text of which a cell of a table shows as much as fits into one line."""
+    """A text that a cell of a table shortens to one line."""
 
     text: str
     style: str = ""
@@ -96,8 +96,7 @@ def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
             _shown(row.get("step"), repeated), _shown(row.get("dataset_row"), repeated),
             _Excerpt(last_message(row), repeated or "cyan"), _Excerpt(str(row.get("completion", ""))),
             _score(row, low, high), *(_shown(number_of(row, f"rewards.{name}")) for name in rewards),
-            _length(row),
-        ]  # fmt: skip
+            _length(row)]
         table.add_row(*cells)
     console.print(table)
     console.print(Text(note, style="dim"), soft_wrap=True)
@@ -170,12 +169,12 @@ def show_stories(console: Console, stories: Sequence[Row], *, note: str) -> None
 def _place(row: Row) -> str:
     """Return where an answer comes from, for the title of its panel."""
     names = (("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
-    known = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
-    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in known)
+    fields = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
+    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in fields)
 
 
 def _facts(row: Row, low: float, high: float) -> list[Text]:
-    """Return what is known of an answer beside its texts."""
+    """Return the facts about an answer that are shown beside its texts, such as its score."""
     facts = [Text("score ").append_text(_score(row, low, high))]
     for name in row.get("rewards") or {}:
         facts.append(Text(f"{printable(name, one_line=True)} ").append_text(
@@ -231,7 +230,7 @@ def _score_range(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return where a value is between two others, from 0 to 1; 1 if these are equal."""
+    """Return how far a value lies between two others, from 0 to 1; 1 if these are equal."""
     return (value - low) / (high - low) if high > low else 1.0
 
 

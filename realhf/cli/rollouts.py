@@ -61,28 +61,28 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
     """Print the answers and return the exit code."""
-    if options.sort == "":  # The parser takes `-score` for an option of its own, which it does not know.
+    if options.sort == "":  # The parser takes `-score` for an unknown option.
         options.sort = unknown[0] if unknown else _SORT
         unknown = unknown[1:]
     _check_options(options, unknown)
     path = Path(options.run)
     source, rows = read_rollouts(path) if options.eval is None else read_evaluations(path, options.eval)
-    kept = _filtered(rows, options)
+    matching = _filtered(rows, options)
     if options.story == "":
-        return _print_stories(kept, options, source)
+        return _print_stories(matching, options, source)
     if options.story is not None:
-        return _print_story(_one_prompt(kept, options.story), options)
+        return _print_story(_one_prompt(matching, options.story), options)
     if options.sort != _SORT:  # The last evaluation's answers have no step.
         require_fields(rows, [options.sort.removeprefix("-")], f"--sort {options.sort}")
-    ordered = sort_rows(kept, options.sort)
+    ordered = sort_rows(matching, options.sort)
     limit = (0 if options.json else _LIMIT) if options.limit is None else options.limit
     shown = ordered[: limit or None]
     if options.json:
-        document = {"file": str(source), "answers": len(rows), "matching": len(kept), "rollouts": shown}
+        document = {"file": str(source), "answers": len(rows), "matching": len(matching), "rollouts": shown}
         print(json.dumps(document))
         return 0
-    note = f"{len(shown)} of {len(kept)} matching answers; {source} has {len(rows)}"
-    if len(shown) < len(kept):
+    note = f"{len(shown)} of {len(matching)} matching answers; {source} has {len(rows)}"
+    if len(shown) < len(matching):
         note += " (--limit 0 shows all)"
     show = show_in_full if options.full else show_table
     show(_console(), shown, note=note)
@@ -106,8 +106,8 @@ def _console() -> Console:
 def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
     """Return the answers that the options choose."""
     conditions = [(text, parse_conditions(text)) for text in options.where]
-    for text, some in conditions:
-        require_comparable(rows, some, f"--where {text!r}")
+    for text, parsed in conditions:
+        require_comparable(rows, parsed, f"--where {text!r}")
     steps = None
     if options.step is not None:
         steps = (options.step, options.step)
@@ -123,25 +123,25 @@ def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
         text = options.contains
         if text is not None and text not in f"{prompt_text(row)}\n{row.get('completion', '')}":
             return False
-        return all(condition(row) for _, some in conditions for condition in some)
+        return all(condition(row) for _, parsed in conditions for condition in parsed)
 
     return [row for row in rows if is_chosen(row)]
 
 
 def _one_prompt(rows: Sequence[Row], wanted: str) -> list[Row]:
-    """Return the answers to one prompt, which is named by its row or by a text in it. Raises UserError."""
-    found = [row for row in rows if str(row.get("dataset_row")) == wanted]
-    found = found or [row for row in rows if wanted in prompt_text(row)]
-    if not found:
-        known = sorted({row["dataset_row"] for row in rows if isinstance(row.get("dataset_row"), int)})
-        hint = f": rows with answers are {_named(known)}" if known else ""
+    """Return the answers to one prompt, given its row or a text that it contains. Raises UserError."""
+    matching = [row for row in rows if str(row.get("dataset_row")) == wanted]
+    matching = matching or [row for row in rows if wanted in prompt_text(row)]
+    if not matching:
+        numbers = sorted({row["dataset_row"] for row in rows if isinstance(row.get("dataset_row"), int)})
+        hint = f": rows with answers are {_named(numbers)}" if numbers else ""
         raise UserError(f"--story {wanted}: no answer is to a prompt of this row, or with this text{hint}")
-    prompts = {(row.get("set"), row.get("dataset_row"), prompt_text(row)): row for row in found}
+    prompts = {(row.get("set"), row.get("dataset_row"), prompt_text(row)): row for row in matching}
     if len(prompts) > 1:
         named = [f"{row.get('dataset_row')} ({excerpt(last_message(row), 40)})" for row in prompts.values()]
         raise UserError(
             f"--story {wanted}: {len(prompts)} prompts have it: name one by its row: {_named(named)}")
-    return found
+    return matching
 
 
 def _named(values: Sequence[Any]) -> str:
@@ -164,7 +164,7 @@ def _print_stories(rows: Sequence[Row], options: Namespace, source: Path) -> int
         first, last = (scores[0], scores[-1]) if scores else (None, None)
         stories.append({
             "set": prompt[0], "dataset_row": prompt[1], "num_steps": len(steps), "first_score": first,
-            "last_score": last, "prompt": next(iter(steps.values()))[0].get("prompt")})  # fmt: skip
+            "last_score": last, "prompt": next(iter(steps.values()))[0].get("prompt")})
     stories.sort(key=lambda story: (story["set"], number_of(story, "dataset_row") or 0.0))
     if options.json:
         print(json.dumps({"file": str(source), "stories": stories}))
@@ -182,7 +182,7 @@ def _print_story(rows: Sequence[Row], options: Namespace) -> int:
     if options.json:
         first = rows[0]
         story = [{"step": step, "mean_score": _mean(answers), "rollouts": answers}
-                 for step, answers in steps.items()]  # fmt: skip
+                 for step, answers in steps.items()]
         about = {"dataset_row": first.get("dataset_row"), "prompt": first.get("prompt")}
         print(json.dumps({**about, "steps": story}))
         return 0

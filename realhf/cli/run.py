@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.job import LAUNCHER_PLAN, Job, is_worker, way_on
+from realhf.cli.job import LAUNCHER_PLAN, Job, how_to_continue, is_worker
 from realhf.cli.memory_prediction import predict_memory
 from realhf.errors import UserError
 from realhf.experiment import Experiment
@@ -84,7 +84,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
     code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts)
-    if code and (text := way_on(out)) is not None:
+    if code and (text := how_to_continue(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 

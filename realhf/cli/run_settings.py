@@ -1,4 +1,4 @@
-"""RunSettings: how a run has asked its model, read from its config.json for `realhf eval`. Free of torch."""
+"""RunSettings: how a run made prompts and sampled answers, read by `realhf eval`. Free of torch."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from realhf.errors import UserError
 
 _CONFIG = "config.json"
 _OF_PROMPTS = ("prompt_key", "chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs",
-               "max_prompt_tokens", "too_long")  # fmt: skip
+               "max_prompt_tokens", "too_long")
 OF_CHATS = ("chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs")
 """Fields of a data set that make chats of prompts that are text."""
 _MAX_SHOWN = 60
@@ -21,9 +21,9 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The way in which a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
+    """How a run made prompts (fields of a DatasetConfig) and sampled answers (fields of a SamplingConfig).
 
-    They are those of one of its held-out sets, or of training if it has none.
+    They are the settings of one of its held-out sets, or of training if it has none.
     """
 
     run: Path
@@ -31,7 +31,7 @@ class RunSettings:
     sampling: Mapping[str, Any]
     has_own_sampling: bool = False  # Whether the sampling is that of the set, and not of training.
     unused: tuple[str, ...] = ()
-    """What the run has of which its config.json tells the names only, in words."""
+    """Settings of the run, in words, of which config.json has only the names, such as its map function."""
 
     def temperature(self, samples: int) -> float:
         """Return the temperature with which the run would draw so many answers to a prompt.
@@ -44,7 +44,7 @@ class RunSettings:
         return 1.0 if samples > 1 and temperature == 0 else temperature
 
     def described(self, prompts: Mapping[str, Any], sampling: Mapping[str, Any]) -> str:
-        """Return a sentence that names those settings that have been taken over."""
+        """Return a sentence that names the settings that were taken from the run."""
         words = [*_prompt_words(prompts), *_sampling_words(sampling)]
         text = f"prompts and limits as in {self.run}"
         text += f": {', '.join(words)}" if words else ""
@@ -68,10 +68,10 @@ def find_run(model: str) -> Path | None:
 
 
 def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
-    """Return how a run has asked its model, for rows of a file that are the set `name`.
+    """Return the settings of a run with which to evaluate the file `path` as the set `name`.
 
-    If the run has several held-out sets, it is the one of this name, else of this file, else the first.
-    Return None if the file is not one of a run. Raises UserError if it cannot be read.
+    Of several held-out sets of the run, take that of this name, else of this file, else the first.
+    Return None if config.json is not that of a run. Raises UserError if it cannot be read.
     """
     file = run / _CONFIG
     try:
@@ -81,12 +81,12 @@ def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
     if not isinstance(config, dict) or not isinstance(training := config.get("dataset"), dict):
         return None
     sets = _sets(config.get("eval_dataset"))
-    by_path = [one for one in sets.values() if one["dataset"].get("path") == path]
+    by_path = [held_out for held_out in sets.values() if held_out["dataset"].get("path") == path]
     default = {"dataset": training, "sampling": None}
     chosen = sets.get(name) or next(iter([*by_path, *sets.values()]), default)
-    own = chosen.get("sampling")
-    found = own or config.get("sampling") or {}
-    known = {field.name for field in fields(SamplingConfig)}
+    own_sampling = chosen.get("sampling")
+    saved_sampling = own_sampling or config.get("sampling") or {}
+    names = {field.name for field in fields(SamplingConfig)}
     dataset = _first_part(chosen["dataset"])
     prompts = {key: dataset[key] for key in _OF_PROMPTS if key in dataset}
     if "tools" in prompts:
@@ -94,22 +94,22 @@ def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
     unused = _map_words(dataset.get("map"))
     unused += _reward_words(
         chosen.get("function") or config.get("eval_function") or config.get("reward_function"))
-    sampling = {key: value for key, value in found.items() if key in known}
+    sampling = {key: value for key, value in saved_sampling.items() if key in names}
     return RunSettings(
-        run, prompts, sampling, has_own_sampling=own is not None, unused=tuple(unused))
+        run, prompts, sampling, has_own_sampling=own_sampling is not None, unused=tuple(unused))
 
 
-def _sets(given: Any) -> dict[str, dict[str, Any]]:
+def _sets(saved: Any) -> dict[str, dict[str, Any]]:
     """Return the held-out sets of a run by name, each as the fields of an Evaluation."""
-    if not isinstance(given, dict):
+    if not isinstance(saved, dict):
         return {}
-    if "prompt_key" in given or "correct_above" in given:
-        return {"": _set(given)}
-    return {name: _set(one) for name, one in given.items() if isinstance(one, dict)}
+    if "prompt_key" in saved or "correct_above" in saved:
+        return {"": _set(saved)}
+    return {name: _set(entry) for name, entry in saved.items() if isinstance(entry, dict)}
 
 
-def _set(given: dict[str, Any]) -> dict[str, Any]:
-    return given if "correct_above" in given else {"dataset": given}
+def _set(saved: dict[str, Any]) -> dict[str, Any]:
+    return saved if "correct_above" in saved else {"dataset": saved}
 
 
 def _first_part(dataset: Any) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def _map_words(name: str | None) -> list[str]:
     return [] if name is None else [f"its map function {_last(name)}"]
 
 
-def _reward_words(given: Any) -> list[str]:
-    """Return in words which rewards a run has; functions have names there, and objects only their fields."""
-    rewards = given if isinstance(given, list) else [given] * (given is not None)
+def _reward_words(saved: Any) -> list[str]:
+    """Describe the rewards of a run; config.json has the names of functions, and the fields of objects."""
+    rewards = saved if isinstance(saved, list) else [saved] * (saved is not None)
     if not rewards:
         return []
-    names = [name for one in rewards if (name := _reward_name(one))]
+    names = [name for reward in rewards if (name := _reward_name(reward))]
     shown = f" ({', '.join(names)})" if names else ""
     return [f"its own reward{'s' if len(rewards) > 1 else ''}{shown}"]
 
@@ -144,7 +144,7 @@ def _last(name: str) -> str:
 
 
 def _prompt_words(prompts: Mapping[str, Any]) -> list[str]:
-    """Return in words those settings of prompts that are not the usual ones."""
+    """Describe the settings of prompts that are not the defaults."""
     words = []
     if prompts.get("prompt_key", "prompt") != "prompt":
         words.append(f"prompts of column {prompts['prompt_key']!r}")
@@ -166,8 +166,7 @@ def _prompt_words(prompts: Mapping[str, Any]) -> list[str]:
 
 
 def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
-    """Return in words the limit of answers, and those other settings of sampling that are not the usual ones.
-    """
+    """Describe the settings of sampling: the limit of answers, and those that are not the defaults."""
     words = []
     usual = SamplingConfig()
     for name, value in sampling.items():
@@ -183,7 +182,7 @@ def _sampling_words(sampling: Mapping[str, Any]) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " ".join(_short(one) for one in value)
+        return " ".join(_short(part) for part in value)
     return _short(value)
 
 

@@ -56,16 +56,16 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     points = importlib.import_module("realhf.scaling.points")
     analysis = importlib.import_module("realhf.scaling.analysis")
     settings = _settings(options, analysis)
-    at = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]
+    budgets = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]
     picture = _picture_path(options)
     curves = [points.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *unknown)]
     names = points.common_names(curves)
     fits = [analysis.fit_curve(curve, settings) for curve in curves]
     comparisons = analysis.compare(fits, names, margin=settings.margin)
-    documents = [analysis.document(f, n, at, settings) for f, n in zip(fits, names, strict=True)]
+    documents = [analysis.document(f, n, budgets, settings) for f, n in zip(fits, names, strict=True)]
     if picture is not None:
         default_x, default_y = points.DEFAULT_COLUMNS[Path(curves[0].files[0]).suffix]
-        furthest = max(*at, 0.0, *(float(curve.compute.max()) for curve in curves), 0.0)
+        furthest = max(*budgets, 0.0, *(float(curve.compute.max()) for curve in curves), 0.0)
         importlib.import_module("realhf.scaling.picture").draw_fits(
             fits, names, picture, until=furthest, x=options.x or default_x, y=options.y or default_y)
     if options.json:
@@ -125,7 +125,7 @@ def _comparison(comparison: "Comparison") -> dict[str, Any]:
     return {
         "curves": list(comparison.names), "A": list(comparison.asymptotes), "B": list(comparison.exponents),
         "common_A": comparison.common_asymptote, "winner": comparison.names[comparison.winner],
-        "by": comparison.by}  # fmt: skip
+        "by": comparison.by}
 
 
 def _print(documents: Sequence[dict[str, Any]], comparisons: Sequence["Comparison"]) -> None:
@@ -169,7 +169,7 @@ def _table_of_laws(documents: Sequence[dict[str, Any]]) -> Table:
 
 
 def _table_of_errors(documents: Sequence[dict[str, Any]]) -> Table:
-    """Return the errors of the fitted laws on later points; a positive mean: the law is too high."""
+    """Return the errors of the fitted laws on later points; a law with a positive mean error is too high."""
     table = Table("curve", "later points", "law", "mean error", "mean |error|", "largest |error|")
     for document in documents:
         if (later := document["later_points"]) is None:

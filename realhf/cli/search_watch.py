@@ -19,9 +19,9 @@ _REPORT_SECONDS = 5.0
 class SearchWatch:
     """A context that shows a search on standard error: live on a terminal, else as a line every few seconds.
 
-    The first plan is shown at once. After that, the first of the `signals` ends the search, and the best plan
-    so far is taken; `then` says in words what for. Before there is a plan, a signal ends the command, and so
-    does a second one.
+    The first plan is shown at once. From then on, the first signal ends the search with the best plan so far,
+    and the message goes on with `then`, such as "the run begins with". A second signal, or one before there
+    is a plan, ends the command.
     """
 
     def __init__(self, *signals: signal.Signals, then: str = "") -> None:
@@ -51,7 +51,7 @@ class SearchWatch:
             signal.signal(number, handler)
 
     def begin(self, what: str) -> None:
-        """Name the search that begins now in what is shown."""
+        """Begin a search, and show its name."""
         self._what = f" {what}"
         self._last = time.monotonic()
 

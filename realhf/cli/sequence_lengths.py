@@ -47,8 +47,7 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
         "prompt_tokens": prompt, "response_tokens": float(response),
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
         "prompt_lengths": prompts, "response_lengths": responses, "alike": alike,
-        "longest_prompt_tokens": float(longest_prompt),
-    }  # fmt: skip
+        "longest_prompt_tokens": float(longest_prompt)}
 
 
 def _check(expected: Expected, limit: int) -> None:
@@ -120,10 +119,10 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     tokenizer = Tokenizer.from_file(str(path))
     texts: tuple[list[str], list[str]] = ([], [])
     inputs = experiment.graph().inputs
-    for part, some in zip(dataset.parts, rows, strict=True):
+    for part, part_rows in zip(dataset.parts, rows, strict=True):
         completions = completion_columns(part, inputs) or [part.completion_key]
-        for found, keys in zip(texts, ([part.prompt_key], completions), strict=True):
-            found += [_text(row[key]) for row in some for key in keys if key in row]
+        for column_texts, keys in zip(texts, ([part.prompt_key], completions), strict=True):
+            column_texts += [_text(row[key]) for row in part_rows for key in keys if key in row]
     prompts, responses = ([len(tokenizer.encode(text).ids) for text in column or [""]] for column in texts)
     longest = min(max(prompts), dataset.max_prompt_tokens)
     per_row = len(completion_columns(dataset.parts[0], inputs)) or 1

@@ -1,4 +1,4 @@
-"""The files of a tiny model for rows of one's own: a config, and a tokenizer of single characters."""
+"""Makes the files of a tiny model for given rows: a config, and a tokenizer of single characters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from realhf.data.dataset import DatasetConfig, read_rows
 from realhf.errors import UserError
 
 _COLUMNS = {"grpo": ("prompt", "answer"), "sft": ("prompt", "completion"),
-            "dpo": ("prompt", "chosen", "rejected")}  # fmt: skip
-"""Columns that an experiment of each template reads."""
+            "dpo": ("prompt", "chosen", "rejected")}
+"""Template -> the columns that its experiment reads."""
 _ANSWERS = ("answer", "completion", "chosen", "rejected")
 _MOST_ROWS = 100_000
 """Rows whose characters are counted."""
@@ -24,7 +24,7 @@ _OF_TEMPLATE = ascii_letters + ": \n"
 
 
 class TinyModel(NamedTuple):
-    """The files of a model by name, and how many tokens an answer of the rows' kind has."""
+    """The files of a model by name, and how many tokens the longest answer of the rows has."""
 
     files: dict[str, str]
     longest_answer: int
@@ -57,8 +57,8 @@ def tiny_model(data: str, *, template: str, files: Mapping[str, str]) -> TinyMod
     if is_chat:
         settings["chat_template"] = _CHAT_TEMPLATE
     tokenizer = _tokenizer(json.loads(files["model/tokenizer.json"]), vocabulary)
-    made = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
-    return TinyModel({f"model/{name}.json": _json(content) for name, content in made.items()}, new_tokens)
+    contents = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
+    return TinyModel({f"model/{name}.json": _json(content) for name, content in contents.items()}, new_tokens)
 
 
 def _tokenizer(content: dict[str, Any], vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def _tokenizer(content: dict[str, Any], vocabulary: Sequence[str]) -> dict[str, 
 
 def _text(value: Any) -> str:
     """Return a text, the messages of a chat as the chat template writes them, or another value as text."""
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        return "".join(f"{one.get('role')}: {one.get('content')}\n" for one in value)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "".join(f"{message.get('role')}: {message.get('content')}\n" for message in value)
     return str(value)
 
 

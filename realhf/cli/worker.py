@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, resume_command, way_on
+from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
@@ -77,7 +77,7 @@ def work(job: Job) -> int:
     """Train and return the exit code."""
     begun: list[Path] = []
     code = _serve(partial(_train, job, begun=begun), job)
-    if begun and (text := way_on(begun[0])) is not None:  # After a failure, only a lone process returns.
+    if begun and (text := how_to_continue(begun[0])) is not None:  # After a failure.
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 
@@ -95,7 +95,7 @@ def profile(job: ProfileJob) -> int:
 def report(sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
     """Tell all ranks why this one stops, so that the user reads it once (see FailureBoard.report).
 
-    Without a connection to the other ranks the sentence is printed here.
+    If the other ranks cannot be reached, print the sentence here.
     """
     write_error_file(sentence)
     if "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -109,18 +109,18 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
 def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     """Train on all ranks; return the exit code.
 
-    If the training fails, `begun` has the run directory afterwards.
+    If the training fails after its start, `begun` has the run directory, so that `work` can say how to go on.
     """
     require_equal_programs(world, job.program)
     directory = None
-    found: list[Path] = []
+    checkpoints: list[Path] = []
     if world.rank == 0:
-        directory, found = _claim_directory(job)
+        directory, checkpoints = _claim_directory(job)
         if job.program.experiment.deterministic:
             record_surroundings(job.program, directory.path)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     world.activity.failures = out / "failures"
-    checkpoint = newest_checkpoint(world, found)
+    checkpoint = newest_checkpoint(world, checkpoints)
     if checkpoint is not None and _is_finished(job, world, out, checkpoint):
         return 0
     if world.rank == 0 and checkpoint is not None:
@@ -131,10 +131,10 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
         print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
-        signals = []  # There is nothing to wait for.
+        signals = []  # Without checkpoints, a signal ends the run at once.
     with StopSignals(*signals, announces=world.rank == 0) as stop:
         trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
-        begun.append(out)  # What is refused before has no way on.
+        begun.append(out)  # Errors raised above leave nothing to resume.
         result = trainer.run()
     begun.clear()
     if result.stopped_after is None:
@@ -142,7 +142,7 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     if world.rank == 0:
         steps = job.program.experiment.steps
         ended = f"ended after step {result.stopped_after} of {steps}"
-        if LOCAL_LAUNCHER not in os.environ:  # Our own launcher says the rest.
+        if LOCAL_LAUNCHER not in os.environ:  # Our own launcher prints how to continue.
             saved = find_checkpoints(out / "checkpoints")
             how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
             ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
@@ -176,10 +176,10 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     if restarted is None and job.resume is None:
         return RunDirectory(job.out or new_run_directory(job.name), stem=job.name), []
     resume = job.resume if restarted is None else ""
-    found = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
-    if not found.checkpoints:
-        print(f"realhf: {found.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
-    return RunDirectory(found.out, stem=job.name, resumes=True), list(found.checkpoints.values())
+    resumption = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
+    if not resumption.checkpoints:
+        print(f"realhf: {resumption.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
+    return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())
 
 
 def _evaluate(job: Job, world: World, *, as_json: bool) -> int:
@@ -222,8 +222,7 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
             heartbeat = _start_heartbeat(place, activity, job.timeout_seconds)
         world = World(
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
-            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity,
-        )  # fmt: skip
+            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity)
         code = task(world)
     except UserError as error:
         if activity is not None:
@@ -237,11 +236,11 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
             activity.leave_record(place.rank, str(error), traceback.format_exc())
         code = _follow(error, place, board)
     except KeyboardInterrupt:
-        if place.size > 1:  # The launcher says so.
+        if place.size > 1:  # The launcher prints that the run was interrupted.
             os._exit(1)
         raise
     except Exception as error:
-        if activity is not None and (fault := activity.communicators.fault):  # The error is a consequence.
+        if activity is not None and (fault := activity.communicators.fault):  # It caused the error.
             os._exit(_follow(PeerError(fault), place, board))
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
         if activity is not None:
@@ -274,8 +273,7 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
     heartbeat = Heartbeat(
         store, place.connect(timeout_seconds), activity,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
-        silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None,
-    )  # fmt: skip
+        silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None)
     heartbeat.start()
     return heartbeat
 
@@ -289,9 +287,9 @@ def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
 
 
 def _differs_elsewhere(activity: Activity | None, board: FailureBoard | None) -> int | None:
-    """Repeat the sentence about ranks that take different ways through a step, if there is one.
+    """Repeat the watcher's sentence if ranks take different ways through a step, which caused this error.
 
-    Return its exit code, or None. The error of this rank is then a consequence.
+    Return the exit code of that sentence, or None if there is none.
     """
     if activity is None or not activity.operations.is_used:
         return None

@@ -21,7 +21,8 @@ from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock, nothing
 from realhf.profiling.memory import device_bytes
 from realhf.profiling.sizes import Sizes
-from realhf.realloc.execute import Reallocator
+from realhf.realloc.execute import Reallocator, assumed_links
+from realhf.realloc.schedule import make_schedule
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
@@ -256,7 +257,10 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
         runs[num_bytes] = nothing
         if world.rank in busy:
             shards = NativeEngine(spec, target if world.rank >= peer else source, world, dtype=dtype).shards()
-            reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
+            schedule = make_schedule(
+                spec, source=source, target=target, itemsize=DTYPES[dtype].itemsize,
+                links=assumed_links(world))
+            reallocator = Reallocator(schedule, world, dtype=DTYPES[dtype])
             ends = (shards, None) if world.rank < peer else (None, shards)
             runs[num_bytes] = partial(reallocator.run, *ends)
     (few_bytes, few), (many_bytes, many) = clock.seconds(runs, busy=busy).items()

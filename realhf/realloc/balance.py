@@ -1,10 +1,14 @@
-"""Balances demands over ports as evenly as their bandwidths allow, and bounds how even any solution can be.
+"""Balances what ranks send over their ports as evenly as bandwidths allow, and bounds how even it can be.
 
-Each demand is a number of elements that may leave (or enter) through any of its own ports. Repeatedly
-filling every demand to one level over its ports minimises the sum of squares of the loads. Among all
-solutions that one also has the smallest maximum (it is the least majorised base of the flow polymatroid,
-Fujishige 1980). The most loaded ports then form a minimum cut of the flow network demands -> ports, which
-proves the bound: the demands inside the cut can use no other port.
+A *port* is a rank's way to send (or receive). A *demand* is a number of elements that may leave through any
+of certain ports; its *share* is how many leave through each. A port's *load* is the sum of all shares on it.
+Example: ports 0 and 1 are alike, a demand of 3 may use both, and one of 1 only port 0. Then the first has the
+shares 1 and 2, and both ports have a load of 2.
+
+`spread` fills every demand to one level over its ports, again and again, which minimises the sum of squares
+of the loads. This solution also has the smallest maximum of all (it is the least majorised base of the flow
+polymatroid, Fujishige 1980). The most loaded ports then form a minimum cut of the flow network demands ->
+ports, which proves the bound: the demands inside the cut can use no other port.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ _MAX_THRESHOLDS = 200
 
 @dataclass
 class Demand:
-    """A number of elements that may use any of `ports`; `share` is the part of each port, in their order."""
+    """A number of elements, and the indices of the ports that may carry them; `share` is in their order."""
 
     ports: np.ndarray
     amount: float
@@ -30,7 +34,7 @@ class Demand:
 
 
 def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
-    """Set the `share` of every demand, at first 0, and add it to `load`, in elements per port."""
+    """Set the shares of all demands, which are 0 at first, and add them to `load`, in elements per port."""
     in_order = sorted(demands, key=lambda demand: (len(demand.ports), -demand.amount))
     for sweep in range(_MAX_SWEEPS):
         moved = 0.0
@@ -45,7 +49,7 @@ def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray
 
 
 def fill(load: np.ndarray, bandwidth: np.ndarray, amount: float) -> np.ndarray:
-    """Split `amount` over ports so that all ports that get a part finish at the same time."""
+    """Split `amount` over ports with a load, so that all ports that get a part finish at the same time."""
     seconds = load / bandwidth
     order = np.argsort(seconds, kind="stable")
     level = seconds[order]
@@ -60,7 +64,7 @@ def fill(load: np.ndarray, bandwidth: np.ndarray, amount: float) -> np.ndarray:
 def least_seconds(
     demands: Sequence[Demand], *, load: np.ndarray, bandwidth: np.ndarray, host: np.ndarray,
     host_bandwidth: float,
-) -> tuple[float, np.ndarray]:  # fmt: skip
+) -> tuple[float, np.ndarray]:
     """Return a lower bound in seconds for any way to spread the demands, and the ports that prove it.
 
     The ports of one `host` together carry at most `host_bandwidth`. Every set of ports yields a valid bound.

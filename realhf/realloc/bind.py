@@ -16,7 +16,7 @@ Copies = list[tuple[Tensor, Tensor]]
 
 
 class Staging:
-    """A buffer for messages that grows on request; Reallocators that never run concurrently may share it."""
+    """A buffer for messages that grows on request. Reallocators that never run at once may share it."""
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
@@ -54,18 +54,18 @@ class Binding:
 
 
 class Binder:
-    """A map from the messages of one rank to its tensors, with as few and as large copies as possible.
+    """Maps the messages of one rank to its tensors, with as few and as large copies as possible.
 
-    Ranks on the same host read each other's memory where they can. A forwarded box then still needs a
-    message, which says that the box has arrived in the memory that is to be read. With `in_place`, received
-    elements overwrite the target's; otherwise they are averaged into it. A box is cut where the pieces of
-    this rank end; in a message its elements are in row-major order, however either side holds them.
+    Ranks on the same host read each other's memory where they can. A rank that reads a box which its peer has
+    to receive first waits for a message of one byte, by which the peer says that the box has arrived. With
+    `in_place`, received elements overwrite the target's; otherwise they are averaged into it. A box is cut
+    where the pieces of this rank end; a message has its elements in row-major order, however it is cut.
     """
 
     def __init__(
         self, schedule: Schedule, messages: Sequence[Sequence[Message]], *, group: Group,
         host_memory: HostMemoryReads, dtype: torch.dtype, device: torch.device, in_place: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._schedule = schedule
         self._messages = messages
         self._group = group
@@ -109,12 +109,11 @@ class Binder:
             old = self._shards["source"][name]
             copies += (
                 (ours, theirs) for ours, theirs in pairs(self._shards["target"][name], old, region)
-                if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride()
-            )  # fmt: skip
+                if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride())
         return _join(copies)
 
     def _share(self, message: Message, wave: Wave, local: Copies) -> None:
-        """Add the copies from the peer's memory to `local`, or to `wave` if the boxes are forwarded."""
+        """Add copies from the peer's memory: to `local`, or to `wave` if the peer must first receive them."""
         if not message.sending:
             (wave.unpack if message.forwarded else local).extend(self._reading(message))
         if message.forwarded:

@@ -1,6 +1,7 @@
 """Bundles: all boxes of parameters that the same ranks hold and the same ranks lack.
 
-Overlaps of source and target are computed once per pair of placements, so once for all layers alike.
+A placement (see param_spec) lists which ranks hold which regions of a parameter. Parameters of all layers
+share placements, so overlaps are computed once per pair of placements, not per layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,9 @@ Box = tuple[int, Region]
 
 @dataclass
 class Bundle:
-    """Boxes that all `receivers` lack and each of `holders` can send, laid end to end in the table's order.
+    """Boxes that all `receivers` lack and each of `holders` can send, laid end to end.
 
-    A position is the index of an element in the whole bundle.
+    They are in the order of the table of parameters. A position is the index of an element in the bundle.
     """
 
     holders: Ranks
@@ -65,7 +66,7 @@ class Bundle:
 
 
 def make_bundles(source: Sequence[Placement], target: Sequence[Placement]) -> list[Bundle]:
-    """Group what ranks lack by who holds and who lacks it; placements are in the order of parameters."""
+    """Group what the target's ranks lack by who holds and who lacks it, given a placement per parameter."""
     bundles: dict[tuple[Ranks, Ranks], Bundle] = {}
     missing: dict[tuple[int, int], list[tuple[Bundle, Region]]] = {}
     for param, (held, wanted) in enumerate(zip(source, target, strict=True)):
@@ -81,7 +82,7 @@ def make_bundles(source: Sequence[Placement], target: Sequence[Placement]) -> li
 
 
 def _missing(source: Placement, target: Placement) -> list[tuple[Region, Ranks, Ranks]]:
-    """Cut a parameter where a held or wanted region ends; return the boxes that some rank lacks.
+    """Cut a parameter into boxes where held or wanted regions end; return those that some rank lacks.
 
     Each box comes with the ranks that hold it and the ranks that lack it. Held regions may overlap, because
     stages or tensor-parallel ranks that hold the same parameter can split it at different elements.
@@ -102,7 +103,7 @@ def disjoint(placement: Placement) -> Iterator[tuple[Region, Ranks]]:
     for region, ranks in sorted(placement):
         # Regions come in the order of their first rows, so boxes that end before this one meet no others.
         yield from (pair for pair in open_boxes if pair[0][0][1] <= region[0][0])
-        rest = [region]
+        uncovered = [region]
         still_open: list[tuple[Region, Ranks]] = []
         for box, owners in open_boxes:
             if box[0][1] <= region[0][0]:
@@ -113,8 +114,8 @@ def disjoint(placement: Placement) -> Iterator[tuple[Region, Ranks]]:
                 continue
             still_open.append((shared, tuple(sorted({*owners, *ranks}))))
             still_open += ((part, owners) for part in _without(box, shared))
-            rest = [part for other in rest for part in _without(other, shared)]
-        open_boxes = [*still_open, *((part, ranks) for part in rest)]
+            uncovered = [part for box in uncovered for part in _without(box, shared)]
+        open_boxes = [*still_open, *((part, ranks) for part in uncovered)]
     yield from open_boxes
 
 

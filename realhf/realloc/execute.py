@@ -12,25 +12,23 @@ import torch
 
 from realhf.dist.group import PeerError, Pending
 from realhf.dist.world import World
-from realhf.layout import Layout
-from realhf.models.param_spec import ModelSpec
 from realhf.models.region import region_size
 from realhf.realloc.bind import Binder, Binding, Copies, Staging
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import Shards, detached, pairs, pieces_of
-from realhf.realloc.schedule import STAGING_BYTES, Schedule, make_schedule
+from realhf.realloc.schedule import Schedule
 
 _AVERAGED = 1 << 18
-"""Number of elements of a moving average computed at a time, which bounds the memory for the products."""
+"""Number of elements of a moving average that are computed at a time."""
 
 
 @dataclass(frozen=True)
 class ReallocStats:
     """The traffic of one rank in one run.
 
-    `senders` are the ranks that it receives from. `over_bound` is computed from the schedule, not measured:
-    its time divided by the lower bound, both for the links that it was made for.
+    `senders` are the ranks that it receives from. `over_bound` is not measured: it is the time that the
+    schedule should take divided by its lower bound, both computed for the schedule's links.
     """
 
     bytes_sent: int
@@ -39,79 +37,61 @@ class ReallocStats:
     senders: tuple[int, ...] = ()
 
 
-def agreed_links(world: World, known: Links | None) -> Links:
-    """Return the links that all ranks schedule for: those that rank 0 knows, or assumed ones.
+def agreed_links(world: World, links: Links | None) -> Links:
+    """Return the links that all ranks schedule for: those of rank 0, or assumed ones if rank 0 has None.
 
     Every rank must call this.
     """
-    fields = world.control.all_gather_json(known and asdict(known))[0]
+    fields = world.control.all_gather_json(links and asdict(links))[0]
     if fields is None:
-        return _assumed_links(world)
+        return assumed_links(world)
     return replace(Links(**fields), devices_per_host=world.ranks_per_host)
 
 
-def _assumed_links(world: World) -> Links:
+def assumed_links(world: World) -> Links:
+    """Return the links of usual hosts, as many ranks to a host as this world has."""
     return Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
 
 
-def schedule_of(
-    spec: ModelSpec, *, source: Layout, target: Layout, dtype: torch.dtype, links: Links,
-    sharded: bool = False, follow_rate: float = 1.0, staging_bytes: int = STAGING_BYTES,
-) -> Schedule:  # fmt: skip
-    """Return the schedule of a Reallocator with the same arguments."""
-    return make_schedule(
-        spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, links=links,
-        forward=follow_rate == 1, staging_bytes=staging_bytes,
-    )  # fmt: skip
-
-
 class Reallocator:
-    """A mover of one model from layout `source` to layout `target`, which may run any number of times.
+    """Moves a model as a schedule says, any number of times.
 
     Every rank of either layout must construct it and call `run`, in the same order relative to its other
     group requests and messages. A run sets the target to follow_rate * source + (1 - follow_rate) * target.
-    The source may be on another device. With `sharded` it is the optimizer's copy,
-    `spec.boxes_held_by(..., sharded=True)`. Parameters travel in `dtype`, the dtype of the target's tensors.
-    `staging_bytes` caps the memory for messages in flight. `role` names the model in errors. `links`,
-    which must be the same on all ranks, are the links that the schedule is made for; by default they are
-    assumed. A `schedule` made from the same arguments is taken as it is. With `posts`, ranks may call
-    `wait_until_ready`.
+    The source may be on another device. Parameters travel in `dtype`, the dtype of the target's tensors.
+    `role` names the model in errors. With `posts`, ranks may call `wait_until_ready`.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
-        sharded: bool = False, follow_rate: float = 1.0, staging_bytes: int = STAGING_BYTES,
-        staging: Staging | None = None, role: str = "a model", links: Links | None = None,
-        schedule: Schedule | None = None, posts: bool = False,
-    ) -> None:  # fmt: skip
-        self.schedule = schedule or schedule_of(
-            spec, source=source, target=target, dtype=dtype, sharded=sharded, follow_rate=follow_rate,
-            links=links or _assumed_links(world), staging_bytes=staging_bytes,
-        )  # fmt: skip
+        self, schedule: Schedule, world: World, *, dtype: torch.dtype, follow_rate: float = 1.0,
+        staging: Staging | None = None, role: str = "a model", posts: bool = False,
+    ) -> None:
+        source = schedule.source
+        target = schedule.target
+        self.schedule = schedule
         self.follow_rate = follow_rate
         self._rank = world.rank
         self._device = world.device
-        self.messages = self.schedule.messages(self._rank)
-        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.bundles else {}
+        self.messages = schedule.messages(self._rank)
+        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if schedule.bundles else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
         self._ready = world.group(self._group.ranks, purpose="ready") if posts else None
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
-        arrives_apart = follow_rate != 1 and self.schedule.num_waves > self.schedule.num_slices
+        arrives_apart = follow_rate != 1 and schedule.num_waves > schedule.num_slices
         self._in_place = follow_rate == 1 or arrives_apart
         self._binder = Binder(
-            self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
-            device=world.device, in_place=self._in_place,
-        )  # fmt: skip
-        boxes = spec.boxes_held_by(target, self._rank) if arrives_apart else {}
-        numel = sum(region_size(box) for some in boxes.values() for box in some)
+            schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
+            device=world.device, in_place=self._in_place)
+        boxes = schedule.spec.boxes_held_by(target, self._rank) if arrives_apart else {}
+        numel = sum(region_size(box) for regions in boxes.values() for box in regions)
         self._apart = pieces_of(world.zeros(numel, dtype), boxes)
         self.staging = staging or Staging(world.device)
         self._binding: Binding | None = None
         self._what = f"reallocation of {role} from {source} to {target}"
-        sent, received = (ports[self._rank] for ports in self.schedule.port_bytes)
+        sent, received = (ports[self._rank] for ports in schedule.port_bytes)
         senders = {m.peer for messages in self.messages for m in messages if not m.sending}
-        self._stats = ReallocStats(sent, received, self.schedule.over_bound, tuple(sorted(senders)))
+        self._stats = ReallocStats(sent, received, schedule.over_bound, tuple(sorted(senders)))
 
     def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:
         """Move the parameters and return this rank's traffic; see `post`. The host waits for the device."""
@@ -135,9 +115,8 @@ class Reallocator:
 
         On CUDA, all copies and messages are enqueued on the current stream, and the host does not wait.
         Messages alternate between two halves of the staging memory, in the order of the stream.
-        Each rank passes its shards; passing the same mappings again saves time. A target may be a view of its
-        source's memory where both are the same elements, which then stay as they are. Raises PeerError when
-        another rank fails.
+        Each rank passes its shards; passing the same mappings again saves time. Where a target is a view of
+        the same elements of its source, nothing is copied. Raises PeerError when another rank fails.
         """
         self._move(source, self._apart or target)
         if target and self._apart:
@@ -145,7 +124,7 @@ class Reallocator:
             self._mix([
                 pair for name, pieces in self._apart.items() for box, _ in pieces
                 for pair in pairs(written[name], pieces, box)
-            ])  # fmt: skip
+            ])
         return self._stats
 
     def _move(self, source: Shards | None, target: Shards | None) -> None:
@@ -188,7 +167,7 @@ class Reallocator:
             torch._foreach_copy_(targets, sources)
 
     def _mix(self, copies: Copies) -> None:
-        """Average sources into targets, some rows at a time."""
+        """Average sources into targets, in chunks of rows, to bound the memory for the products."""
         for pair in copies:
             rows = max(1, _AVERAGED * len(pair[0]) // max(1, pair[0].numel()))
             for target, source in zip(*(part.split(rows) for part in pair), strict=True):

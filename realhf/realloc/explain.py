@@ -48,7 +48,7 @@ def document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
 def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]:
     """Return the regions that each rank holds under a layout, by rank and parameter name."""
     held = {rank: schedule.spec.boxes_held_by(layout, rank).items() for rank in layout.ranks}
-    return {str(rank): {name: list(boxes) for name, boxes in some} for rank, some in held.items()}
+    return {str(rank): {name: list(boxes) for name, boxes in by_name} for rank, by_name in held.items()}
 
 
 def table(schedule: Schedule, *, title: str) -> Group:

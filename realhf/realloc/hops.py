@@ -13,8 +13,8 @@ ONE = 1 << 22
 class Hop(NamedTuple):
     """Part [start, stop) of a bundle, in units of 1 / ONE, that rank `source` sends to rank `target`.
 
-    `depth` is the number of hops that must come first: 0 where a holder sends. The source has the part once
-    the hops of all lesser depths have arrived.
+    `depth` is the number of hops that must come first: 0 if a holder sends. The source has the part once all
+    hops of lesser depth have arrived.
     """
 
     bundle: int  # Its index in the schedule.

@@ -17,7 +17,7 @@ _DONE = torch.zeros(1, dtype=torch.uint8)
 
 
 class HostMemoryReads:
-    """The shared shards of one reallocation: this rank's, and those of ranks on this host that it reads.
+    """The shards of one reallocation in shared memory: this rank's, and those that it reads on this host.
 
     No rank reads a shard before its owner has called `start`, and the owner returns from `finish` only when
     all readers are done. An owner whose shards are not in shared memory sends messages instead.
@@ -56,9 +56,8 @@ class HostMemoryReads:
         if self._memory is None or not self._readers:
             return None
         described = [
-            (side, name, region, self._memory.describe(tensor)) for side, some in shards.items()
-            for name, pieces in some.items() for region, tensor in pieces
-        ]  # fmt: skip
+            (side, name, region, self._memory.describe(tensor)) for side, by_name in shards.items()
+            for name, pieces in by_name.items() for region, tensor in pieces]
         return described if all(description for *_, description in described) else None
 
     def _map(self, peer: int, published: Any) -> None:
@@ -66,10 +65,10 @@ class HostMemoryReads:
         if published is None:
             return
         mapped = Mapped()
-        found = self._pieces[peer] = {}
+        pieces_of_peer = self._pieces[peer] = {}
         for side, name, region, description in published:
             box = tuple((start, stop) for start, stop in region)
-            found.setdefault((side, name), []).append((box, mapped.tensor(description)))
+            pieces_of_peer.setdefault((side, name), []).append((box, mapped.tensor(description)))
 
     def replaces(self, message: Message) -> bool:
         """Return whether the receiver reads the sender's memory instead of getting the message."""
@@ -82,7 +81,7 @@ class HostMemoryReads:
         return self._pieces[peer][side, name]
 
     def finish(self) -> None:
-        """Tell the owners that this rank has read, and wait until all readers of its shards have."""
+        """Tell the owners that this rank has read their shards; wait until its own have been read."""
         index = self._group.ranks.index
         readers = self._readers if self._published is not None else []
         dones = [(index(peer), torch.empty_like(_DONE)) for peer in readers]

@@ -1,20 +1,20 @@
 """Multicast: sends one bundle from its senders to several domains, which may forward it to one another.
 
-    sender   a rank that has the bundle, and the depth of its first hop: 0 for a holder
-    domain   ranks that need one copy between them: one receiver, or the receivers on one host
-    section  the elements that go to the same number of groups
-    group    domains that get one copy from the senders between them
-    team     domains of a group that forward to all others of the team; each team serves the next of its group
-    stripe   the elements that one domain of a team gets first and forwards to the others
+    sender  a rank that has the bundle, and the depth of its first hop (see Hop): 0 for a holder
+    domain  ranks that need one copy between them: a single receiver, or the receivers on one host
+    team    domains that get one copy between them and forward it to one another
+    stripe  the part of that copy that a domain of the team gets first, and forwards to the others
+
+The senders send some number of copies of each range of elements, and every copy goes to a team of its own.
+If there are too many domains for one team per copy, each team also sends the copy to a next team.
 
 Example: ranks 0 and 1 hold a bundle that ranks 2, 3, 4 and 5 lack; all ports are alike.
 
 1. Every receiver is a domain. They need 4 copies, and 6 ranks can send, so each sends 2/3 of the bundle.
-2. The holders send 4/3 copies between them. So [0, 1/3) goes to two groups, which need a copy each, and
-   [1/3, 1) goes to a single group.
-3. The two groups of [0, 1/3) are the teams {2, 5} and {3, 4}. In {2, 5}, rank 0 sends the stripe [0, 1/6) to
-   rank 2 and [1/6, 1/3) to rank 5 (depth 0); ranks 2 and 5 forward their stripes to each other (depth 1).
-4. The group of [1/3, 1) is the team {2, 3, 4, 5}. Each rank gets a stripe of 1/6 from a holder and
+2. Ranks 0 and 1 thus send 4/3 copies between them: two copies of [0, 1/3), and one copy of [1/3, 1).
+3. The two copies of [0, 1/3) go to the teams {2, 5} and {3, 4}. In {2, 5}, rank 0 sends the stripe [0, 1/6)
+   to rank 2 and [1/6, 1/3) to rank 5 (depth 0); ranks 2 and 5 forward their stripes to each other (depth 1).
+4. The copy of [1/3, 1) goes to the team {2, 3, 4, 5}. Each rank gets a stripe of 1/6 from rank 0 or 1 and
    forwards it to the three others.
 5. So every receiver forwards 1/6 to one rank and 1/6 to three ranks: 2/3 of the bundle, as it should.
 """
@@ -30,9 +30,9 @@ from realhf.realloc.balance import Demand
 from realhf.realloc.hops import ONE, Hop
 
 _STEPS = 512
-"""Splits are rounded to this many steps per part, so that nearly equal weights yield equal splits."""
+"""Splits are rounded to this many steps per part, so that nearly equal weights yield equal parts."""
 _NEGLIGIBLE = 0.01
-"""Part of a copy that the senders need not send, or may send in excess."""
+"""The senders may send this part of a copy too little or too much, so that they send whole copies."""
 
 
 class Sender(NamedTuple):
@@ -52,19 +52,19 @@ class ReceivedRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Ranks that need one copy between them, of which each receives a part by its weight."""
+    """Ranks that need one copy between them; each receives a part in proportion to its weight."""
 
     ranks: Sequence[int]
     weights: Sequence[float]
-    forwards: Sequence[float] = ()  # The elements that each rank is to forward.
+    forwards: Sequence[float] = ()  # How many elements each rank is to forward.
 
 
 @dataclass
 class Multicast:
-    """The sending of one bundle to every domain once, received by the ranks of a domain by weight.
+    """The sending of one bundle to every domain once.
 
-    `first_copy` is the demand of the copy that must come from the senders. `other_copies` is that of all
-    others, which the senders send or, if they are among its ports, the ranks of the domains.
+    `first_copy` says how much of one copy each sender sends. `other_copies` says how much of all further
+    copies each sender and, if domains forward, each rank of a domain sends, in this order.
     """
 
     bundle: int
@@ -75,19 +75,20 @@ class Multicast:
     other_copies: Demand
 
     def hops(self, *, max_team: int) -> Iterator[Hop]:
-        """Yield the hops that follow the demands' shares as closely as they can."""
+        """Yield hops in which each rank sends about as much as the demands' shares say."""
         num_senders = len(self.senders)
         sends = self.first_copy.share + self.other_copies.share[:num_senders]
         domains = self._with_forwards(self.other_copies.share[num_senders:].tolist())
-        for start, stop, num_groups in self._sections(copies=float(sends.sum()) / self.size):
-            queue = _SendQueue(self.senders, sends.tolist(), total=num_groups * (stop - start))
-            for group in range(num_groups):
-                yield from self._serve_group(_deal(domains, num_groups, group), queue, start, stop, max_team)
+        for start, stop, num_copies in self._ranges(copies=float(sends.sum()) / self.size):
+            queue = _SendQueue(self.senders, sends.tolist(), total=num_copies * (stop - start))
+            for copy in range(num_copies):
+                receivers = _deal(domains, num_copies, copy)
+                yield from self._send_copy(receivers, queue, start, stop, max_team)
 
     def _with_forwards(self, shares: Sequence[float]) -> list[Domain]:
         """Return the domains with what their ranks forward (nothing without shares), the largest first.
 
-        Dealing them in this order makes every group able to forward about as much as any other.
+        Dealing them out in this order lets the receivers of each copy forward about equally much.
         """
         remaining = iter(shares)
         domains = [
@@ -95,21 +96,21 @@ class Multicast:
         ]
         return sorted(domains, key=lambda domain: -sum(domain.forwards))
 
-    def _sections(self, *, copies: float) -> list[tuple[int, int, int]]:
-        """Return sections as (start, stop, number of groups), for which the senders send `copies` copies."""
+    def _ranges(self, *, copies: float) -> list[tuple[int, int, int]]:
+        """Return (start, stop, number of copies to send) of ranges that need `copies` copies in all."""
         fewest = min(len(self.domains), max(1, int(copies + _NEGLIGIBLE)))
         extra = copies - fewest
         border = 0 if extra < _NEGLIGIBLE or fewest == len(self.domains) else round(extra * ONE)
-        sections = [(0, border, fewest + 1), (border, ONE, fewest)]
-        return [(start, stop, num_groups) for start, stop, num_groups in sections if start < stop]
+        ranges = [(0, border, fewest + 1), (border, ONE, fewest)]
+        return [(start, stop, num_copies) for start, stop, num_copies in ranges if start < stop]
 
-    def _serve_group(
-        self, group: list[Domain], queue: "_SendQueue", start: int, stop: int, max_team: int
+    def _send_copy(
+        self, receivers: list[Domain], queue: "_SendQueue", start: int, stop: int, max_team: int
     ) -> Iterator[Hop]:
-        """Yield the hops that bring [start, stop) to a group: the senders serve a team, and it the next."""
-        num_teams = -(-len(group) // max_team)
+        """Yield the hops of one copy of [start, stop): from the senders to a team, from it to the next."""
+        num_teams = -(-len(receivers) // max_team)
         for team_index in range(num_teams):
-            team = _deal(group, num_teams, team_index)
+            team = _deal(receivers, num_teams, team_index)
             hops = list(self._serve_team(team, queue, start, stop))
             yield from hops
             queue = _queue_of(team, hops, total=stop - start)
@@ -117,7 +118,7 @@ class Multicast:
     def _serve_team(
         self, team: list[Domain], queue: "_SendQueue", start: int, stop: int
     ) -> Iterator[Hop]:
-        """Yield the hops that bring [start, stop) to a team: each domain gets a stripe and forwards it."""
+        """Yield the hops by which each domain of a team gets a stripe of [start, stop) and forwards it."""
         stripes = _split(start, stop, [sum(domain.forwards) for domain in team])
         weights = [
             _receive_weights(domain, right - left, stop - start)
@@ -128,15 +129,14 @@ class Multicast:
                 continue
             others = [
                 forwarded for i, domain in enumerate(team) if i != home
-                for forwarded in _received_ranges(domain.ranks, weights[i].of_others, left, right)
-            ]  # fmt: skip
+                for forwarded in _received_ranges(domain.ranks, weights[i].of_others, left, right)]
             for received in _received_ranges(team[home].ranks, weights[home].of_own, left, right):
                 yield from self._receive_and_forward(received, others, queue)
 
     def _receive_and_forward(
         self, received: ReceivedRange, others: list[ReceivedRange], queue: "_SendQueue"
     ) -> Iterator[Hop]:
-        """Yield the hops that bring a part of a stripe to its rank, and from there to the other domains."""
+        """Yield the hops of a part of a stripe: to the rank that gets it first, then to the other domains."""
         for sender, start, stop in queue.take(received.start, received.stop):
             yield Hop(self.bundle, sender.rank, received.rank, start, stop, sender.depth)
             for other in others:
@@ -147,7 +147,7 @@ class Multicast:
 
 
 class _SendQueue:
-    """A queue of senders that assigns each in turn, until it has sent its part of `total`."""
+    """Takes elements from the first sender until it has sent its part of `total`, then from the next."""
 
     def __init__(self, senders: Sequence[Sender], amounts: Sequence[float], *, total: int) -> None:
         ends = [stop for _, stop in _split(0, total, amounts)]
@@ -156,7 +156,7 @@ class _SendQueue:
         self._num_sent = 0
 
     def take(self, start: int, stop: int) -> Iterator[tuple[Sender, int, int]]:
-        """Yield (sender, start, stop) for parts that cover [start, stop)."""
+        """Yield who sends the next elements: (sender, start, stop) for parts that make up [start, stop)."""
         while start < stop:
             sender, end = self._queue[self._current]
             if end <= self._num_sent:
@@ -169,7 +169,7 @@ class _SendQueue:
 
 
 def _queue_of(team: list[Domain], hops: list[Hop], *, total: int) -> _SendQueue:
-    """Return the ranks of a team as senders, from the depth at which each has all that its team gets."""
+    """Return the ranks of a team as senders, at the depth at which each has received its whole part."""
     gathers = any(len(domain.ranks) > 1 for domain in team)  # The ranks of a domain exchange their parts.
     depth = max(hop.depth for hop in hops) + (2 if gathers else 1)
     senders = [Sender(rank, depth) for domain in team for rank in domain.ranks]
@@ -177,7 +177,9 @@ def _queue_of(team: list[Domain], hops: list[Hop], *, total: int) -> _SendQueue:
 
 
 def _deal(items: list[Domain], num_hands: int, hand: int) -> list[Domain]:
-    """Return the items of one hand, dealt in alternating directions so that sorted items spread evenly."""
+    """Return the items of one hand, dealt like cards, forwards and backwards: of 8 items for 4 hands, hand 0
+    gets 0 and 7. So the hands get about equally much of sorted items.
+    """
     rows = (items[first : first + num_hands] for first in range(0, len(items), num_hands))
     columns = (hand if row % 2 == 0 else num_hands - 1 - hand for row in count())
     return [row[column] for row, column in zip(rows, columns, strict=False) if column < len(row)]
@@ -191,18 +193,18 @@ class _ReceiveWeights(NamedTuple):
 
 
 def _receive_weights(domain: Domain, stripe: int, whole: int) -> _ReceiveWeights:
-    """Return the weights of a domain's ranks; the stripe is a part of the whole that the team gets.
+    """Return the weights of a domain's ranks, given the lengths of its stripe and of the team's whole copy.
 
-    A rank receives as much of the stripe as it forwards, within what it receives of the whole.
+    A rank receives as much of the stripe as it forwards, but no more than it receives of the whole.
     """
     weights = np.array(domain.weights)
     weights = weights if weights.sum() > 0 else np.ones(len(weights))
     limit = weights * (whole / weights.sum())
     forwards = sum(domain.forwards)
     wanted = np.array(domain.forwards) * (stripe / forwards) if forwards > 0 else limit * (stripe / whole)
-    own = np.minimum(wanted, limit)
-    own += (limit - own) * ((stripe - own.sum()) / max(whole - own.sum(), 1e-9))
-    return _ReceiveWeights(own.tolist(), np.maximum(limit - own, 0.0).tolist())
+    of_stripe = np.minimum(wanted, limit)
+    of_stripe += (limit - of_stripe) * ((stripe - of_stripe.sum()) / max(whole - of_stripe.sum(), 1e-9))
+    return _ReceiveWeights(of_stripe.tolist(), np.maximum(limit - of_stripe, 0.0).tolist())
 
 
 def _received_ranges(

@@ -27,8 +27,12 @@ def shards_of(flat: Tensor, regions: Mapping[str, Region]) -> dict[str, Tensor]:
 
 def pieces_of(flat: Tensor, boxes: Mapping[str, Sequence[Region]]) -> Shards:
     """Return the boxes as views of a flat tensor in which they lie end to end."""
-    parts = iter(flat.split([region_size(box) for some in boxes.values() for box in some]))
-    return {name: tuple((box, next(parts).view(_shape(box))) for box in some) for name, some in boxes.items()}
+    sizes = [region_size(box) for regions in boxes.values() for box in regions]
+    parts = iter(flat.split(sizes))
+    return {
+        name: tuple((box, next(parts).view(_shape(box))) for box in regions)
+        for name, regions in boxes.items()
+    }
 
 
 def one_piece_each(tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> Shards:
@@ -43,8 +47,10 @@ def whole_parameters(tensors: Mapping[str, Tensor]) -> Shards:
 
 def detached(shards: Shards | None) -> Shards:
     """Return the shards without their ties to autograd; None stands for no shards."""
-    some = (shards or {}).items()
-    return {name: tuple((box, tensor.detach()) for box, tensor in pieces) for name, pieces in some}
+    return {
+        name: tuple((box, tensor.detach()) for box, tensor in pieces)
+        for name, pieces in (shards or {}).items()
+    }
 
 
 def cut(pieces: Sequence[Piece], box: Region) -> Iterator[Piece]:
@@ -87,11 +93,11 @@ def _row_major(pieces: Sequence[Piece], box: Region, *, dim: int) -> Iterator[Te
 
 def assembled(pieces: Sequence[Piece], box: Region) -> Tensor:
     """Return the elements of a box as one tensor: a view if one piece has them all, else a copy."""
-    found = list(cut(pieces, box))
-    if len(found) == 1:
-        return found[0][1]
-    whole = found[0][1].new_empty(_shape(box))
-    for region, tensor in found:
+    parts = list(cut(pieces, box))
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = parts[0][1].new_empty(_shape(box))
+    for region, tensor in parts:
         whole[region_slices(region, within=box)] = tensor
     return whole
 

@@ -1,9 +1,10 @@
 """Routes: the hops, from rank to rank, by which each bundle reaches all of its receivers.
 
-Inside a host a bundle goes from its holders directly to its receivers. Where the holders cannot send every
-copy, receivers get stripes and forward them to one another. Every element crosses once to a host without a
-holder: each receiver there gets a stripe and sends it to the others. Such hosts may also forward stripes to
-further hosts. No rank receives what it does not want.
+Ranks are grouped by host, for each bundle: its holders; the receivers on a host with a holder ("served"); the
+receivers on hosts without one ("crossing"). Each element of a bundle is sent once to a host without a holder:
+each receiver there gets a part and sends it to the others, and parts may be forwarded to further such hosts.
+Served receivers get the bundle from the holders on their host. Where these cannot send every copy, the
+receivers get stripes and forward them to one another (see multicast). No rank receives what it does not want.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,11 @@ _MAX_TEAM = 32
 _MAX_HOPS = 600_000
 """Teams shrink, down to the least size, where there would be more hops than this."""
 _SMALL = 1e-3
-"""A bundle is not split if a holder would send at most this share of what the busiest rank receives."""
+"""A bundle is small, and not split, if a holder sends at most this share of what some rank receives."""
 
 
 class _Hosts:
-    """The holders and receivers of a bundle, by host.
-
-    `served` are the receivers on hosts that have a holder, `crossing` those on hosts that have none.
-    """
+    """The holders and receivers of a bundle by host; see the module for `served` and `crossing`."""
 
     def __init__(self, bundle: Bundle, devices_per_host: int) -> None:
         self.holders, receivers = (
@@ -43,7 +41,7 @@ class _Hosts:
 
 
 class Router:
-    """A planner of the hops of all bundles over given links."""
+    """Finds the hops of all bundles over given links."""
 
     def __init__(self, bundles: Sequence[Bundle], links: Links) -> None:
         self._bundles = bundles
@@ -62,22 +60,21 @@ class Router:
         self._small = [len(b.receivers) * b.size <= small * len(b.holders) for b in bundles]
         self._entering = {
             (index, host): Demand(self._ids(receivers), bundles[index].size)
-            for index, hosts in enumerate(self._hosts) for host, receivers in hosts.crossing.items()
-        }  # fmt: skip
-        """What every host without a holder lacks, by bundle and host."""
+            for index, hosts in enumerate(self._hosts) for host, receivers in hosts.crossing.items()}
+        """Bundle and host without a holder -> how much of the bundle each receiver there gets first."""
         self._crossing_in = np.zeros(len(self._ranks))
         spread(list(self._entering.values()), bandwidth=self._nic, load=self._crossing_in)
 
     @property
     def can_relay(self) -> bool:
-        """Return whether receivers on a holder's host could relay a bundle that other hosts need."""
+        """Whether some bundle has receivers on a holder's host, which could relay it to other hosts."""
         return any(hosts.served and hosts.crossing for hosts in self._hosts)
 
     def bound_seconds(self, hops: Hops, *, itemsize: int) -> tuple[float, str]:
-        """Return a lower bound for routes that bring ranks only what they want, and its proof in words.
+        """Return a lower bound, for routes that bring ranks only what they want, and the ports that prove it.
 
         Each bundle must leave its holders once; further copies may come from any rank that has it. The load
-        of these hops tells which ports are likely to prove the bound.
+        of `hops` tells which ports are likely to prove the bound.
         """
         sending: list[Demand] = []
         crossing_out: list[Demand] = []
@@ -108,9 +105,8 @@ class Router:
         return seconds * itemsize, f"what rank{'s' * (len(ports) > 1)} {names} must {verb}"
 
     def route(self, *, forward: bool, relay: bool) -> Hops:
-        """Return the hops of all bundles.
-
-        If `forward`, receivers forward what they get; if `relay`, also to other hosts.
+        """Return the hops of all bundles. With `forward`, receivers forward on their host or among hosts
+        without a holder; with `relay`, those on a holder's host also send to other hosts.
         """
         crossing = self._cross_hosts(forward=forward, relay=relay)
         outside = Hops.concat([crossing, self._gather(crossing)])
@@ -157,8 +153,7 @@ class Router:
     ) -> Multicast:
         """Return the multicast of a bundle.
 
-        The first copy must come from a sender. With `forward`, further copies may come from any domain,
-        unless the bundle is small.
+        The senders must send one copy. With `forward`, domains may send the others, unless it is small.
         """
         size = self._bundles[index].size
         sending = [sender.rank for sender in senders]
@@ -168,7 +163,7 @@ class Router:
         return Multicast(index, size, senders, domains, Demand(self._ids(sending), size), others)
 
     def _run(self, multicasts: list[Multicast], *, bandwidth: np.ndarray, load: np.ndarray) -> Hops:
-        """Return the hops of all multicasts, spread evenly over the ports, on which `load` lies already."""
+        """Return the hops of all multicasts, spread evenly over ports that have a `load` already."""
         demands = [demand for cast in multicasts for demand in (cast.first_copy, cast.other_copies)]
         spread(demands, bandwidth=bandwidth, load=load)
         # Each rank of a domain gets a part from every domain of its team and sends it to its whole domain.

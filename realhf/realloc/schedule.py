@@ -28,7 +28,7 @@ from realhf.realloc.links import Links
 from realhf.realloc.routes import Router
 
 HOP_WAVES = 2
-"""A rank forwards in wave r + HOP_WAVES what was sent to it in wave r."""
+"""A rank forwards in wave r + HOP_WAVES the elements that it received in wave r."""
 STAGING_BYTES = 256 << 20
 """Default cap on a rank's memory for messages in flight."""
 LARGE_BYTES = 1 << 20
@@ -44,7 +44,7 @@ GOOD_ENOUGH = 1.04
 """A schedule within this factor of the bound is taken, and routes with more hops are not tried."""
 _RANK_PORTS = (
     "rank {} sends", "rank {} receives", "rank {} sends to other hosts", "rank {} receives from other hosts"
-)  # fmt: skip
+)
 _HOST_PORTS = ("host {} sends", "host {} receives")
 
 
@@ -107,7 +107,7 @@ class Schedule:
 
     @cached_property
     def num_slices(self) -> int:
-        """Number of slices, of which none has less than an element (see `slices_for`)."""
+        """Number of slices (see `slices_for`); each has at least one element of the largest bundle."""
         if not len(self.hops):
             return 0
         sent = np.bincount(self.hops.source, self._hop_bytes, self._num_ranks)
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all that decides which messages ranks exchange; it must be equal on all of them."""
+        """The digest of everything that decides which messages ranks exchange; all ranks need the same."""
         hops = self.hops
         about = (self.itemsize, self.sharded, self.num_slices, *(
             (bundle.holders, bundle.receivers, bundle.boxes) for bundle in self.bundles))
@@ -203,8 +203,8 @@ class Schedule:
         """
         offsets = []
         for index, bundle in enumerate(self.bundles):
-            own = self.hops.select(self.hops.bundle == index)
-            ends = np.unique([own.start, own.stop])
+            hops = self.hops.select(self.hops.bundle == index)
+            ends = np.unique([hops.start, hops.stop])
             edges = bundle.size * np.arange(self.num_slices + 1, dtype=np.int64) // self.num_slices
             exact = edges[:-1] + np.diff(edges) * ends[:, None] // ONE
             table = bundle.snap(exact, tolerance=bundle.size // self.num_slices >> 7)
@@ -247,9 +247,9 @@ class Schedule:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
         held = self.spec.boxes_held_by(self.source, rank, sharded=self.sharded)
         for name, wanted in self.spec.boxes_held_by(self.target, rank).items():
-            for one in held.get(name, ()):
-                for other in wanted:
-                    if (region := overlap(one, other)) is not None:
+            for held_box in held.get(name, ()):
+                for wanted_box in wanted:
+                    if (region := overlap(held_box, wanted_box)) is not None:
                         yield name, region
 
     @cached_property
@@ -275,7 +275,7 @@ class Schedule:
 def slices_for(
     load_seconds: float, staged_bytes: float, *, latency_seconds: float, num_hops: int,
     staging_bytes: int = STAGING_BYTES,
-) -> int:  # fmt: skip
+) -> int:
     """Return the number of slices: enough for the cap on staging, and more where bundles are forwarded.
 
     The busiest port works `load_seconds`, and a rank sends and receives at most `staged_bytes`. With s slices
@@ -291,7 +291,7 @@ def slices_for(
 def make_schedule(
     spec: ModelSpec, *, source: Layout, target: Layout, itemsize: int, sharded: bool = False,
     links: Links | None = None, forward: bool = True, staging_bytes: int = STAGING_BYTES,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Return the schedule that moves a model from `source` to `target`, which may share any or no ranks.
 
     Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each
@@ -308,7 +308,7 @@ def make_schedule(
 
 
 def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
-    """Return the schedule whose hops take least time, of those tried, with the highest bound found."""
+    """Try several kinds of routes; return the fastest schedule with the highest bound of all tries."""
     router = Router(empty.bundles, empty.links)
     bound = (0.0, "")
     tried: list[Schedule] = []

@@ -27,9 +27,9 @@ from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region
 from realhf.realloc.pieces import Piece
 from realhf.runtime.compile.actions import role_of
+from realhf.runtime.compile.experiment_json import described
 from realhf.runtime.compile.program import Program
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.samples.sample_store import SampleStore
+from realhf.runtime.execute.inputs import RankState
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
@@ -53,10 +53,10 @@ class Checkpoint:
 
 
 def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Return the first of rank 0's candidates that is undamaged; None if there are no candidates.
+    """Return the first undamaged checkpoint of rank 0's candidates; None if there are no candidates.
 
-    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged. Raises
-    UserError if all are.
+    Every rank calls this and checks a share of the files. Rank 0 prints which checkpoints are damaged.
+    Raises UserError if all are.
     """
     paths = world.control.all_gather_json([str(path) for path in candidates])[0]
     for path in paths:
@@ -90,31 +90,26 @@ class Checkpointer:
     either complete or not there. If one cannot be written, the run goes on with the earlier ones.
     """
 
-    def __init__(
-        self, program: Program, world: World, store: ModelStore, context: HostContext, run: StepRunner,
-        samples: SampleStore, *, directory: Path, experiment: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Every rank calls this; `directory` is RUN/checkpoints, and `experiment` has its fields as JSON."""
+    def __init__(self, program: Program, state: RankState, run: StepRunner, directory: Path) -> None:
+        """Every rank calls this; `directory` is RUN/checkpoints."""
         self._program = program
-        self._world = world
-        self._store = store
-        self._context = context
+        self._state = state
+        self._world = state.world
         self._run = run
-        self._samples = samples
         self._directory = directory
-        self._experiment = experiment
+        self._experiment = described(program.experiment)
         self._snapshot: Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._every_steps, self._every_seconds = program.experiment.checkpoint_period()
         self._saved_at = time.monotonic()
-        self._files = [f"rank_{rank:05d}.safetensors" for rank in range(world.size)]
-        if world.rank == 0:
+        self._files = [f"rank_{rank:05d}.safetensors" for rank in range(self._world.size)]
+        if self._world.rank == 0:
             self._clean()
         self.is_on = (self._every_steps > 0 or self._every_seconds > 0) and self._is_shared()
 
     def _clean(self) -> None:
-        """Remove what a killed run has left. Raises UserError if there can be no checkpoints."""
+        """Remove unfinished checkpoints of a killed run. Raises UserError if the directory cannot be made."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -143,7 +138,7 @@ class Checkpointer:
         return not blind
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step, by this rank's clock."""
+        """Return whether a checkpoint is due after this step, by this rank's clock."""
         if not self.is_on:
             return False
         if self._every_steps:
@@ -153,42 +148,41 @@ class Checkpointer:
     def save(self, step: int, journal: "Future[int] | None") -> None:
         """Begin to save the state after this step; every rank calls this.
 
-        On rank 0, `journal` gives the size of metrics.jsonl when it has the step. An earlier checkpoint that
-        is still being written is completed first.
+        On rank 0, `journal` is the size of metrics.jsonl once the step is in it. If an earlier checkpoint is
+        still being written, wait for it first.
         """
         self.finish()
         self._saved_at = time.monotonic()
-        self._store.reallocations.wait_for_followers()
-        states = self._store.home_states()
+        self._state.models.reallocations.wait_for_followers()
+        states = self._state.models.home_states()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._own_boxes(states))
+            self._snapshot = Snapshot(self._boxes_to_write(states))
         with ExitStack() as stack:
             copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
-            stack.enter_context(self._store.engines.in_use(*copies))
+            stack.enter_context(self._state.models.engines.in_use(*copies))
             self._snapshot.take()
         counts = {state.name: state.counts for state in states if state.optimizer is not None}
-        in_flight = self._store.reallocations.in_flight
+        in_flight = self._state.models.reallocations.in_flight
         mine = {
-            "counts": counts, "in_flight": in_flight, "host_state": self._context.state,
-            "cache_limits": self._store.engines.cache_limits(),
-        }  # fmt: skip
-        replicated = {"versions": self._store.versions.to_json(), "run": self._run.to_json()}
+            "counts": counts, "in_flight": in_flight, "host_state": self._state.context.state,
+            "cache_limits": self._state.models.engines.cache_limits()}
+        replicated = {"versions": self._state.models.versions.to_json(), "run": self._run.to_json()}
         shared = json.loads(json.dumps(replicated))  # A copy: the run goes on.
-        samples = self._samples.pack()
+        samples = self._state.samples.pack()
         self._writing = self._thread.submit(self._write, step, states, mine, shared, samples, journal)
 
-    def _own_boxes(self, states: list[HomeState]) -> dict[str, tuple[Region, tuple[Piece, ...]]]:
-        """Return the boxes that this rank writes, by their names in its file, with the pieces to read."""
+    def _boxes_to_write(self, states: list[HomeState]) -> dict[str, tuple[Region, tuple[Piece, ...]]]:
+        """Return the boxes that this rank writes, by name in its file, each with the tensors that hold it."""
         return {
             tensor_name(state.name, kind, param, region): (region, state.tensors[kind][param])
             for state in states for param, region, rank in state.pieces() if rank == self._world.rank
             for kind in state.kinds
-        }  # fmt: skip
+        }
 
     def _write(
         self, step: int, states: list[HomeState], mine: dict[str, Any], shared: Mapping[str, Any],
         samples: bytes, journal: "Future[int] | None",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write this rank's files; on rank 0, complete the checkpoint. `shared` is equal on all ranks."""
         directory = self._directory / (checkpoint_name(step) + _UNFINISHED)
         assert self._snapshot is not None
@@ -228,7 +222,7 @@ class Checkpointer:
     def _complete(
         self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
         shared: Mapping[str, Any], history: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the manifest, and give the directory its final name."""
         files = {name: FileEntry(*entry) for rank in ranks for name, entry in rank["entries"].items()}
         with (self._directory.parent / METRICS).open("rb") as metrics:
@@ -241,7 +235,7 @@ class Checkpointer:
             plan=self._program.plan.to_dict(), files=files,
             sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in states},
             versions=shared["versions"], run=shared["run"], ranks=tuple(rank["mine"] for rank in ranks),
-        ).save(directory)  # fmt: skip
+        ).save(directory)
         sync_directory(directory)
         final = self._directory / checkpoint_name(step)
         if final.exists():
@@ -250,11 +244,11 @@ class Checkpointer:
         sync_directory(self._directory)
 
     def _remove_old(self, newest: int) -> None:
-        """Remove the checkpoints that are not to be kept; later ones than the newest are damaged."""
+        """Remove the checkpoints that are not to be kept, but none later than `newest`: those are damaged."""
         experiment = self._program.experiment
         always = experiment.keep_checkpoint_every
-        found = [(step, path) for step, path in find_checkpoints(self._directory).items() if step <= newest]
-        for step, path in found[experiment.keep_checkpoints :]:
+        earlier = [(step, path) for step, path in find_checkpoints(self._directory).items() if step <= newest]
+        for step, path in earlier[experiment.keep_checkpoints :]:
             if not always or step % always:
                 try:
                     remove(path)
@@ -262,7 +256,7 @@ class Checkpointer:
                     warn(f"the old checkpoint {path} cannot be removed: {error.strerror}")
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written. Raises what its thread has raised."""
+        """Wait until the last checkpoint is written. Raises the exception of its thread, if there was one."""
         if self._writing is not None:
             with self._world.activity.doing("waits for a checkpoint to be written"):
                 self._writing.result()
@@ -274,65 +268,66 @@ class Checkpointer:
             wait([self._writing], timeout=_PATIENCE_SECONDS)
 
 
-def restore(
-    checkpoint: Checkpoint, program: Program, world: World, store: ModelStore, context: HostContext,
-    run: StepRunner, samples: SampleStore,
-) -> None:  # fmt: skip
+def restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
     Under the same plan the run continues bit for bit.
     """
     manifest = checkpoint.manifest
+    models = state.models
     run.restore(manifest.run)
-    _restore_samples(checkpoint, program, world, samples)
-    for state in store.home_states():
-        saved = manifest.sets[state.name]
-        copy = (role_of(state.name), state.layout)
-        if world.rank in state.layout:
-            with store.engines.in_use(copy, written=copy):
-                state.read(SavedTensors(checkpoint.path, state.name, saved))
-        if state.optimizer is not None:
-            state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
-    if not checkpoint.is_of(program, world):
-        store.versions.outdate_sharded()
+    _restore_samples(checkpoint, program, state)
+    for home in models.home_states():
+        saved = manifest.sets[home.name]
+        copy = (role_of(home.name), home.layout)
+        if state.world.rank in home.layout:
+            with models.engines.in_use(copy, written=copy):
+                home.read(SavedTensors(checkpoint.path, home.name, saved))
+        if home.optimizer is not None:
+            home.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
+    if not checkpoint.is_of(program, state.world):
+        models.versions.outdate_sharded()
         for rank in manifest.ranks:
-            context.state |= rank["host_state"]
+            state.context.state |= rank["host_state"]
         return
-    mine = manifest.ranks[world.rank]
-    store.engines.restore_cache_limits(mine.get("cache_limits", {}))
-    context.state |= mine["host_state"]
-    store.versions.restore(manifest.versions, program.actions, store.start)
-    store.reallocations.finish_all_but(mine["in_flight"])
+    mine = manifest.ranks[state.world.rank]
+    models.engines.restore_cache_limits(mine.get("cache_limits", {}))
+    state.context.state |= mine["host_state"]
+    models.versions.restore(manifest.versions, program.actions, models.start)
+    models.reallocations.finish_all_but(mine["in_flight"])
 
 
-def _restore_samples(
-    checkpoint: Checkpoint, program: Program, world: World, samples: SampleStore
-) -> None:
+def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState) -> None:
     """Read this rank's samples; under another plan, read those of all ranks and keep a share."""
-    ranks = range(checkpoint.manifest.num_ranks)
-    is_same = checkpoint.is_of(program, world)
-    for name in map(samples_name, [world.rank] if is_same else ranks):
+    rank = state.world.rank
+    is_same = checkpoint.is_of(program, state.world)
+    savers = [rank] if is_same else range(checkpoint.manifest.num_ranks)
+    for name in map(samples_name, savers):
         if name in checkpoint.manifest.files:
-            samples.unpack((checkpoint.path / name).read_bytes())
+            state.samples.unpack((checkpoint.path / name).read_bytes())
     if not is_same:
         layouts = {call.name: program.plan[call.name].layout for call in program.graph.calls}
-        samples.deal(layouts, world.rank, group_size=program.experiment.group_size)
+        state.samples.deal(layouts, rank, group_size=program.experiment.group_size)
 
 
-def check_step_program(checkpoint: Checkpoint, program: Program, run: StepRunner) -> None:
-    """Raise UserError if the checkpoint is of another step program, whose samples mean something else."""
+def check_continuable(
+    checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner
+) -> None:
+    """Raise UserError on all ranks if the checkpoint is of other models or of another step program."""
+    _check_models(checkpoint, state.models)
     saved = checkpoint.manifest.run
-    old, new = checkpoint.manifest.experiment.get("group_size"), program.experiment.group_size
+    old = checkpoint.manifest.experiment.get("group_size")
+    new = program.experiment.group_size
     try:
-        if old != new and saved["ledger"]["kept_until"]:
+        if old != new and saved["ledger"]["kept_until"]:  # Its sample ids mean other prompts now.
             raise UserError(f"group_size is {old} in the checkpoint and {new} now: use {old}")
         run.require_continuable(saved)
     except UserError as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
 
 
-def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
-    """Raise UserError on all ranks if the checkpoint is of other models."""
+def _check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
+    """Raise UserError if the checkpoint is of other models."""
     states = store.home_states()
     names = sorted(state.name for state in states)
     if names != sorted(checkpoint.manifest.sets):
@@ -346,7 +341,7 @@ def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, which loses its name first."""
+    """Rename a checkpoint, so that no run reads it any more, and remove it."""
     gone = path.with_name(path.name + _REMOVED)
     path.rename(gone)
     shutil.rmtree(gone)

@@ -32,9 +32,7 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         for sentence in warnings_of(program, None, evaluations.loaders):
             warn(sentence)
     prompts = evaluations.count_prompts()
-    store = ModelStore(
-        world, program.roles, program.homes, program.actions, seed=experiment.seed,
-        offloaded=program.offloaded, links=program.links)  # fmt: skip
+    store = ModelStore(world, program)
     evaluations.start(store)
     mine = evaluations.run()
     by_rank = _gather(world, mine)
@@ -43,15 +41,13 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         return {}
     result = report(program.evaluations, by_rank)
     sets = {
-        one.name: {"path": str(one.evaluation.dataset.path), "prompts": prompts[one.name],
-                   "samples": one.evaluation.samples}
-        for one in program.evaluations}  # fmt: skip
+        name: {"path": str(evaluation.dataset.path), "prompts": prompts[name], "samples": evaluation.samples}
+        for name, evaluation in ((eval_set.name, eval_set.evaluation) for eval_set in program.evaluations)}
     summary = {
         "model": evaluated_model(next(iter(program.roles.values()))), "sets": sets,
         "metrics": dict(result.metrics),
         "eval_metric": main_metric(list(result.metrics), program.evaluations),
-        "seconds": time.time() - started,
-    }  # fmt: skip
+        "seconds": time.time() - started}
     if out is not None:
         try:
             AnswerFiles(out).write(0, result.answers)
@@ -70,7 +66,7 @@ def evaluated_model(role: Role) -> str:
 def _gather(world: World, mine: list[SetRecord]) -> list[list[SetRecord]]:
     """Return the records of all ranks on rank 0."""
     if world.rank != 0:
-        world.control.send_json([one.to_json() for one in mine], [0], tag=tags.RECORD).wait()
+        world.control.send_json([record.to_json() for record in mine], [0], tag=tags.RECORD).wait()
         return []
     theirs = [world.control.recv_json(rank, tag=tags.RECORD) for rank in range(1, world.size)]
-    return [mine, *([SetRecord.from_json(one) for one in of_sets] for of_sets in theirs)]
+    return [mine, *([SetRecord.from_json(document) for document in documents] for documents in theirs)]

@@ -1,4 +1,4 @@
-"""Evaluations: runs the evaluations of a program on this rank, and joins what all ranks have found."""
+"""Evaluations: runs the evaluations of a program on this rank, and merges the records of all ranks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from realhf.evaluation.metrics import (
     named_scores,
     sample_metrics,
 )
+from realhf.evaluation.sets import Evaluation
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.compile.eval_program import EvaluationProgram
@@ -23,6 +24,7 @@ from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import PartsProgram, RankState
 from realhf.runtime.records.recorder import merge_metrics
 from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.weights.model_store import ModelStore
@@ -41,7 +43,7 @@ class SetRecord:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "SetRecord":
-        """Return what `to_json` has written."""
+        """Return the record that `to_json` has written."""
         return cls(StepRecord(**document["record"]), document["answers"])
 
     def to_json(self) -> dict[str, Any]:
@@ -50,8 +52,11 @@ class SetRecord:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The result of an evaluation of all sets: metrics, whose names begin with `eval/`, and the answers by
-    set. `events` are those of all ranks, with the names of the sets before those of calls."""
+    """The result of an evaluation of all sets.
+
+    The names of metrics begin with `eval/`, `answers` are by set, and an event of any rank has the name of
+    its set before that of its call.
+    """
 
     metrics: Mapping[str, float]
     answers: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -67,56 +72,57 @@ class Evaluations:
         self._world = world
         self._context = context
         self._sets = program.evaluations
-        self.loaders = {one.name: self._make_loader(one) for one in self._sets}
+        self.loaders = {eval_set.name: self._make_loader(eval_set) for eval_set in self._sets}
         """The rows of each set on the ranks that hold them, and on rank 0."""
         self._prompts: dict[str, list[int]] = {}
         self._executors: dict[str, Executor] = {}
         self._outboxes: list[Outbox] = []
 
-    def _make_loader(self, one: EvaluationProgram) -> Loader | MixedLoader | None:
-        if self._world.rank != 0 and self._world.rank not in dataset_layout(one.graph, one.plan):
+    def _make_loader(self, eval_set: EvaluationProgram) -> Loader | MixedLoader | None:
+        if self._world.rank != 0 and self._world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
             return None
         loader = make_loader(
-            one.evaluation.dataset, keys=one.graph.inputs, tokenizer=self._context.tokenizer,
-            group_size=one.group_size, seed=self._program.experiment.seed,
-            row_faults=row_faults_of(one.graph))
-        check_lengths(self._program.roles, one.graph, loader)
+            eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=self._context.tokenizer,
+            group_size=eval_set.group_size, seed=self._program.experiment.seed,
+            row_faults=row_faults_of(eval_set.graph))
+        check_lengths(self._program.roles, eval_set.graph, loader)
         return loader
 
     def count_prompts(self) -> dict[str, int]:
         """Return the number of prompts of each set. All ranks call this, before `start`."""
         mine = [len(loader or ()) for loader in self.loaders.values()]
         counts = self._world.control.all_gather_json(mine)
-        for one, sizes in zip(self._sets, zip(*counts, strict=True), strict=True):
-            self._prompts[one.name] = one.evaluation.chosen_rows(max(sizes))
+        for eval_set, sizes in zip(self._sets, zip(*counts, strict=True), strict=True):
+            self._prompts[eval_set.name] = eval_set.evaluation.chosen_rows(max(sizes))
         return {name: len(prompts) for name, prompts in self._prompts.items()}
 
     def start(self, store: ModelStore) -> None:
         """Prepare to run on these models."""
-        for one in self._sets:
-            loader = self.loaders[one.name]
-            # Each has an outbox of its own, so that no rank waits for one that evaluates another set.
-            self._outboxes.append(Outbox())
-            self._executors[one.name] = Executor(
-                self._world, {_PART: one.actions}, one.plan, store, self._context,
-                read=None if loader is None else loader.batch, is_evaluation=True,
-                outbox=self._outboxes[-1], group_size=one.group_size)
+        for eval_set in self._sets:
+            loader = self.loaders[eval_set.name]
+            # Each set has its own outbox, so that no rank waits for one that evaluates another set.
+            state = RankState(self._world, store, self._context)
+            program = PartsProgram(
+                {_PART: eval_set.actions}, eval_set.plan, None if loader is None else loader.batch,
+                eval_set.group_size, is_evaluation=True)
+            self._outboxes.append(state.outbox)
+            self._executors[eval_set.name] = Executor(state, program)
 
     def run(self) -> list[SetRecord]:
         """Evaluate all sets; return what this rank has of each."""
         activity = self._world.activity
-        found = []
-        for one in self._sets:
-            of_set = f" of {one.name}" if one.name else ""
+        records = []
+        for eval_set in self._sets:
+            of_set = f" of {eval_set.name}" if eval_set.name else ""
             activity.step = f"evaluation{of_set} after step {self._context.step}"
-            prompts = self._prompts[one.name]
-            executor = self._executors[one.name]
+            prompts = self._prompts[eval_set.name]
+            executor = self._executors[eval_set.name]
             self._context.answers = []
             executor.begin_step()
             executor.run(_PART, prompts, updates=self._context.updates)
             executor.forget(prompts)
-            found.append(SetRecord(executor.take_record(), self._context.answers))
-        return found
+            records.append(SetRecord(executor.take_record(), self._context.answers))
+        return records
 
     def wait(self) -> None:
         """Wait until all messages have been received."""
@@ -129,20 +135,19 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     metrics: dict[str, float] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
     events: list[dict[str, Any]] = []
-    for one, records in zip(sets, zip(*by_rank, strict=True), strict=True):
+    for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
         if of_set := [answer for record in records for answer in record.answers]:
-            answers[one.name] = of_set
-        found = _metrics_of_answers(one, of_set)
-        found |= merge_metrics([StepRecord(record.record.metrics) for record in records])
-        metrics |= {one.prefix + name.removeprefix(_EVAL): value for name, value in found.items()}
-        events += [_named(event, one) for record in records for event in record.record.events]
+            answers[eval_set.name] = of_set
+        of_answers = _metrics_of_answers(eval_set.evaluation, of_set)
+        of_answers |= merge_metrics([StepRecord(record.record.metrics) for record in records])
+        metrics |= {eval_set.prefix + name.removeprefix(_EVAL): value for name, value in of_answers.items()}
+        events += [_named(event, eval_set) for record in records for event in record.record.events]
     return EvaluationReport(metrics, answers, events)
 
 
-def _metrics_of_answers(one: EvaluationProgram, answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _metrics_of_answers(evaluation: Evaluation, answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not answers:
         return {}
-    evaluation = one.evaluation
     decides = evaluation.correct_by or next(iter(answers[0].get("scores", ())), None)
     prompts = [[_scored(answer, decides) for answer in group] for group in _by_prompt(answers)]
     metrics = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
@@ -153,9 +158,9 @@ def _metrics_of_answers(one: EvaluationProgram, answers: Sequence[Mapping[str, A
 
 
 def _scored(answer: Mapping[str, Any], decides: str | None) -> ScoredAnswer:
-    """Return the answer with the value of the reward that decides; without names, with its score.
+    """Return an answer with its value by the reward `decides`, or with its score if rewards have no names.
 
-    A majority compares what the reward has found in the answer, or else the stripped text.
+    A majority vote compares the final answer that the reward has extracted, or else the stripped text.
     """
     value = answer["score"] if decides is None else answer["scores"][decides]
     text = answer["completion"]
@@ -175,16 +180,16 @@ def _by_prompt(answers: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
         yield group
 
 
-def _named(event: dict[str, Any], one: EvaluationProgram) -> dict[str, Any]:
-    """Return an event with the name of the set before that of its call; reallocations are of roles."""
-    return event if event["kind"] == "realloc" else {**event, "name": one.prefix + event["name"]}
+def _named(event: dict[str, Any], eval_set: EvaluationProgram) -> dict[str, Any]:
+    """Return an event of a call with the name of the set before the call's; reallocations have no call."""
+    return event if event["kind"] == "realloc" else {**event, "name": eval_set.prefix + event["name"]}
 
 
 def main_metric(names: Sequence[str], sets: Sequence[EvaluationProgram]) -> str | None:
-    """Return the main metric of the first set: its score, else its loss, else the first that it has."""
+    """Return the main metric of the first set: its score, else its loss, else its first metric."""
     prefix = sets[0].prefix if sets else _EVAL
-    own = [name for name in names if name.startswith(prefix)] or list(names)
-    return next((name for name in (f"{prefix}score", f"{prefix}loss", *own) if name in names), None)
+    of_set = [name for name in names if name.startswith(prefix)] or list(names)
+    return next((name for name in (f"{prefix}score", f"{prefix}loss", *of_set) if name in names), None)
 
 
 def first_and_last(
@@ -193,11 +198,10 @@ def first_and_last(
     """Return the first and the last value of the main metric, and those of all metrics of all sets."""
     names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation))
     values = {name: [e[name] for e in evaluations if name in e] for name in names}
-    ends = {name: {"first": found[0], "last": found[-1]} for name, found in values.items()}
+    ends = {name: {"first": of_metric[0], "last": of_metric[-1]} for name, of_metric in values.items()}
     main = main_metric(list(evaluations[0]) if evaluations else [], sets)
     return {
         "eval_metric": main,
         "eval_first": ends[main]["first"] if main else None,
         "eval_last": ends[main]["last"] if main else None,
-        "evals": ends,
-    }
+        "evals": ends}

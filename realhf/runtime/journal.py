@@ -33,7 +33,7 @@ class Journal:
     def __init__(
         self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None,
         meter: ComputeMeter, eval_sets: Sequence[EvaluationProgram] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._world = world
         self._eval_sets = eval_sets
         self._outbox = outbox
@@ -46,7 +46,7 @@ class Journal:
         self._has_finished = False
         self._previous_end = -math.inf
         self._pauses = True
-        """Whether something that is no step stands between the previous step and the next one."""
+        """Whether something else came between the previous step and the next one."""
         earlier = [] if recorder is None else recorder.history
         steps = [record for record in earlier if record["step"] > 0]
         self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
@@ -58,29 +58,24 @@ class Journal:
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
     def add(
-        self,
-        step: int,
-        record: StepRecord | None,
-        evaluation: Sequence[SetRecord] = (),
-        *,
+        self, step: int, record: StepRecord | None, evaluation: Sequence[SetRecord] = (), *,
         pauses: bool = False,
     ) -> None:
-        """Add this rank's records of a step, which may be None, and of the evaluation after it: one for each
-        set, or none.
+        """Add this rank's record of a step, if there is one, and those of an evaluation after it, by set.
 
-        `pauses`: the next step does not follow at once.
+        With `pauses`, something else comes before the next step, such as an export.
         """
         if self._world.rank == 0:
             self.last = self._thread.submit(self._write, step, record, evaluation, pauses)
             self._running.append(self.last)
             self._drop_finished()
         else:
-            documents = [record and dataclasses.asdict(record), [one.to_json() for one in evaluation]]
+            documents = [record and dataclasses.asdict(record), [of_set.to_json() for of_set in evaluation]]
             self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
 
     def pause(self) -> None:
-        """Leave out of the next step's seconds what has followed the last one, such as a checkpoint."""
+        """Do not count the time since the last step, such as that of a checkpoint, for the next step."""
         if self._world.rank == 0:
             self._running.append(self._thread.submit(setattr, self, "_pauses", True))
 
@@ -112,9 +107,9 @@ class Journal:
         metrics = self._step(step, steps) if steps else self._meter.totals()
         events: list[StepRecord] = []
         if evaluation:
-            of_others = [[SetRecord.from_json(one) for one in of_sets] for _, of_sets in theirs]
-            found, events = self._evaluation(step, [evaluation, *of_others])
-            metrics = {**found, **metrics}
+            of_others = [[SetRecord.from_json(document) for document in documents] for _, documents in theirs]
+            eval_metrics, events = self._evaluation(step, [evaluation, *of_others])
+            metrics = {**eval_metrics, **metrics}
         if steps:
             self.history.append(metrics)
         self._pauses = self._pauses or pauses
@@ -145,7 +140,7 @@ class Journal:
     ) -> tuple[dict[str, float], list[StepRecord]]:
         """Write the answers of an evaluation; return its metrics and events.
 
-        Its reallocations count for the step: they spare the next step the same ones.
+        Its reallocations count for the step, because the next step need not repeat them.
         """
         result = report(self._eval_sets, by_rank)
         self.evaluations.append(dict(result.metrics))
@@ -153,7 +148,7 @@ class Journal:
             self._recorder.evaluation(step, result.answers)
         if self._progress is not None:
             self._progress.evaluation(step, result.metrics)
-        of_ranks = [[event for one in found for event in one.record.events] for found in by_rank]
+        of_ranks = [[event for of_set in of_sets for event in of_set.record.events] for of_sets in by_rank]
         records = [StepRecord([], [e for e in events if e["kind"] == "realloc"]) for events in of_ranks]
         others = [event for event in result.events if event["kind"] != "realloc"]
         return merge_metrics(records) | dict(result.metrics), [*records, StepRecord([], others)]

@@ -20,9 +20,10 @@ class Decision:
 
 
 class StepDecisions:
-    """Rank 0 decides, and sends each decision one step ahead, so that other ranks may be a step ahead of it.
+    """Rank 0 decides after each step about the next one, so that other ranks may be a step ahead of it.
 
-    So a run of several ranks stops after the step that follows the one in which it is asked to.
+    So a run of several ranks that is asked to stop in step 10 stops after step 11, because rank 0 has already
+    sent the decision about step 10.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class StepDecisions:
         self._store = world.unused_store("decisions") if world.size > 1 else None
         self._has_asked = False
         self._ahead = Decision()
-        """On rank 0, the decision that it has sent."""
+        """On rank 0, the decision about the next step, which it has sent."""
 
     def begin(self, first_step: int) -> None:
         """Decide about the first step; every rank calls this before it."""

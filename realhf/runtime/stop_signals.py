@@ -15,8 +15,8 @@ _DELAY_SECONDS = 1.0
 class StopSignals:
     """A context in which the first signal asks the run to stop, and a second ends the process.
 
-    A second signal acts at once, even if the main thread waits for other ranks: a thread listens to the
-    descriptor to which Python's handler in C writes the numbers of signals.
+    A second signal ends it at once, even if the main thread waits for other ranks: Python's handler in C
+    writes the numbers of signals to a socket, to which a thread listens.
     """
 
     def __init__(self, *signals: signal.Signals, announces: bool) -> None:
@@ -50,7 +50,7 @@ class StopSignals:
             end.close()
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
-        """Let the listener act on the signal."""
+        """Do nothing in the main thread: the listener acts on the signal."""
 
     def _listen(self, receiver: socket.socket) -> None:
         while numbers := _received(receiver):

@@ -10,13 +10,10 @@ from typing import Any
 
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
-from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader, MixedLoader, make_loader
-from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
-from realhf.graph import DataflowGraph
-from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.compile.experiment_json import described, to_json
@@ -27,6 +24,7 @@ from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
 from realhf.runtime.execute.memory_meter import largest_by_call
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
@@ -53,84 +51,113 @@ class RunResult:
 class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
-    It continues after `checkpoint`, if that is given. It ends after the step in which `stop` is requested, or
-    with several ranks after the next one (see StepDecisions).
-    `track` names the trackers that get the metrics (see `trackers`).
+    It continues after `checkpoint`, if there is one. It ends after the step in which `stop` is requested, or
+    with several ranks after the next one (see StepDecisions). `track` names the trackers of metrics.
     """
 
     def __init__(
         self, program: Program, world: World,
         *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
         quiet: bool = False, track: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._program = program
         self._world = world
+        self._activity = world.activity
         self._out = out
         self._is_main = world.rank == 0
-        experiment = program.experiment
-        self._context = HostContext(experiment.tokenizer_dir())
+        self._stop = stop
+        self._context = HostContext(program.experiment.tokenizer_dir())
         self._configs = {name: role.config() for name, role in program.roles.items()}
+
+        # Faults of the data, the models or the checkpoint are raised before the run directory is changed.
         if self._is_main:
             self._check_vocabulary()
-        also = DATASET_KEYS if out is not None and keeps_rollouts(program) else ()
-        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size, also=also)
-        self._loader = loader
+        self._loader = self._make_loader()
         self._evaluations = Evaluations(program, world, self._context)
         if self._is_main and not quiet:
-            self._warn(loader, checkpoint)
+            self._warn(checkpoint)
         self._held_out = self._evaluations.count_prompts()
-        self._store = ModelStore(
-            world, program.roles, program.homes, program.actions, seed=experiment.seed,
-            offloaded=program.offloaded, links=program.links,
-        )  # fmt: skip
-        if checkpoint is not None:  # Before anything in the run directory is changed.
-            check_models(checkpoint, self._store)
-        self._outbox = Outbox()
-        self._activity = world.activity
-        self._executor = self._make_executor(loader)
-        self._evaluations.start(self._store)
-        self._runner = experiment.step_runner(program.graph, self._executor)
+        self._state = RankState(world, ModelStore(world, program), self._context)
+        self._executor = self._make_executor()
+        self._evaluations.start(self._state.models)
+        self._runner = program.experiment.step_runner(program.graph, self._executor)
         if checkpoint is not None:
-            check_step_program(checkpoint, program, self._runner)
+            check_continuable(checkpoint, program, self._state, self._runner)
+
+        # From here on rank 0 writes the run directory.
         self._recorder = self._make_recorder(checkpoint, track)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(
-            world, self._outbox, self._recorder, self._progress, self._make_meter(), program.evaluations)
-        if self._recorder is not None:
-            config = described(experiment) | {"roles": to_json(program.roles)}
-            self._recorder.start(config, program.plan)
-        self._stop = stop
+            world, self._state.outbox, self._recorder, self._progress, self._make_meter(),
+            program.evaluations)
+        self._checkpointer = (
+            None if out is None else Checkpointer(program, self._state, self._runner, out / "checkpoints"))
+        self._decisions = self._make_decisions()
         self._first_step = 1
-        self._checkpointer = None if out is None else self._make_checkpointer(out / "checkpoints")
-        is_due = self._checkpointer.is_due if self._checkpointer is not None else lambda step: False
-        self._decisions = StepDecisions(world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
-            restore(
-                checkpoint, program, world, self._store, self._context, self._runner,
-                self._executor.samples)
+            restore(checkpoint, program, self._state, self._runner)
             self._first_step = checkpoint.manifest.step + 1
+
+    def _check_vocabulary(self) -> None:
+        largest = max(self._context.tokenizer.get_vocab().values())
+        check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
+
+    def _make_loader(self) -> Loader | MixedLoader | None:
+        """Return the dataset's loader on the rank that reads it, and on rank 0, which shows its size.
+
+        Its batches have the inputs of the graph and, if rollouts are kept, what these show of a row.
+        """
+        program = self._program
+        experiment = program.experiment
+        if not self._is_main and self._world.rank not in dataset_layout(program.graph, program.plan):
+            return None
+        shown = DATASET_KEYS if self._out is not None and keeps_rollouts(program) else ()
+        loader = make_loader(
+            experiment.dataset, keys=tuple(dict.fromkeys((*program.graph.inputs, *shown))),
+            tokenizer=self._context.tokenizer, group_size=experiment.group_size, seed=experiment.seed,
+            row_faults=row_faults_of(program.graph))
+        check_lengths(program.roles, program.graph, loader)
+        return loader
+
+    def _warn(self, checkpoint: Checkpoint | None) -> None:
+        """Print warnings about settings that the user probably did not intend."""
+        program = self._program
+        changed = []
+        if checkpoint is not None:
+            changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
+        slow = slow_dtypes(program.roles, self._world.device)
+        for sentence in [*changed, *warnings_of(program, self._loader, self._evaluations.loaders), *slow]:
+            warn(sentence)
+
+    def _make_executor(self) -> Executor:
+        """Return the executor of training.
+
+        Where ranks might take different ways through a step, it tells the watcher each operation.
+        """
+        program = self._program
+        experiment = program.experiment
+        may_differ = experiment.has_own_program or experiment.max_lag > 0
+        rows = None if self._loader is None else self._loader.batch
+        parts = PartsProgram(
+            program.parts, program.plan, rows, experiment.group_size, experiment.num_rounds)
+        observed = Observations(
+            flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
+            failures=None if self._out is None else self._out / "failures",
+            rollouts=None if self._out is None else make_collector(program, self._world, self._loader),
+            note=self._activity.operations.add if self._world.size > 1 and may_differ else None)
+        return Executor(self._state, parts, observed)
 
     def _make_recorder(self, checkpoint: Checkpoint | None, track: Sequence[str]) -> Recorder | None:
         """Return the writer of the run directory, which goes on from a checkpoint, on rank 0."""
         if not self._is_main or self._out is None:
             return None
-        log = self._program.experiment.rollouts
-        return Recorder(
+        program = self._program
+        recorder = Recorder(
             self._out, history=checkpoint.path / METRICS if checkpoint else None,
-            max_rollout_bytes=log.max_bytes if keeps_rollouts(self._program) else 0, track=track)
-
-    def _make_executor(self, loader: Loader | MixedLoader | None) -> Executor:
-        """Return the executor of training, which tells the watcher what a rank might do otherwise."""
-        experiment = self._program.experiment
-        may_differ = experiment.has_own_program or experiment.max_lag > 0
-        note = self._activity.operations.add if self._world.size > 1 and may_differ else None
-        return Executor(
-            self._world, self._program.parts, self._program.plan, self._store, self._context,
-            read=None if loader is None else loader.batch, group_size=experiment.group_size,
-            num_rounds=experiment.num_rounds, outbox=self._outbox,
-            failures=None if self._out is None else self._out / "failures", note=note,
-            flops=flops_by_role(self._program.roles), predicted_memory=self._program.predicted_memory,
-            rollouts=None if self._out is None else make_collector(self._program, self._world, loader))
+            max_rollout_bytes=program.experiment.rollouts.max_bytes if keeps_rollouts(program) else 0,
+            track=track)
+        recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
+        return recorder
 
     def _make_meter(self) -> ComputeMeter:
         """Return the meter of the run's compute, which goes on from the metrics of a checkpoint."""
@@ -141,26 +168,16 @@ class Trainer:
             has_flops=program.roles.keys() <= flops_by_role(program.roles).keys(),
             earlier=() if self._recorder is None else self._recorder.history)
 
-    def _make_checkpointer(self, directory: Path) -> Checkpointer:
-        return Checkpointer(
-            self._program, self._world, self._store, self._context, self._runner, self._executor.samples,
-            directory=directory, experiment=described(self._program.experiment),
-        )  # fmt: skip
-
-    def _warn(self, loader: Loader | MixedLoader | None, checkpoint: Checkpoint | None) -> None:
-        """Print what is probably not as the user wants it."""
-        program = self._program
-        changed = []
-        if checkpoint is not None:
-            changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
-        slow = slow_dtypes(program.roles, self._world.device)
-        for sentence in [*changed, *warnings_of(program, loader, self._evaluations.loaders), *slow]:
-            warn(sentence)
+    def _make_decisions(self) -> StepDecisions:
+        checkpointer = self._checkpointer
+        return StepDecisions(
+            self._world, self._state.outbox, last_step=self._program.experiment.steps,
+            is_due=checkpointer.is_due if checkpointer is not None else lambda step: False)
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
         gc.collect()
-        gc.freeze()  # Garbage collection skips the objects that exist by now.
+        gc.freeze()  # From now on, garbage collection skips the objects that exist.
         try:
             return self._run()
         except Exception:
@@ -193,7 +210,7 @@ class Trainer:
                 self._journal.finish()
             if self._checkpointer is not None:
                 self._checkpointer.finish()
-            self._outbox.wait()
+            self._state.outbox.wait()
             self._evaluations.wait()
             self._require_equal_steps()  # This also waits until every rank's part of the export is written.
         if not self._is_main:
@@ -208,7 +225,7 @@ class Trainer:
             self._recorder.stop_tracking(ending)
 
     def _require_equal_steps(self) -> None:
-        """Raise UserError if step() has not taken the same way on all ranks."""
+        """Raise UserError if step() has not run the same operations on all ranks."""
         digests = self._world.control.all_gather_json(self._runner.digest)
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise UserError(
@@ -250,7 +267,7 @@ class Trainer:
         return decision.stops
 
     def _step(self, step: int) -> StepRecord:
-        """Run the step program once; in the first step also as often as generation runs ahead."""
+        """Run the step program once; in the first step `max_lag` times more, so that generation is ahead."""
         experiment = self._program.experiment
         self._context.step = step
         self._activity.step = f"step {step}/{experiment.steps}"
@@ -277,7 +294,7 @@ class Trainer:
                 pad_token_id = self._context.tokenizer.pad_token_id
                 fields = config_fields(self._configs[name], pad_token_id=pad_token_id)
             with self._activity.doing(f"export of {name}"):
-                self._store.export(name, directory, beside=beside, fields=fields)
+                self._state.models.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps = self._program.experiment.steps
@@ -288,8 +305,7 @@ class Trainer:
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
-            "memory": largest_by_call(history),
-        }
+            "memory": largest_by_call(history)}
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
@@ -298,32 +314,12 @@ class Trainer:
                 summary["realloc"][role] = {
                     "bytes_per_step": max(moved[1:] or moved),
                     "gbytes_per_s": statistics.median(rates[1:] or rates) if rates else None,
-                    "over_bound": max(over), "links": self._store.links.about,
-                }  # fmt: skip
+                    "over_bound": max(over), "links": self._state.models.links.about}
         if self._recorder is not None:
             self._recorder.finish(summary)
         if self._progress is not None:
             self._progress.finish(summary, self._out)
         return summary
-
-    def _check_vocabulary(self) -> None:
-        largest = max(self._context.tokenizer.get_vocab().values())
-        check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
-
-    def _make_loader(
-        self, config: DatasetConfig, graph: DataflowGraph, group_size: int, *, also: Sequence[str] = ()
-    ) -> Loader | MixedLoader | None:
-        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size.
-
-        Its batches have the inputs of the graph, and the keys `also`.
-        """
-        if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
-            return None
-        loader = make_loader(
-            config, keys=tuple(dict.fromkeys((*graph.inputs, *also))), tokenizer=self._context.tokenizer,
-            group_size=group_size, seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
-        check_lengths(self._program.roles, graph, loader)
-        return loader
 
 
 def _keeps_caches(program: Program) -> bool:

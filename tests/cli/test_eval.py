@@ -1,5 +1,6 @@
 """`realhf eval`: a model, a run or an experiment, without training; wrong input ends with one sentence."""
 
+import dataclasses
 import json
 
 import pytest
@@ -134,6 +135,8 @@ FAULTS = {
     "{run} --data {data} --samples 0": "--samples is 0: it must be at least 1",
     "{run} --data {data} --samples 2 --temperature 0": "--temperature is 0.0: it must be above 0",
     "{run} --data {data} --top-p 2": "--top-p is 2.0: it must be above 0 and at most 1",
+    "{run} --data {data} --presence-penalty 3": "--presence-penalty is 3.0: it must be from -2 to 2",
+    "{run} --data {data} --min-new-tokens 300": "--min-new-tokens is 300: it must be from 0",
     "{run} --data {data} --dtype int": "--dtype is 'int': it must be 'float32'",
     "{run} --data {data} --steps 3": "realhf eval has no option '--steps'",
     "{run} --data {data} --model x": "--model is for an experiment file",
@@ -153,6 +156,19 @@ def test_wrong_input_is_a_sentence(grpo_run, run, data, reward, tmp_path, capsys
     assert main(["eval", *words.format(**names).split(), *out]) == 2
     err = capsys.readouterr().err.strip()
     assert FAULTS[words].format(**names) in err and "\n" not in err
+
+
+def test_each_number_and_text_of_sampling_is_an_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    texts = ("stop", "bad_words")
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(SamplingConfig)}
+    names = {name for name, kind in kinds.items() if kind in (int, float) or name in texts}
+    options = {name for name in kinds if f"--{name.replace('_', '-')} " in shown}
+    assert options == names
+    assert "Most tokens of a response; default: the run's, else 256" in shown
+    assert "Texts that end a response: its last token is the first with which" in shown
 
 
 def test_the_shipped_reward_is_one_for_the_answer_alone():

@@ -31,12 +31,12 @@ from realhf.models.param_spec import model_spec
 from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.search.enumeration import find_strategies
-from realhf.realloc.execute import Reallocator
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan
 from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config
+from tests.reallocators import make_reallocator
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 SIZES = {
@@ -273,7 +273,7 @@ def _generated_and_trained(world, directory, layout):
     if source != target:
         spec = class_spec(TransformersConfig.load(str(directory), head="lm"))
         engine = TransformersEngine(spec, target, world, **how)
-        mover = Reallocator(spec, source=source, target=target, world=world, dtype=torch.float64)
+        mover = make_reallocator(spec, source, target, world, dtype=torch.float64)
         stats = mover.run(None if home is None else home.shards(), engine.shards())
         assert stats.bytes_sent == (8 * spec.numel if home is not None else 0) and stats.over_bound == 1
         engine.load_adapters(seed=0)  # With the optimizer's copy.

@@ -27,13 +27,13 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.plan import ExecutionPlan
-from realhf.realloc.execute import Reallocator
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.engine.reference import ragged_rows
 from tests.engine.training import minibatch
 from tests.planner.test_rates import Operators
+from tests.reallocators import make_reallocator
 from tests.runtime.tiny import Recorder, make_experiment, recording, role
 
 assert shim.VERSION
@@ -179,7 +179,7 @@ def moved_back(
     end = MegatronEngine(spec, home, world, dtype=dtype) if trained is not None else None
     shards = [None if engine is None else engine.shards() for engine in (trained, copy, end)]
     for source, target, pair in ((home, away, shards[:2]), (away, home, shards[1:])):
-        Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype]).run(*pair)
+        make_reallocator(spec, source, target, world, dtype=DTYPES[dtype]).run(*pair)
     if trained is None:
         return None
     changed = make_engine(world, "megatron", hf, text, dtype=dtype)

@@ -16,6 +16,7 @@ from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import one_piece_each, whole_parameters
+from tests.reallocators import make_reallocator
 from tests.samples import pairs
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -102,11 +103,11 @@ CASES = {
 
 
 def _reallocator(world, case: Case, staging: Staging | None = None) -> Reallocator:
-    return Reallocator(
+    return make_reallocator(
         case.spec,
-        source=Layout.parse(case.source),
-        target=Layout.parse(case.target),
-        world=world,
+        Layout.parse(case.source),
+        Layout.parse(case.target),
+        world,
         dtype=case.dtypes[1],
         follow_rate=case.follow_rate,
         staging_bytes=case.staging_bytes,

@@ -19,8 +19,8 @@ def _rank(rank, port, fault, at_wave, results):
     from realhf.dist.group import PeerError
     from realhf.dist.world import World
     from realhf.layout import Layout
-    from realhf.realloc.execute import Reallocator
     from tests.realloc.test_execute import _model, _pieces, _shards, _spec
+    from tests.reallocators import make_reallocator
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -28,7 +28,7 @@ def _rank(rank, port, fault, at_wave, results):
     world = World(rank=rank, size=NUM_RANKS, store=store, **options)
     spec, source, target = _spec(), Layout.parse("p3@2,0,1"), Layout.parse("t3@1,2,0")
     settings = {"dtype": torch.float32, "staging_bytes": 1000, "role": "critic"}
-    reallocator = Reallocator(spec, source=source, target=target, world=world, **settings)
+    reallocator = make_reallocator(spec, source, target, world, **settings)
     model = _model(spec, seed=1, dtype=torch.float32)
     held = [spec.held_by(layout, rank) for layout in (source, target)]
     shards = [_pieces(_shards(model, regions), regions) for regions in held]

@@ -14,9 +14,9 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_slices
-from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import one_piece_each
 from tests.realloc.test_execute import _model
+from tests.reallocators import make_reallocator
 
 STAGING_BYTES = 150_000
 SLACK_BYTES = 4096  # Notices between ranks and other small tensors.
@@ -91,9 +91,9 @@ def _move(world, source, target, follow_rate, sharded, dtype):
         name: tuple((box, model[name][region_slices(box)].clone()) for box in boxes)
         for name, boxes in held.items()
     }  # fmt: skip
-    ends = {"source": layouts[0], "target": layouts[1], "sharded": sharded}
-    realloc = Reallocator(
-        spec, **ends, world=apart, dtype=dtype, follow_rate=follow_rate, staging_bytes=STAGING_BYTES)
+    realloc = make_reallocator(
+        spec, *layouts, apart, dtype=dtype, sharded=sharded, follow_rate=follow_rate,
+        staging_bytes=STAGING_BYTES)
     wanted = spec.held_by(layouts[1], world.rank)
     with Storages() as storages:
         shapes = {name: [stop - start for start, stop in region] for name, region in wanted.items()}

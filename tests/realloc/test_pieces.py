@@ -8,9 +8,9 @@ import torch
 
 from realhf.layout import Layout
 from realhf.models.region import overlap, region_size, region_slices
-from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import assembled, cut, in_row_major_order, pairs
 from tests.realloc.test_execute import F32, _at, _in_shared_memory, _lacking, _model, _pieces, _shards, _spec
+from tests.reallocators import make_reallocator
 
 HEAD_DIM = 2
 
@@ -68,7 +68,7 @@ def _move(world, source, target, interleaved, follow_rate, staging_bytes, shared
         else:
             sides.append(_pieces(_in_shared_memory(world, tensors) if shared else tensors, regions))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
-    mover = Reallocator(
+    mover = make_reallocator(
         spec, **ends, world=world, dtype=F32, follow_rate=follow_rate, staging_bytes=staging_bytes)
     stats = mover.run(*sides)
     most = 0

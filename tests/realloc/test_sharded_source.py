@@ -10,10 +10,10 @@ from realhf.layout import Layout
 from realhf.models.param_spec import model_spec
 from realhf.models.region import overlap, region_size, region_slices
 from realhf.realloc.bundles import disjoint
-from realhf.realloc.execute import Reallocator
 from realhf.realloc.pieces import pieces_of
 from tests.models.test_param_spec import small
 from tests.realloc.test_execute import _in_shared_memory, _model, _pieces, _shards, _spec
+from tests.reallocators import make_reallocator
 from tests.samples import marked, pairs
 
 MOE = {"family": "Qwen3Moe"}
@@ -133,8 +133,7 @@ def _move(world, source, target, settings, dtype, shared):
     new = _shards({name: torch.zeros_like(x, dtype=dtype) for name, x in model.items()}, wanted)
     if shared:
         new = _in_shared_memory(world, new)
-    ends = {"source": layouts[0], "target": layouts[1]}
-    reallocator = Reallocator(spec, **ends, world=world, dtype=dtype, sharded=True)
+    reallocator = make_reallocator(spec, *layouts, world, dtype=dtype, sharded=True)
     stats = reallocator.run(shards or None, _pieces(new, wanted))
     for name, region in wanted.items():
         assert torch.equal(new[name], model[name][region_slices(region)].to(dtype)), name

@@ -28,6 +28,7 @@ from realhf.runtime.compile.actions import (
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import PartsProgram, RankState
 from realhf.runtime.weights.model_store import ModelStore
 from tests.runtime.tiny import make_experiment, write_task
 
@@ -296,10 +297,10 @@ def _follow(world, task, out):
         group_size=experiment.group_size,
         seed=0,
     )
-    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    store = ModelStore(world, program)
     executor = Executor(
-        world, program.parts, program.plan, store, context, read=loader.batch,
-        group_size=experiment.group_size)
+        RankState(world, store, context),
+        PartsProgram(program.parts, program.plan, loader.batch, experiment.group_size))
     for step in range(3):
         for role in ("actor", "ref"):
             store.export(role, out / f"{role}_{step}")

@@ -86,7 +86,7 @@ def _with_other_schedules(world, task, rank):
     try:
         if world.rank == rank:
             schedule.make_bundles = lambda *placements: bundles(*placements)[::-1]
-        ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+        ModelStore(world, program)
     except UserError as error:
         return str(error)
     finally:

@@ -149,7 +149,7 @@ def _memory(world, task, layouts):
     program = compile_program(_experiment("grpo", task, steps=1), _plan(layouts), world_size=4)
     with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
-    store = trainer._store
+    store = trainer._state.models
     flats = {name: store.engines[name, home].model.flat for name, home in program.homes.items()
              if world.rank in home}
     before = {name: flat.clone() for name, flat in flats.items()}
@@ -223,7 +223,7 @@ def _sizes(world, task):
     """Of this rank, numbers of gradients: of the base, of adapters, as the table has it, of a copy's; and of
     what its optimizer owns."""
     program = compile_program(_experiment("grpo", task), _plan(PLANS[1]), world_size=4)
-    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    store = ModelStore(world, program)
     engine = store.engines["actor", program.homes["actor"]]
     held = parameter_specs(program.roles)["actor.lora"].held_by(program.homes["actor"], world.rank)
     copy = store.engines["actor", Layout.parse("d4@0-3")]

@@ -38,7 +38,7 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
     actor = replace(actor, optimizer=replace(actor.optimizer, offload=offload))
     trainer = _trainer(directory, tmp_path / "run", predicts=True, actor=actor)
     trainer.run()
-    numel = next(iter(trainer._store.engines._engines.values())).flat.numel()
+    numel = next(iter(trainer._state.models.engines._engines.values())).flat.numel()
     events = [e for e in read_jsonl(tmp_path / "run" / "timeline.jsonl") if "memory" in e]
     assert {e["name"] for e in events} == {"actor_generate", "ref_forward", "actor_train"}
     for event in events:
@@ -62,7 +62,8 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
 
 
 def _limits(trainer):
-    (engine,) = [engine for (name, _), engine in trainer._store.engines._engines.items() if name == "actor"]
+    engines = trainer._state.models.engines._engines
+    (engine,) = [engine for (name, _), engine in engines.items() if name == "actor"]
     return engine.cache_limits.agreed
 
 

@@ -11,6 +11,7 @@ from realhf.runtime.compile.actions import Reallocate, Run
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import PartsProgram, RankState
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
 from realhf.runtime.weights.model_store import ModelStore
@@ -41,7 +42,7 @@ def test_what_a_train_step_has_changed_goes_out_right_behind_it(tmp_path):
 
 def _share(world, task):
     program = _program(task)
-    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    store = ModelStore(world, program)
     home = store.engines["actor", Layout.parse(TRAIN)].model.flat
     if world.rank > 1:
         return None
@@ -55,13 +56,13 @@ def test_equal_shards_are_one(pool, tmp_path):
 def _steps(world, task):
     """Return events of the reallocations of three steps, and how many were in flight after each step."""
     program = _program(task, actor_generate="d4@0-3")
-    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    store = ModelStore(world, program)
     context, experiment = HostContext(str(task)), program.experiment
     settings = {"keys": program.graph.inputs, "group_size": experiment.group_size, "seed": 0}
     loader = Loader(experiment.dataset, tokenizer=context.tokenizer, **settings)
     executor = Executor(
-        world, program.parts, program.plan, store, context, read=loader.batch,
-        group_size=experiment.group_size)
+        RankState(world, store, context),
+        PartsProgram(program.parts, program.plan, loader.batch, experiment.group_size))
     seen = []
     for step in range(3):
         executor.begin_step(is_last=step == 2)

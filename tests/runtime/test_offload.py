@@ -17,6 +17,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import PartsProgram, RankState
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.offload import OffloadedWeights
@@ -90,15 +91,14 @@ def _steps(world, task, layouts, options, out):
     """Return for each step the reference's bytes on the device after it and its record; also the number of
     forward passes of a block of the actor."""
     program = compile_program(_two_references(task), _plan(layouts, **options), world_size=4)
-    given = (world, program.roles, program.homes, program.actions)
-    store = ModelStore(*given, seed=0, offloaded=program.offloaded)
+    store = ModelStore(world, program)
     context, experiment = HostContext(str(task)), program.experiment
     settings = {"keys": program.graph.inputs, "group_size": experiment.group_size, "seed": 0}
     loader = Loader(experiment.dataset, tokenizer=context.tokenizer, **settings)
     outbox = Outbox()
     executor = Executor(
-        world, program.parts, program.plan, store, context, read=loader.batch,
-        group_size=experiment.group_size, outbox=outbox)
+        RankState(world, store, context, outbox=outbox),
+        PartsProgram(program.parts, program.plan, loader.batch, experiment.group_size))
     seen, passes = [(_device_bytes(store, program), [], {})], []
     if world.rank in program.homes["actor"]:
         blocks = store.engines["actor", program.homes["actor"]].model.blocks

@@ -100,7 +100,7 @@ class ParameterSet:
     name: str
     role: str
     trained: bool
-    follows: str | None = None  # The role of whose weights the set is the moving average.
+    follows: str | None = None  # The role whose weights the set follows as a moving average.
     follow_rate: float = 0.0  # Share of the followed weights in each update.
     weights_source: tuple[str | bool, ...] = ()  # Frozen weights of one source are equal; () for adapters.
     engine: str = "native"
@@ -117,7 +117,7 @@ class ParameterSet:
         return self.trained and self.engine != "megatron" and is_sharded(home)
 
     def layout_of(self, call: FunctionCall, layout: Layout) -> Layout:
-        """Return the layout of the copy with which a call runs: the native engine generates for all."""
+        """Return the layout of the copy with which a call runs; only the native engine generates."""
         needs_copy = self.engine == "megatron" and call.kind == "generate"
         return replace(layout, engine="native") if needs_copy else layout
 
@@ -181,13 +181,8 @@ def dataset_layout(graph: DataflowGraph, plan: ExecutionPlan) -> Layout:
 
 
 def compile_actions(
-    graph: DataflowGraph,
-    plan: ExecutionPlan,
-    roles: Mapping[str, Role],
-    homes: Mapping[str, Layout],
-    specs: Mapping[str, ModelSpec],
-    *,
-    first_tag: int = FIRST_INPUT,
+    graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec], *, first_tag: int = FIRST_INPUT,
 ) -> tuple[Action, ...]:
     """Return the actions of a graph whose only part has all of its calls, see `compile_parts`."""
     parts = {"step": [call.name for call in graph.order]}
@@ -195,22 +190,16 @@ def compile_actions(
 
 
 def compile_parts(
-    graph: DataflowGraph,
-    plan: ExecutionPlan,
-    roles: Mapping[str, Role],
-    homes: Mapping[str, Layout],
-    specs: Mapping[str, ModelSpec],
-    parts: Mapping[str, Sequence[str]],
-    *,
-    first_tag: int = FIRST_INPUT,
+    graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec], parts: Mapping[str, Sequence[str]], *, first_tag: int = FIRST_INPUT,
     in_rounds: bool = False,
 ) -> dict[str, tuple[Action, ...]]:
     """Return the actions of each part, with its calls in topological order. `specs` are `parameter_specs`.
 
-    Inputs that are made outside a part are sent at its beginning. A call's outputs for the same part are sent
-    directly after it and received where they are used, so that no rank waits for one that is busy. What a
-    train step has changed is reallocated directly after it: for later calls of the part, and ahead for the
-    next run of every part. With `in_rounds`, generating calls continue their unfinished samples.
+    At its beginning, a part sends the inputs that other parts have made. The outputs of a call are sent right
+    after the call and received just before the call that reads them, so that no rank waits for a busy one.
+    Right after a train step, the changed weights are sent to later calls of the part, and ahead to where the
+    next run of each part needs them. With `in_rounds`, generating calls continue their unfinished samples.
 
     There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
     and every rank executes the parts in the same order.
@@ -229,13 +218,13 @@ def compile_parts(
 
 
 def outside_producers(part: Sequence[Action]) -> list[Send]:
-    """Return those sends of a part whose samples were made outside it."""
-    made = {action.call.name for action in part if isinstance(action, Run)}
-    return [action for action in part if isinstance(action, Send) and action.producer not in made]
+    """Return the sends of a part whose samples come from other parts or the dataset."""
+    inside = {action.call.name for action in part if isinstance(action, Run)}
+    return [action for action in part if isinstance(action, Send) and action.producer not in inside]
 
 
 def _filtered_calls(graph: DataflowGraph) -> set[str]:
-    """Return the calls that filter samples, and those that work on what such calls have kept."""
+    """Return the calls that filter samples, and all calls that depend on them."""
     filters = {call.name for call in graph.of_kind("host") if call.work and call.work.filters}
     return filters.union(*(nx.descendants(graph.nx_graph, name) for name in filters))
 
@@ -254,7 +243,7 @@ class _PartCompiler:
     def actions(
         self, calls: Sequence[FunctionCall], all_parts: Sequence[Sequence[FunctionCall]],
         redistribute_tags: Mapping[str, int],
-    ) -> tuple[Action, ...]:  # fmt: skip
+    ) -> tuple[Action, ...]:
         """Return the actions of a part; generating calls with a tag continue unfinished samples."""
         names = {call.name for call in calls}
         sends = [send for call in calls for send in self.receives[call.name].sends]
@@ -285,13 +274,12 @@ class _PartCompiler:
             return []
         return [
             params.name for params in self.sets.values()
-            if params.follows == call.role or (params.role == call.role and params.trained)
-        ]  # fmt: skip
+            if params.follows == call.role or (params.role == call.role and params.trained)]
 
     def _after_update(
         self, name: str, train: FunctionCall, later: Sequence[FunctionCall],
         all_parts: Sequence[Sequence[FunctionCall]],
-    ) -> list[Reallocate]:  # fmt: skip
+    ) -> list[Reallocate]:
         """Return the reallocations of a set that a train step has just changed."""
         actions: list[Reallocate] = []
         if self.sets[name].follows is not None:
@@ -308,7 +296,7 @@ class _PartCompiler:
     def _reallocations(
         self, name: str, *parts: Sequence[FunctionCall], ahead: bool = False
     ) -> list[Reallocate]:
-        """Return copies of a set to the layouts of each part's calls, up to the one that next updates it."""
+        """Return the copies of a set to the layouts of the calls of each part, up to its next update."""
         role = self.sets[name].role
         users: list[FunctionCall] = []
         for calls in parts:
@@ -323,8 +311,8 @@ def _copies(
 ) -> list[Reallocate]:
     """Return the reallocations that update the copies in these layouts.
 
-    A set that trains on several replicas starts from the optimizer's shards. A later copy comes from an
-    earlier one if nothing has to move between the two; this makes gathering the home copy free in some plans.
+    The first copy of a set that trains on several replicas is made from the optimizer's shards. A later copy
+    is made from an earlier one if nothing has to move between them, so that it costs nothing.
     """
     name = params.name
     if not params.is_sharded(home):
@@ -341,7 +329,7 @@ def _copies(
 def _receive(
     call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int],
     filtered: Collection[str],
-) -> Receive:  # fmt: skip
+) -> Receive:
     by_producer: dict[str | None, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)

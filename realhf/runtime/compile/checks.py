@@ -41,7 +41,7 @@ def check_role_names(roles: Mapping[str, Role]) -> None:
 
 
 def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -> None:
-    """Raise ValueError unless what `Experiment.graph` returned is a graph whose calls suit the roles."""
+    """Raise ValueError unless `Experiment.graph` has returned a graph whose calls suit the roles."""
     if not isinstance(graph, DataflowGraph):
         raise ValueError(
             f"{type(experiment).__name__}.graph() returned {type(graph).__name__}: "
@@ -198,7 +198,7 @@ def _check_dtype(name: str, role: Role) -> None:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Return whether there are weights; pickled ones count, as the loader explains how to convert them."""
+    """Return whether there are weights; pickled ones count, because the loader says how to convert them."""
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
 
@@ -240,8 +240,10 @@ def _check_follower(name: str, role: Role, roles: Mapping[str, Role]) -> None:
 def check_plan(
     graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], offloaded: Collection[str]
 ) -> None:
-    """Raise ValueError unless the calls can run in their layouts, and those of the `offloaded` roles, which
-    must be frozen, and no others have `offload`."""
+    """Raise ValueError unless the calls can run in their layouts, and offloaded roles can be offloaded.
+
+    An offloaded role must be frozen, and all of its calls, and no others, must have `offload`.
+    """
     for call in graph.calls:
         _check_layout(call, plan, roles)
     for call in graph.calls:
@@ -267,7 +269,7 @@ def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, R
 
 
 def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
-    """Raise ValueError unless the call, which is planned with `offload`, has weights that never change."""
+    """Raise ValueError unless a call that is planned with `offload` has weights that never change."""
     where = f"calls.{call.name}.offload"
     if call.role is None:
         raise ValueError(f"{where}: a host call has no weights to offload")
@@ -282,7 +284,7 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
 def check_data(
     experiment: Experiment, roles: Mapping[str, Role],
     datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless the models have enough positions for the datasets and fit the tokenizer.
 
     The datasets and the graphs that read them go by the names of the experiment's fields.
@@ -303,7 +305,7 @@ def _check_positions(
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
                 for key, (dataset, _) in datasets.items()
-                if limit is not None and dataset.max_prompt_tokens + new > limit]  # fmt: skip
+                if limit is not None and dataset.max_prompt_tokens + new > limit]
         if limit is not None and long:
             raise ValueError(
                 f"{name}.model has {limit} positions, and responses may have {new} tokens: "
@@ -313,7 +315,7 @@ def _check_positions(
 
 
 def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
-    """Check all rows of a dataset, of large files a sample, and return them; `name` is the field's name.
+    """Check the rows of a dataset (a sample of large files) and return them; `name` is the field's name.
 
     Raises ValueError if the graph cannot read them.
     """
@@ -326,7 +328,7 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
 
 
 def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
-    """Return the functions that say what is wrong with a row, of the losses and host calls that have one."""
+    """Return the functions by which losses and host calls say what is wrong with a row."""
     readers = [call.work.loss for call in graph.of_kind("train_step")]
     readers += [call.work.function for call in graph.of_kind("host")]
     limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
@@ -364,7 +366,7 @@ def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str,
 def _check_kept_caches(
     experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]
 ) -> None:
-    """Raise ValueError if caches cannot be kept between rounds, or would be dropped at times of the clock."""
+    """Raise ValueError if caches cannot be kept between rounds, or timed checkpoints would drop them."""
     keeping = [call for call in graph.of_kind("generate") if call.work.cache_on_update == "keep"]
     if not keeping or experiment.num_rounds == 1:
         return

@@ -1,4 +1,4 @@
-"""Agreement: ranks compare what each has made by itself, before messages that rely on it could hang."""
+"""Equal programs: ranks compare what each has compiled, because differences would make messages hang."""
 
 import dataclasses
 import hashlib
@@ -24,8 +24,7 @@ _MAX_VALUE = 80
 
 
 def require_equal_programs(world: World, program: Program) -> None:
-    """Raise UserError if the ranks have different plans, experiments or programs, or other commits of the
-    hub's models and data.
+    """Raise UserError if ranks have different plans, experiments, programs, or commits of the hub's files.
 
     Absolute paths may differ, as hosts may keep the same files in different places.
     """
@@ -46,17 +45,17 @@ def require_equal_programs(world: World, program: Program) -> None:
 
 
 def require_equal_schedules(world: World, digests: Mapping[str, str]) -> None:
-    """Raise UserError if ranks that take part in a reallocation have made different schedules for it.
+    """Raise UserError if two ranks have made different schedules for a reallocation.
 
-    `digests` are those of this rank's schedules by the reallocations' names. Every rank must call this.
+    `digests` maps the name of each reallocation of this rank to its schedule's digest. Every rank calls this.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(world.control.all_gather_json(dict(digests))):
         for name, digest in theirs.items():
-            known = first.setdefault(name, (rank, digest))
-            if known[1] != digest:
+            first_rank, first_digest = first.setdefault(name, (rank, digest))
+            if first_digest != digest:
                 raise UserError(
-                    f"ranks {known[0]} and {rank} have different schedules for the reallocation of {name}: "
+                    f"ranks {first_rank} and {rank} have different schedules for the reallocation of {name}: "
                     "install the same versions of realhf and numpy on all hosts")
 
 
@@ -89,9 +88,9 @@ def _without_paths(value: Any) -> Any:
 def _actions(program: Program) -> dict[str, Any]:
     """Return the actions of all parts and evaluations in words, by part and number."""
     lists: dict[str, Sequence[Action]] = dict(program.parts)
-    lists |= {f"evaluation {one.field}": one.actions for one in program.evaluations}
+    lists |= {f"evaluation {eval_set.field}": eval_set.actions for eval_set in program.evaluations}
     return {part: {str(i): _in_words(action) for i, action in enumerate(actions)}
-            for part, actions in lists.items()}  # fmt: skip
+            for part, actions in lists.items()}
 
 
 def _in_words(value: Any) -> str:
@@ -101,7 +100,7 @@ def _in_words(value: Any) -> str:
         return f"({', '.join(map(_in_words, value))})"
     if isinstance(value, Action):
         parts = [f"{field.name} {_in_words(getattr(value, field.name))}"
-                 for field in dataclasses.fields(value)]  # fmt: skip
+                 for field in dataclasses.fields(value)]
         return f"{type(value).__name__} {', '.join(parts)}"
     return str(value)
 

@@ -16,12 +16,12 @@ from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
 
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and
-`eval/<set>/<call>` for one."""
+`eval/<set>/<call>` for one set."""
 
 
 @dataclass(frozen=True)
 class EvaluationProgram:
-    """A set of held-out rows, and the graph, the plan and the actions with which it is evaluated."""
+    """A set of held-out rows, with the graph, the plan and the actions that evaluate it."""
 
     name: str  # Empty for a single set.
     evaluation: Evaluation
@@ -51,81 +51,84 @@ class EvaluationProgram:
 
 
 def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
-    """Return the sets with their graphs, which keep scored answers. Raises ValueError about the first fault
-    of a graph, or of the rows that it reads."""
+    """Return the sets with their graphs, extended by a call that keeps the scored answers.
+
+    Raises ValueError about the first fault of a graph, or of the rows that it reads.
+    """
     sets = []
     for name, (evaluation, graph) in experiment.eval_graphs().items():
-        one = EvaluationProgram(name, evaluation, graph)
+        eval_set = EvaluationProgram(name, evaluation, graph)
         checks.check_inputs(graph)
         checks.check_evaluation(graph)
-        if one.reads_pairs and evaluation.samples > 1:
+        if eval_set.reads_pairs and evaluation.samples > 1:
             raise ValueError(
-                f"{one.field}.samples is {evaluation.samples}: it must be 1, as rows are preference pairs: "
-                "their prompts get one answer")
-        _check_deciding_reward(one)
-        rows = checks.check_rows(evaluation.dataset, one.field, graph)
+                f"{eval_set.field}.samples is {evaluation.samples}: it must be 1, as rows are "
+                "preference pairs: their prompts get one answer")
+        _check_deciding_reward(eval_set)
+        rows = checks.check_rows(evaluation.dataset, eval_set.field, graph)
         with_answers = with_record(
-            graph, rows, samples_per_prompt=one.group_size, keeps_all=not one.reads_pairs)
-        sets.append(replace(one, graph=with_answers))
+            graph, rows, samples_per_prompt=eval_set.group_size, keeps_all=not eval_set.reads_pairs)
+        sets.append(replace(eval_set, graph=with_answers))
     return sets
 
 
-def _check_deciding_reward(one: EvaluationProgram) -> None:
-    """Raise ValueError if `correct_by` is not the name of a reward of the set."""
-    functions = [call.work.function for call in one.graph.of_kind("host")]
+def _check_deciding_reward(eval_set: EvaluationProgram) -> None:
+    """Raise ValueError unless `correct_by` names a reward of the set."""
+    functions = [call.work.function for call in eval_set.graph.of_kind("host")]
     names = [reward.label for function in functions for reward in getattr(function, "rewards", ())]
-    others = not names and one.graph.producer(REWARD_SCORES) is not None  # They are known by name, but later.
-    if (name := one.evaluation.correct_by) is not None and name not in names and not others:
+    # Rewards without functions have names, too, but these are known only later.
+    others = not names and eval_set.graph.producer(REWARD_SCORES) is not None
+    if (name := eval_set.evaluation.correct_by) is not None and name not in names and not others:
         there_are = f"its rewards are {', '.join(names)}" if names else "it has no reward functions"
-        raise ValueError(f"{one.field}.correct_by is {name!r}: {there_are}")
+        raise ValueError(f"{eval_set.field}.correct_by is {name!r}: {there_are}")
 
 
 def legal_names(sets: Sequence[EvaluationProgram]) -> list[str]:
     """Return the names of calls that a plan may have for evaluations."""
     names = []
-    for one in sets:
-        for call in one.graph.calls:
-            names += [call.name, *_names(one, call.name)]
+    for eval_set in sets:
+        for call in eval_set.graph.calls:
+            names += [call.name, *_names(eval_set, call.name)]
     return names
 
 
-def _names(one: EvaluationProgram, call: str) -> list[str]:
-    """Return the names under which a plan has a layout of its own for a call of a set, the first counts."""
-    return [f"{_PLAN}{one.name}/{call}"] * bool(one.name) + [f"{_PLAN}{call}"]
+def _names(eval_set: EvaluationProgram, call: str) -> list[str]:
+    """Return under which names a plan may have a call for evaluations alone; the first that it has counts."""
+    return [f"{_PLAN}{eval_set.name}/{call}"] * bool(eval_set.name) + [f"{_PLAN}{call}"]
 
 
 def compile_evaluations(
     sets: Sequence[EvaluationProgram], plan: ExecutionPlan, roles: Mapping[str, Role],
     homes: Mapping[str, Layout], *, world_size: int, offloaded: Collection[str], first_tag: int,
-) -> tuple[EvaluationProgram, ...]:  # fmt: skip
+) -> tuple[EvaluationProgram, ...]:
     """Return the sets with their plans and actions, whose tags begin with `first_tag`.
 
     Raises ValueError if the plan does not suit them.
     """
     compiled = []
-    for one in sets:
-        own = _own(one, plan)
-        with _naming_own(one, own):
-            whole = complete_plan(
-                _plan_of(one, plan, own), one.graph, homes, offloaded=offloaded)
-            whole.check(one.graph, world_size=world_size)
-            checks.check_plan(one.graph, whole, roles, offloaded)
-        graph = with_max_rows(one.graph, whole)
+    for eval_set in sets:
+        own_plans = _own_plans(eval_set, plan)
+        with _naming_own(own_plans):
+            whole = _plan_of(eval_set, plan, own_plans)
+            whole = complete_plan(whole, eval_set.graph, homes, offloaded=offloaded)
+            whole.check(eval_set.graph, world_size=world_size)
+            checks.check_plan(eval_set.graph, whole, roles, offloaded)
+        graph = whole.with_rows_and_free_memory(eval_set.graph)
         actions = compile_actions(graph, whole, roles, homes, parameter_specs(roles), first_tag=first_tag)
         first_tag += len(actions)
-        compiled.append(replace(one, graph=graph, plan=whole, actions=actions))
+        compiled.append(replace(eval_set, graph=graph, plan=whole, actions=actions))
     return tuple(compiled)
 
 
 def evaluation_homes(sets: Sequence[EvaluationProgram], plan: ExecutionPlan) -> dict[str, Layout]:
-    """Return the home of each role in a program without training: the layout of its first call.
+    """Return the home of each role in a program without training: the layout of the role's first call.
 
     Raises ValueError if the plan has none for it.
     """
     homes: dict[str, Layout] = {}
-    for one in sets:
-        planned = _plan_of(one, plan, _own(one, plan))
-        for call in one.graph.order:
+    for eval_set in sets:
+        planned = _plan_of(eval_set, plan, _own_plans(eval_set, plan))
+        for call in eval_set.graph.order:
             if call.role is not None and call.role not in homes:
                 if call.name not in planned.calls:
                     raise ValueError(f"calls.{call.name} is missing: the plan must give it a layout")
@@ -133,25 +136,27 @@ def evaluation_homes(sets: Sequence[EvaluationProgram], plan: ExecutionPlan) -> 
     return homes
 
 
-def _own(one: EvaluationProgram, plan: ExecutionPlan) -> dict[str, CallPlan]:
-    """Return what the plan says of a set's calls for evaluations alone."""
-    return {
-        call.name: plan.calls[found[0]] for call in one.graph.calls
-        if (found := [name for name in _names(one, call.name) if name in plan.calls])}
+def _own_plans(eval_set: EvaluationProgram, plan: ExecutionPlan) -> dict[str, CallPlan]:
+    """Return, by call, the entries of the plan that are for evaluations alone."""
+    entries = {call.name: _names(eval_set, call.name) for call in eval_set.graph.calls}
+    planned = {call: [name for name in names if name in plan.calls] for call, names in entries.items()}
+    return {call: plan.calls[names[0]] for call, names in planned.items() if names}
 
 
-def _plan_of(one: EvaluationProgram, plan: ExecutionPlan, own: Mapping[str, CallPlan]) -> ExecutionPlan:
-    """Return what the plan says of a set's calls, by their names in the set's graph.
+def _plan_of(
+    eval_set: EvaluationProgram, plan: ExecutionPlan, own_plans: Mapping[str, CallPlan]
+) -> ExecutionPlan:
+    """Return the plan of a set's calls, by their names in the set's graph.
 
-    In a set with layouts of its own, other host calls run on the first rank of the first of these, so that no
-    other rank waits for them.
+    If some calls have a plan for evaluations alone, host calls without one run on the first rank of the first
+    such plan, so that no other rank waits for them.
     """
     calls: dict[str, CallPlan] = {}
-    for call in one.graph.order:
-        if call.name in own:
-            calls[call.name] = own[call.name]
-        elif call.kind == "host" and own:
-            first = next(iter(own.values())).layout
+    for call in eval_set.graph.order:
+        if call.name in own_plans:
+            calls[call.name] = own_plans[call.name]
+        elif call.kind == "host" and own_plans:
+            first = next(iter(own_plans.values())).layout
             calls[call.name] = CallPlan(Layout.parse(f"d1@{first.ranks[0]}"))
         elif call.name in plan.calls:
             calls[call.name] = plan.calls[call.name]
@@ -159,20 +164,13 @@ def _plan_of(one: EvaluationProgram, plan: ExecutionPlan, own: Mapping[str, Call
 
 
 @contextmanager
-def _naming_own(one: EvaluationProgram, own: Mapping[str, CallPlan]) -> Iterator[None]:
-    """Name the calls in errors about a plan as the plan does."""
+def _naming_own(own_plans: Mapping[str, CallPlan]) -> Iterator[None]:
+    """Name calls in errors as the plan does: eval/actor_generate if the call has a plan of its own."""
     try:
         yield
     except ValueError as error:
         text = str(error)
         call = text.removeprefix("calls.").partition(".")[0].partition(":")[0]
-        if text.startswith("calls.") and call in own:
+        if text.startswith("calls.") and call in own_plans:
             text = f"calls.{_PLAN}{text.removeprefix('calls.')}"
         raise ValueError(text) from error
-
-
-def with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
-    """Return the graph with the plan's `max_rows` in its generating calls, which get the memory for it."""
-    limited = [(call, rows) for call in graph.calls if (rows := plan[call.name].max_rows) is not None]
-    return graph.replace(*(
-        replace(c, work=replace(c.work, max_rows=rows, takes_free_memory=True)) for c, rows in limited))

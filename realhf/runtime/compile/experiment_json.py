@@ -26,7 +26,7 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every field that is no mapping itself."""
+    """Yield the dotted name and the value of every field that is not a mapping."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")

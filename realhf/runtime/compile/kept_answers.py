@@ -16,9 +16,9 @@ SHOWN = ("prompt", "answer", "ground_truth", "completion", "score")
 REWARD_SCORES = "reward_scores"
 """Key of the scores by reward: a dict for each sample."""
 REWARD_EXTRA = "reward_extra"
-"""Key of what rewards have passed to `log_extra`: a dict for each sample."""
+"""Key of the values that rewards have passed to `log_extra`: a dict for each sample."""
 _NAMES = {REWARD_SCORES: "scores", REWARD_EXTRA: "extra"}
-"""Fields of an answer that are not called as their keys."""
+"""Key -> field of an answer, where their names differ."""
 
 
 def with_record(
@@ -48,7 +48,7 @@ def with_record(
 
 
 def _answer_of(graph: DataflowGraph) -> Any:
-    """Return the method with which a call of the graph finds the answer in a completion, if one has it."""
+    """Return the method by which a reward extracts the answer from a completion, if there is one."""
     methods = (getattr(call.work.function, "answer_of", None) for call in graph.of_kind("host"))
     return next((method for method in methods if callable(method)), None)
 
@@ -57,10 +57,9 @@ def _answer_of(graph: DataflowGraph) -> Any:
 class KeepAnswers:
     """A host function that keeps the scored answers of an evaluation as `context.answers`.
 
-    An answer is a dict with the row of its prompt in the file, the number of the sample among those of the
-    prompt, the prompt's columns `shown`, completion, score, and, if they are known: scores by reward, what
-    rewards have logged of it, length in tokens, whether it has ended by itself, and the answer that was found
-    in the completion.
+    An answer is a dict: the row of its prompt in the file, the number of the sample among the prompt's, the
+    prompt's columns `shown`, completion and score. If they are known, it also has: scores by reward, values
+    that rewards have logged, length in tokens, whether it ended by itself, and the final answer in it.
     """
 
     samples_per_prompt: int
@@ -73,8 +72,8 @@ class KeepAnswers:
     answer_of: Any = None
 
     def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
-        kept = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
-        batch = batch.select(kept)
+        indices = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
+        batch = batch.select(indices)
         answers: list[dict[str, Any]] = [
             {"dataset_row": row, "sample": self._number(sample)}
             for row, sample in zip(batch[DATASET_ROW], batch.ids, strict=True)]
@@ -85,8 +84,9 @@ class KeepAnswers:
             self._add(answers, "length", response_lengths(batch[self.mask]))
             self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])
         if self.answer_of is not None:
-            found = [self.answer_of(text) for text in batch["completion"]]
-            self._add(answers, "final_answer", [None if one is None else str(one) for one in found])
+            final_answers = [self.answer_of(text) for text in batch["completion"]]
+            texts = [None if answer is None else str(answer) for answer in final_answers]
+            self._add(answers, "final_answer", texts)
         context.answers = answers
         return {}
 

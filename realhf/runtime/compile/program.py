@@ -25,7 +25,6 @@ from realhf.runtime.compile.eval_program import (
     evaluation_graphs,
     evaluation_homes,
     legal_names,
-    with_max_rows,
 )
 
 PredictedMemory = Mapping[str, Mapping[int, Mapping[str, float]]]
@@ -49,7 +48,7 @@ class Program:
     evaluations: tuple[EvaluationProgram, ...] = ()
     """The sets of held-out rows, each with a graph of its own."""
     links: Links | None = None
-    """The links for which reallocations are scheduled; None: they are unknown."""
+    """The links for which reallocations are scheduled; None if they are unknown."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     """Dtype -> FLOP/s of a device, as far as a cluster or profile file tells."""
     predicted_memory: PredictedMemory = field(default_factory=dict)
@@ -94,7 +93,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     datasets = {"dataset": (experiment.dataset, graph)}
     checks.check_data(experiment, roles, datasets | _datasets(eval_sets))
     checks.check_step(experiment, graph, roles)
-    graph = with_max_rows(graph, plan)
+    graph = plan.with_rows_and_free_memory(graph)
     parts = compile_parts(
         graph, plan, roles, homes, parameter_specs(roles), experiment.parts(graph),
         in_rounds=experiment.num_rounds > 1)
@@ -110,12 +109,12 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
     eval_sets = evaluation_graphs(experiment)
     if not eval_sets:
         raise ValueError("eval_dataset is not set, or the experiment does not evaluate it")
-    used = {call.role for one in eval_sets for call in one.graph.calls}
+    used = {call.role for eval_set in eval_sets for call in eval_set.graph.calls}
     roles = {name: _frozen(role) for name, role in experiment.roles().items() if name in used}
     checks.check_role_names(roles)
     if plan is None:
         everywhere = Layout.parse(f"d{world_size}@0-{world_size - 1}")
-        graphs = [one.graph for one in eval_sets]
+        graphs = [eval_set.graph for eval_set in eval_sets]
         plan = ExecutionPlan(
             {n: call for g in graphs for n, call in ExecutionPlan.single(g, everywhere).calls.items()})
     legal = {*legal_names(eval_sets), *(call.name for call in experiment.graph().calls)}
@@ -126,15 +125,15 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
     checks.check_roles(roles)
     roles = resolved_roles(experiment, roles, eval_sets[0].graph)
     checks.check_data(experiment, roles, _datasets(eval_sets))
-    offloaded = frozenset[str]().union(*(_offloaded_roles(one.graph, plan) for one in eval_sets))
+    offloaded = frozenset[str]().union(*(_offloaded_roles(eval_set.graph, plan) for eval_set in eval_sets))
     program = Program(experiment, roles, eval_sets[0].graph, plan, homes, world_size, offloaded, {})
     return with_evaluations(program, eval_sets)
 
 
 def _frozen(role: Role) -> Role:
-    """Return the role without training; fresh adapters, which change nothing, are left out.
+    """Return the role without optimizer and without fresh adapters, which change nothing.
 
-    Without training, the native engine is as good as Megatron-Core, and runs anywhere.
+    Roles of Megatron-Core get the native engine, which evaluates as well and runs anywhere.
     """
     lora = role.lora if role.lora is not None and role.lora.adapter is not None else None
     engine = "native" if role.engine == "megatron" else role.engine
@@ -142,7 +141,7 @@ def _frozen(role: Role) -> Role:
 
 
 def _datasets(eval_sets: Sequence[EvaluationProgram]) -> dict[str, tuple[DatasetConfig, DataflowGraph]]:
-    return {one.field: (one.evaluation.dataset, one.graph) for one in eval_sets}
+    return {eval_set.field: (eval_set.evaluation.dataset, eval_set.graph) for eval_set in eval_sets}
 
 
 def with_evaluations(program: Program, eval_sets: Sequence[EvaluationProgram]) -> Program:

@@ -8,8 +8,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 
 _CHANGES_LOGITS = (
     "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bad_word_ids",
-    "min_new_tokens",
-)  # fmt: skip
+    "min_new_tokens")
 """Settings by which samples are drawn from another distribution than the model's."""
 
 
@@ -41,7 +40,7 @@ def _check_tokens(call: FunctionCall, role: Role) -> None:
 
 
 def off_policy(graph: DataflowGraph) -> Iterator[str]:
-    """Yield warnings about settings by which a model trains on samples that it would not draw."""
+    """Yield warnings about settings by which a model trains on samples of another distribution."""
     trained = {call.role for call in graph.of_kind("train_step")}
     for call in graph.of_kind("generate"):
         sampling = call.work.sampling

@@ -58,7 +58,7 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
 def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     """Run a few steps of the step program without data, up to the end of a short run; return its operations.
 
-    It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
+    It runs twice: filters keep everything the first time, and nothing the second time. `agree` returns the
     examples of HostFunctions. Raises ValueError if the program fails, or never ends.
     """
     _check_signature(experiment)
@@ -120,7 +120,7 @@ class _DryExecutor:
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
         updates: Mapping[str, int], state: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._prompts[operation] = prompts
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Warnings at the start of a run, about settings that may be meant but often are not. Free of torch."""
+"""Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,7 @@ from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
     "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
-    "log_every", "expected", "rollouts",
-)  # fmt: skip
+    "log_every", "expected", "rollouts")
 """Fields that a resumed run may change without training another model."""
 
 
@@ -33,22 +32,23 @@ def warnings_of(
 ) -> list[str]:
     """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it.
 
-    `held_out` are those of the evaluations, by the names of the sets.
+    `held_out` has the rows of each held-out set by its name.
     """
     parts = [("dataset", program.graph, rows)]
-    parts += [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
-    found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
-    found += off_policy(program.graph)
+    sets = program.evaluations
+    parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
+    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    warnings += off_policy(program.graph)
     if rows is not None:
-        found += _repeated_rows(program, rows)
-    for name, graph, some in parts:
-        found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
-        for where, part in named_parts(name, some):
-            found += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
-            found += [*_equal_pairs(where, part), *_unknown_text(where, part)]
-            found += [*_beyond_positions(program.roles, graph, where, part),
+        warnings += _repeated_rows(program, rows)
+    for name, graph, read in parts:
+        warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        for where, part in named_parts(name, read):
+            warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
+            warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(warnings))
 
 
 def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple[str, TokenizedRows]]:
@@ -58,7 +58,7 @@ def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a warning, if any, that names the fields by which a resumed experiment is another one."""
+    """Return a warning that names the changed fields of a resumed experiment, if there are any."""
     flat = [dict(leaves(fields)) for fields in (before, now)]
     changes = [
         f"{name} was {flat[0].get(name)!r} and is {flat[1].get(name)!r}"
@@ -79,19 +79,19 @@ def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str)
 
 
 def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
-    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions.
+    """Raise UserError if a dataset has a sequence that is longer than a model's learned positions.
 
-    Rows that are read later are checked then.
+    Rows that are read later are checked when they are read.
     """
     limits = {
         name: spec_of(roles[name].config()).config.num_positions
         for name in sorted({call.role for call in graph.calls if call.role is not None})
     }
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    if known:
-        name = min(known, key=lambda role: known[role])
+    limited = {name: limit for name, limit in limits.items() if limit is not None}
+    if limited:
+        name = min(limited, key=lambda role: limited[role])
         for part in rows.parts:
-            part.require_at_most(known[name], f"{name}.model has learned {known[name]} positions")
+            part.require_at_most(limited[name], f"{name}.model has learned {limited[name]} positions")
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -99,7 +99,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 
     Only the last parts of paths are compared, as paths differ between machines.
     """
-    found: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
+    warnings: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
     for name, role in roles.items():
         if role.random_init or role.lora is None or role.lora.adapter is None:
             continue
@@ -112,12 +112,12 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
         if Path(cached_name(Path(theirs)) or theirs).name not in names:
             what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
-            found.setdefault((adapter, ours), what)
-    return list(found.values())
+            warnings.setdefault((adapter, ours), what)
+    return list(warnings.values())
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
-    """Yield warnings about changed settings of generation that only the native engine has."""
+    """Yield warnings about settings of generation that only the native engine reads."""
     for call in graph.of_kind("generate"):
         if call.role is None or roles[call.role].engine != "transformers":
             continue
@@ -138,15 +138,15 @@ def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _share(count: int, rows: TokenizedRows) -> str:
-    """Return how many of the tokenised rows these are, in words."""
+    """Return for example "3 of 100 rows"."""
     tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
     return f"{count} of {rows.num_tokenized} {tried}"
 
 
 def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about columns that a call reads and that are null in some rows."""
-    known = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
-    for key in known:
+    keys = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
+    for key in keys:
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
             yield (
                 f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
@@ -184,7 +184,7 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
-    parts = [(one.graph, one.plan) for one in program.evaluations]
+    parts = [(eval_set.graph, eval_set.plan) for eval_set in program.evaluations]
     parts += [(program.graph, program.plan)] if program.parts else []
     busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
     if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
@@ -213,13 +213,13 @@ def _unknown_end(
     if "response_mask" not in rows.keys:
         return
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
-        known = roles[role].config().eos_token_ids
+        eos_ids = roles[role].config().eos_token_ids
         ours = rows.tokenizer.eos_token_id
         sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
-        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in known]
-        if known and not ends:
+        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in eos_ids]
+        if eos_ids and not ends:
             yield (
-                f"{name}: no completion ends in one of the tokens {', '.join(map(str, known))}, "
+                f"{name}: no completion ends in one of the tokens {', '.join(map(str, eos_ids))}, "
                 f"at which {role}.model stops (eos_token_id); the tokenizer's eos token is {ours}")
 
 

@@ -1,4 +1,4 @@
-"""Agreements: what some ranks have found out, for all ranks to read where their step program asks for it."""
+"""Agreements: answers of host calls, which some ranks compute and all ranks of a step program may read."""
 
 import json
 from collections import deque
@@ -44,7 +44,7 @@ class Agreements:
             return json.loads(self._store.get(key))
 
     def next_step(self) -> None:
-        """Delete the answers that every rank has read by now, or does not want."""
+        """Delete this rank's oldest answers, which no rank will read any more."""
         self._posted.append([])
         if len(self._posted) > _KEPT_STEPS:
             for key in self._posted.popleft():

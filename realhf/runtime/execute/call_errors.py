@@ -13,7 +13,7 @@ _MEMORY = {
     "forward": "lower calls.{name}.micro_batch_tokens in the plan",
     "train_step": "lower calls.{name}.micro_batch_tokens in the plan, or set calls.{name}.recompute",
 }
-"""Advice by kind of call when memory runs out."""
+"""Kind of call -> advice when memory runs out."""
 
 
 @contextmanager

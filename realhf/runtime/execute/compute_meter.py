@@ -1,4 +1,4 @@
-"""The compute of a run: model FLOPs of its calls, and how they and device-seconds add up over the steps."""
+"""The compute of a run: model FLOPs of its calls, and their sum and that of device-seconds over the steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,19 +21,19 @@ FLOPS = "compute/flops"
 
 
 def flops_by_role(roles: Mapping[str, Role]) -> dict[str, ModelFlops]:
-    """Return the FLOPs of each role's model; without those of classes whose sizes are not known."""
-    found = {}
+    """Return the FLOPs of the models of all roles, except those whose sizes are not known."""
+    flops = {}
     for name, role in roles.items():
         config = role.config()
         if not isinstance(config, TransformersConfig) or not config.unplannable:
-            found[name] = ModelFlops.of(model_spec(config), role.resolved_lora())
-    return found
+            flops[name] = ModelFlops.of(model_spec(config), role.resolved_lora())
+    return flops
 
 
 def peaks_by_call(
     calls: Sequence[FunctionCall], roles: Mapping[str, Role], peak_flops: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the peak FLOP/s of a device for each call, where that for the dtype of its role is known."""
+    """Return the peak FLOP/s of a device for each call whose role has a dtype with a known peak."""
     dtypes = {call.name: roles[call.role].weights_dtype for call in calls if call.role is not None}
     return {name: peak_flops[dtype] for name, dtype in dtypes.items() if dtype in peak_flops}
 
@@ -41,11 +41,11 @@ def peaks_by_call(
 def generate_flops(
     call: FunctionCall, flops: ModelFlops, prompts: Batch, *, group_size: int, before: Batch,
     after: Sequence[Batch],
-) -> int:  # fmt: skip
+) -> int:
     """Return the FLOPs of a round of generation on some samples.
 
-    `before` are the samples that earlier rounds have left unfinished, and `after` all samples after this one.
-    A group's samples share the pass over their prompt. The last token of a sample is not passed through the
+    `before` are the samples that earlier rounds left unfinished, and `after` all samples after this round.
+    The samples of a prompt share the pass over it. The last token of a sample is not passed through the
     model.
     """
     if flops.generates_merged:
@@ -88,14 +88,14 @@ def _lengths(batch: Batch, key: str) -> tuple[list[int], list[int]]:
 class ComputeMeter:
     """Adds up device-seconds and FLOPs over the steps of a run, on rank 0.
 
-    A resumed run goes on from the last of its `earlier` metrics. What these lack is not logged.
+    A resumed run continues the sums in the last of its `earlier` metrics; others are not logged.
     """
 
     def __init__(
         self, *, num_devices: int, has_flops: bool, peaks: Mapping[str, float],
         earlier: Sequence[Mapping[str, float]] = (),
-    ) -> None:  # fmt: skip
-        """`peaks` are the FLOP/s of a device for each call; without some of them there is no MFU."""
+    ) -> None:
+        """`peaks` are the FLOP/s of a device for each call; MFU is logged only if no call lacks its peak."""
         self._num_devices = num_devices
         self._peaks = peaks
         start = {DEVICE_SECONDS: 0.0, FLOPS: 0.0} if has_flops else {DEVICE_SECONDS: 0.0}

@@ -13,7 +13,7 @@ from realhf.runtime.compile.program import Program
 from realhf.sizes.kv_blocks import padded_size
 
 RECORD = "determinism.json"
-"""The file of a run directory that says on what its bits depend, beside experiment and plan."""
+"""The file of a run directory with its surroundings."""
 _CHOICES = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables that are set unless the user has set them: the order in which NCCL adds, and memory with which
 cuBLAS chooses the same kernels again."""
@@ -33,7 +33,7 @@ def repeat_exactly() -> None:
 
 
 def surroundings(program: Program) -> dict[str, Any]:
-    """Return what decides the bits of a run of this process, beside experiment and plan."""
+    """Return the surroundings that decide the bits of a run, beside experiment and plan."""
     on_cuda = torch.cuda.is_available()
     rows = {
         call.name: sorted({padded_size(count) for count in range(1, call.work.max_rows + 1)})

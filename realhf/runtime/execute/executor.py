@@ -2,25 +2,19 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
 from realhf.engine.protocol import CallResult
 from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.models.model_flops import ModelFlops
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import (
-    Action,
     Reallocate,
     Receive,
     Redistribute,
@@ -28,19 +22,15 @@ from realhf.runtime.compile.actions import (
     Send,
     outside_producers,
 )
-from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.execute.agreements import Agreements
 from realhf.runtime.execute.call_errors import explaining
 from realhf.runtime.execute.compute_meter import generate_flops, pass_flops
 from realhf.runtime.execute.host_call import call_host_function
-from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
 from realhf.runtime.execute.memory_meter import MemoryMeter
 from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
-from realhf.runtime.samples.rollout_collector import RolloutCollector
-from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.samples.unfinished_samples import UnfinishedSamples
-from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.reallocations import Arrivals
 from realhf.sample_ids import prompt_of, samples_of
 
@@ -49,41 +39,24 @@ _MAX_SAVED = 16
 
 
 class Executor:
-    """Executes the parts of one graph on this rank; see `part_executor.PartExecutor`.
-
-    `read` returns the batch of some prompts on ranks that hold the dataset. In each of `num_rounds` rounds,
-    an answer gets an equal share of its tokens.
-    """
+    """Executes the parts of one graph on this rank; see `part_executor.PartExecutor`."""
 
     def __init__(
-        self, world: World, parts: Mapping[str, Sequence[Action]], plan: ExecutionPlan, models: ModelStore,
-        context: HostContext, *, read: Callable[[Sequence[int]], Batch] | None, group_size: int = 1,
-        num_rounds: int = 1, is_evaluation: bool = False, outbox: Outbox | None = None,
-        failures: Path | None = None, note: Callable[[int, str, str], None] | None = None,
-        flops: Mapping[str, ModelFlops] | None = None, rollouts: RolloutCollector | None = None,
-        predicted_memory: PredictedMemory = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Samples of updates that were skipped are saved in the directory `failures`.
-
-        The record of a call has the FLOPs of this rank's samples if the call's role is in `flops`.
-        """
-        self.samples = SampleStore()
-        self._world = world
-        self._parts = parts
-        self._plan = plan
-        self._models = models
-        self._context = context
-        self._read = read
-        self._group_size = group_size
-        self._unfinished = UnfinishedSamples(self.samples, num_rounds)
-        self._is_evaluation = is_evaluation
-        self._outbox = outbox or Outbox()
-        self._failures = failures
-        self._note = note
-        self._flops = flops or {}
-        self._rollouts = rollouts
-        self._memory = MemoryMeter(world, models.engines, predicted_memory)
-        self._agreements = Agreements(world)
+        self, state: RankState, program: PartsProgram, observed: Observations | None = None
+    ) -> None:
+        self._world = state.world
+        self._models = state.models
+        self._context = state.context
+        self._samples = state.samples
+        self._outbox = state.outbox
+        self._exchange = Exchange(state.world, state.outbox)
+        self._program = program
+        self._observed = observed or Observations()
+        actions = [action for part in program.parts.values() for action in part]
+        self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
+        self._unfinished = UnfinishedSamples(state.samples, program.num_rounds)
+        self._agreements = Agreements(state.world)
+        self._memory = MemoryMeter(state.world, state.models.engines, self._observed.predicted_memory)
         self._record = StepRecord()
         self._arrivals = Arrivals()
         self._is_last = False
@@ -91,17 +64,18 @@ class Executor:
         self._operation = 0
         self._waited = 0.0
         """Seconds that this rank has waited for inputs and weights since its last call."""
-        actions = [action for part in parts.values() for action in part]
-        self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
 
     def begin_step(self, *, is_last: bool = False) -> None:
-        """Begin a step; `is_last`: none follows. It waits for messages of steps that are long past."""
+        """Begin a step, the last one of the run if `is_last`.
+
+        It first waits until the messages of steps that are long past have been received.
+        """
         self._outbox.next_step()
         self._agreements.next_step()
         self._is_last = is_last
 
     def take_record(self) -> StepRecord:
-        """Return the record of what has run since the last call of this method."""
+        """Return the record of the calls and reallocations since the last call of this method."""
         record = self._record
         record.events += self._arrivals.take_events(self._world.rank)
         self._record = StepRecord()
@@ -111,15 +85,15 @@ class Executor:
         self, part: str, prompts: Sequence[int], *, operation: int = 0,
         sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
         state: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
         self._context.updates = dict(updates or {})
         self._context.run_state = MappingProxyType({} if state is None else state)
-        actions = self._parts[part]
+        actions = self._program.parts[part]
         samples = self._samples_of(prompts)
         calls = [action.call.name for action in actions if isinstance(action, Run)]
-        self.samples.forget(samples.ids, producers=calls)
+        self._samples.forget(samples.ids, producers=calls)
         inputs: dict[str, list[Batch]] = {}
         for action in actions:
             if isinstance(action, Reallocate):
@@ -134,21 +108,22 @@ class Executor:
                 self._redistribute(action)
             else:
                 self._run(action, inputs.pop(action.call.name, None))
-        if self._rollouts is not None:
-            self._record.rollouts += self._rollouts.collect(part, prompts, self.samples, self._context)
+        if (rollouts := self._observed.rollouts) is not None:
+            self._record.rollouts += rollouts.collect(part, prompts, self._samples, self._context)
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
-        """Start to send what these calls, or the dataset (None), have for a part."""
-        for action in outside_producers(self._parts[part]):
+        """Start to send the outputs of these calls (None: the rows of the dataset) that a part needs."""
+        for action in outside_producers(self._program.parts[part]):
             if action.producer in producers:
                 self._send(action, self._samples_of(prompts))
 
     def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts all of whose samples a call has kept in this operation."""
+        """Return the prompts of which a filtering call has kept all samples in this operation."""
         answers = self._read_answers(call, operation)
-        kept = [sample for answer in answers for sample in answer["kept"]]
-        counts = Counter(prompt_of(sample, self._group_size) for sample in kept)
-        return sorted(prompt for prompt, count in counts.items() if count == self._group_size)
+        group_size = self._program.group_size
+        samples = [sample for answer in answers for sample in answer["kept"]]
+        counts = Counter(prompt_of(sample, group_size) for sample in samples)
+        return sorted(prompt for prompt, count in counts.items() if count == group_size)
 
     def decision(self, call: str, operation: int) -> Any:
         """Return the decision of a call in this operation."""
@@ -162,10 +137,10 @@ class Executor:
 
     def forget(self, prompts: Sequence[int]) -> None:
         """Free the memory of these samples."""
-        self.samples.forget(self._samples_of(prompts).ids)
+        self._samples.forget(self._samples_of(prompts).ids)
 
     def flush_caches(self) -> None:
-        """Free caches that are kept between rounds, as a run that continues from a checkpoint has none."""
+        """Free the caches that generation keeps between rounds, as a resumed run begins without them."""
         for action in self._calls.values():
             call = action.call
             if call.role is not None and self._unfinished.has(call):
@@ -174,9 +149,9 @@ class Executor:
                 self._unfinished.engine_has_forgotten(call)
 
     def note(self, number: int, text: str, digest: str) -> None:
-        """Tell the watcher what operation follows, and the digest of all operations so far."""
-        if self._note is not None:
-            self._note(number, text, digest)
+        """Tell the watcher which operation follows, and the digest of all operations so far."""
+        if self._observed.note is not None:
+            self._observed.note(number, text, digest)
 
     def log(self, metric: str, value: float) -> None:
         """Add a metric to the step's record, on rank 0."""
@@ -184,10 +159,10 @@ class Executor:
             self._record.metrics.append((metric, value, 1.0))
 
     def _samples_of(self, prompts: Sequence[int]) -> "_Chosen":
-        return _Chosen(tuple(prompts), frozenset(samples_of(prompts, self._group_size)))
+        return _Chosen(tuple(prompts), frozenset(samples_of(prompts, self._program.group_size)))
 
     def _run(self, action: Run, minibatches: list[Batch] | None) -> None:
-        """Run a call; every rank does this, also those that are not in its layout, without inputs."""
+        """Run a call if this rank has inputs for it. Every rank counts the update of a train step."""
         call = action.call
         if call.role is not None and call.kind == "train_step":
             self._wait(call.role)  # Parameters in flight must not change.
@@ -195,8 +170,8 @@ class Executor:
             self._wait(call.role, action.layout)
         if minibatches is not None:
             run = self._run_host if call.kind == "host" else self._run_model
-            if (made := run(action, minibatches)) is not None:
-                self.samples.put(call.name, made)
+            if (outputs := run(action, minibatches)) is not None:
+                self._samples.put(call.name, outputs)
         if call.kind == "train_step" and call.role is not None:
             self._models.updated(call.role)
             self._context.updates[call.role] = self._context.updates.get(call.role, 0) + 1
@@ -205,34 +180,33 @@ class Executor:
         rank = self._world.rank
         if rank in action.source.result_ranks and rank not in action.target:
             with self._record.timed(rank=rank, name=action.call.name, kind="move"):
-                Exchange(self._world, self._outbox).send(self._source(action, samples), action.target)
+                self._exchange.send(self._source(action, samples), action.target)
 
     def _receive(self, action: Receive, samples: "_Chosen") -> list[Batch]:
         """Return this rank's inputs of the call."""
         call = action.call
         sources = [self._source(send, samples) for send in action.sends]
         routing = Routing(
-            self._group_size, call.work.num_minibatches, filtered=action.filtered,
+            self._program.group_size, call.work.num_minibatches, filtered=action.filtered,
             keep_groups=call.kind == "generate" or call.work.group_size > 1)
         with self._waiting(call.name, f"waits for {self._producers(action)}"):
-            return Exchange(self._world, self._outbox).receive(
-                sources, action.target, routing, tag=action.tag)
+            return self._exchange.receive(sources, action.target, routing, tag=action.tag)
 
     def _redistribute(self, action: Redistribute) -> None:
-        """Deal the unfinished samples of a generating call anew, as many to each replica."""
+        """Distribute the unfinished samples of a generating call evenly among the replicas."""
         call = action.call
         if self._world.rank not in action.layout or self._unfinished.engine_holds(call):
             return
         mine = self._unfinished.of(call) if self._world.rank in action.layout.result_ranks else None
-        routing = Routing(self._group_size, keep_groups=True, equal_costs=True)
+        routing = Routing(self._program.group_size, keep_groups=True, equal_costs=True)
         with self._waiting(call.name, "waits for unfinished samples"):
-            (samples,) = Exchange(self._world, self._outbox).receive(
+            (samples,) = self._exchange.receive(
                 [Source(action.layout, mine, action.tag)], action.layout, routing, tag=action.tag)
         self._unfinished.replace(call, samples)
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
-        """Record that this rank waits for inputs, or for an answer, of a call."""
+        """Record how long this rank waits for the inputs or the answer of a call."""
         start = time.monotonic()
         with self._world.activity.doing(doing), self._record.timed(
             rank=self._world.rank, name=call, kind="move"
@@ -241,7 +215,7 @@ class Executor:
         self._waited += time.monotonic() - start
 
     def _producers(self, action: Receive) -> str:
-        """Return names and ranks of the calls on other ranks that produce the inputs."""
+        """Return which calls on other ranks produce the inputs, for example "actor_generate on 0-3"."""
         rank = self._world.rank
         far = [send for send in action.sends if send.producer is not None and rank not in send.source]
         names = dict.fromkeys(f"{send.producer} on {send.source.mesh}" for send in far)
@@ -253,34 +227,34 @@ class Executor:
             if send.producer is None:
                 batch = self._dataset(samples.prompts).pick(send.keys)
             else:
-                batch = self.samples.select(send.producer, send.keys, samples.ids)
+                batch = self._samples.select(send.producer, send.keys, samples.ids)
         return Source(send.source, batch, send.tag)
 
     def _dataset(self, prompts: tuple[int, ...]) -> Batch:
-        """Return the batch of some prompts; the last one is kept, as several calls may read it."""
+        """Return the rows of some prompts; those read last are kept, as several calls may read the same."""
         if self._last_read is None or self._last_read[0] != prompts:
-            assert self._read is not None, "this rank holds the dataset"
-            self._last_read = prompts, self._read(prompts)
+            assert self._program.read is not None, "this rank holds the dataset"
+            self._last_read = prompts, self._program.read(prompts)
         return self._last_read[1]
 
     def _reallocate(self, action: Reallocate) -> None:
-        """Start a reallocation, and wait for it unless it runs ahead of the next step.
+        """Start a reallocation, and wait for it here unless it runs `ahead` of the step that needs it.
 
-        If the previous step has started it ahead, the call that uses it waits for it, or the role's next
-        update. An evaluation waits for it here, and so counts it as its own.
+        In that step its action comes again, without `ahead`, and nothing new starts: then the call that uses
+        the weights waits, or the role's next update. An evaluation waits here, so that the time is its own.
         """
         if action.ahead and self._is_last:
             return
         if action.follow_rate is not None:
-            self._wait(action.target_set)  # Copies in flight are made of values that now change.
+            self._wait(action.target_set)  # Copies in flight read values that now change.
         is_new = self._models.start(action)
         if action.ahead:
             return
-        if is_new or self._is_evaluation:
+        if is_new or self._program.is_evaluation:
             self._wait(action.target_set, action.target)
 
     def _wait(self, role: str, layout: Layout | None = None) -> None:
-        """Wait for reallocations of a role and its adapters, to one layout or all; record them as events."""
+        """Wait for the reallocations of a role and its adapters to one layout (None: to all); record them."""
         activity = self._world.activity
         ranks = range(self._world.size) if layout is None else layout.ranks
         start = time.monotonic()
@@ -290,13 +264,13 @@ class Executor:
         self._arrivals.add(finished)
 
     def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
-        """Run the call; return its output columns on result ranks of the layout, None elsewhere."""
+        """Run a call on a model; return its outputs on the layout's result ranks, and None on other ranks."""
         call = action.call
         layout = action.layout
         rank = self._world.rank
         record = self._record
         assert call.role is not None
-        plan = self._plan[call.name]
+        plan = self._program.plan[call.name]
         weights = self._weights(action)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
@@ -306,12 +280,11 @@ class Executor:
             before = self._unfinished.of(call)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=self._world.activity.note, **self._generation_options(call),
-            )  # fmt: skip
+                gather=False, report=self._world.activity.note, **self._generation_options(call))
             self._arrivals.delay(event)
             if call.kind == "train_step" and rank in layout.result_ranks:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-            if call.role in self._flops and rank in layout.result_ranks:
+            if call.role in self._observed.flops and rank in layout.result_ranks:
                 event["flops"] = self._count_flops(call, minibatches, before, result)
         if self._unfinished.has(call):
             self._unfinished.put(call, result.unfinished)
@@ -325,17 +298,17 @@ class Executor:
     def _count_flops(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
     ) -> int:
-        """Return the FLOPs of a call on this rank's samples; `before` are its unfinished ones."""
+        """Return the FLOPs of a call on this rank's samples; `before` were unfinished when it began."""
         assert call.role is not None
-        flops = self._flops[call.role]
+        flops = self._observed.flops[call.role]
         if call.kind != "generate":
             return pass_flops(call, flops, minibatches)
         return generate_flops(
-            call, flops, minibatches[0], group_size=self._group_size, before=before,
+            call, flops, minibatches[0], group_size=self._program.group_size, before=before,
             after=[result.batch, result.unfinished])
 
     def _generation_options(self, call: FunctionCall) -> dict[str, Any]:
-        """Return the options of a generating call that depend on the step program."""
+        """Return the arguments of Engine.run that only a generating call has."""
         if call.kind != "generate":
             return {}
         return {"version": self._context.updates.get(call.role or "", 0), **self._unfinished.options(call)}
@@ -346,11 +319,15 @@ class Executor:
         return waited
 
     def _save_samples(self, call: str, minibatches: Sequence[Batch]) -> None:
-        """Save this rank's samples of a call (see Batch.unpack), if its first failures are not enough."""
-        if self._failures is None or len(list(self._failures.glob("*.safetensors"))) >= _MAX_SAVED:
+        """Save this rank's samples of a call whose update was skipped, unless enough files have been written.
+
+        `Batch.unpack` reads the file.
+        """
+        directory = self._observed.failures
+        if directory is None or len(list(directory.glob("*.safetensors"))) >= _MAX_SAVED:
             return
-        self._failures.mkdir(parents=True, exist_ok=True)
-        path = self._failures / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
         data = Batch.concat(minibatches).pack()
         path.write_bytes(memory_of(data))
         warn(
@@ -390,7 +367,7 @@ class Executor:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The samples on which a part runs: their prompts and their ids."""
+    """The samples on which a part runs: the numbers of their prompts, and their ids."""
 
     prompts: tuple[int, ...]
     ids: frozenset[int]

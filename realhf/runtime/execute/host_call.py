@@ -31,9 +31,9 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
     types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if
     the function fails, or if a column is missing or cannot be sent.
     """
-    given = {key: json_form(column) if isinstance(column, list) else column
-             for key, column in batch.fields.items()}  # fmt: skip
-    answer = _answer(call, Batch(batch.ids, given), context)
+    inputs = {key: json_form(column) if isinstance(column, list) else column
+             for key, column in batch.fields.items()}
+    answer = _answer(call, Batch(batch.ids, inputs), context)
     columns, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     if not isinstance(columns, Mapping | None):
         raise UserError(
@@ -45,11 +45,11 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
         if key not in columns:
             raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
     try:
-        made = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
+        outputs = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
         if call.work.filters:
-            made = made.select(_kept(columns[KEEP], len(batch)))
+            outputs = outputs.select(_kept(columns[KEEP], len(batch)))
         decision = _decision(columns[DECISION]) if call.work.decides else None
-        return HostResult(made, {name: _metric(name, value) for name, value in metrics.items()}, decision)
+        return HostResult(outputs, {name: _metric(name, value) for name, value in metrics.items()}, decision)
     except (TypeError, ValueError) as error:
         raise UserError(f"host call {call.name!r}: {error}") from error
 

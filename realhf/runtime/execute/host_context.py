@@ -1,4 +1,4 @@
-"""HostContext: what host functions are told besides their samples."""
+"""HostContext: what host functions get besides their samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -17,16 +17,15 @@ _METRICS = {"perf/memory_bytes/": "measured", "perf/predicted_memory_bytes/": "p
 _USABLE = 0.95
 """Share of a GPU's memory that a call and the caches beside it may take."""
 _GROWTH = 1.1
-"""A call for which nothing is predicted may need this many times what it has needed at most so far."""
+"""A call without a prediction may need this many times the most that it has needed so far."""
 
 
 class MemoryMeter:
     """Adds to the event of each call the bytes that were in use while it ran.
 
-    On CUDA they are the most that torch's allocator has given out at a time, `max_memory_allocated`. On a CPU
-    processes share memory, and nobody counts temporary tensors. So there the bytes are counted that the
-    engines of this rank hold at the end of the call, and those of the call's cache: without activations and
-    logits. Predicted bytes are the sum of the same parts.
+    On CUDA it is the peak of torch's allocator, `max_memory_allocated`. On a CPU, where processes share
+    memory and nobody counts temporary tensors, it is what the engines of this rank hold at the end of the
+    call, plus its cache, without activations and logits. Predicted bytes are the sum of the same parts.
     """
 
     def __init__(self, world: World, engines: EngineStore, predicted: PredictedMemory) -> None:
@@ -35,7 +34,7 @@ class MemoryMeter:
         self._engines = engines
         self._predicted = predicted
         self._most: dict[tuple[str, EngineKey], int] = {}
-        """The most bytes that a call has needed on CUDA, without what others kept beside it."""
+        """The most bytes that a call has needed on CUDA, without the caches of other calls."""
 
     @contextmanager
     def of_call(self, action: Run, event: dict[str, Any]) -> Iterator[None]:
@@ -70,18 +69,20 @@ class MemoryMeter:
         self._engines.release("gradients", besides=key if action.call.kind == "train_step" else None)
         if self._device.type != "cuda":
             return 0
-        own = key if action.call.kind == "generate" else None
+        own_engine = key if action.call.kind == "generate" else None
         need = self._need(action)
-        kept = self._engines.kept_bytes(besides=own)
+        kept_bytes = self._engines.kept_bytes(besides=own_engine)
         total = torch.cuda.get_device_properties(self._device).total_memory
-        if need is None or need + kept > _USABLE * total:
-            self._engines.release("cache", besides=own)
-            kept = self._engines.kept_bytes(besides=own)
-        return kept
+        if need is None or need + kept_bytes > _USABLE * total:
+            self._engines.release("cache", besides=own_engine)
+            kept_bytes = self._engines.kept_bytes(besides=own_engine)
+        return kept_bytes
 
     def _need(self, action: Run) -> float | None:
-        """Return the bytes that a call needs on CUDA, its own cache and communicators included: as predicted,
-        or else by what its runs so far have needed; None if there were none."""
+        """Return the bytes that a call needs on CUDA, with its own cache and communicators.
+
+        They are predicted, or estimated from earlier runs of the call; None if there were none.
+        """
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
         if predicted is not None:
             return sum(predicted.values())
@@ -102,17 +103,17 @@ def _is_allocated(part: str) -> bool:
 
 
 def _is_counted(part: str) -> bool:
-    """Return whether a predicted part is counted on a CPU: states of roles, and caches."""
+    """Return whether a predicted part is counted on a CPU, such as "actor gradients" or the cache."""
     return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
 
 
 def largest_by_call(history: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return for each call the most bytes of a rank in any step, `measured` and perhaps `predicted`."""
-    found: dict[str, dict[str, float]] = {}
+    largest: dict[str, dict[str, float]] = {}
     for metrics in history:
         for name, value in metrics.items():
             for prefix, key in _METRICS.items():
                 if name.startswith(prefix):
-                    of_call = found.setdefault(name.removeprefix(prefix), {})
+                    of_call = largest.setdefault(name.removeprefix(prefix), {})
                     of_call[key] = max(of_call.get(key, 0.0), value)
-    return found
+    return largest

@@ -17,8 +17,8 @@ _ALL = "evals"
 class AnswerFiles:
     """The writer of eval.jsonl and of evals/.
 
-    A run that continues after the step `last` keeps the files up to it, those of its earlier directory
-    included, and drops later ones, which it will write anew.
+    A run that continues after the step `last` keeps the files up to it, also those of its earlier directory,
+    and drops later ones, which it will write again.
     """
 
     def __init__(self, directory: Path, *, last: int = -1, earlier: Path | None = None) -> None:
@@ -46,9 +46,9 @@ class AnswerFiles:
         """
         last = []
         for name, of_set in answers.items():
-            known = [{"set": name} | _without_nan(answer) for answer in of_set]
-            _write(self._directory / _ALL / name / f"step_{step}.jsonl", known)
-            firsts = [answer for answer in known if answer["sample"] == 0]
+            documents = [{"set": name} | _without_nan(answer) for answer in of_set]
+            _write(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
+            firsts = [answer for answer in documents if answer["sample"] == 0]
             shown = [{key: answer[key] for key in SHOWN if key in answer} for answer in firsts]
             last += [answer | ({"set": name} if name else {}) for answer in shown]
         if last:
@@ -69,9 +69,9 @@ def _step(path: Path) -> int:
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer with null in the place of numbers that are NaN."""
+    """Return the answer with None in place of NaN, which JSON does not have."""
     parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
-             if row.get(key) is not None}  # fmt: skip
+             if row.get(key) is not None}
     return {**row, "score": _known(row["score"]), **parts}
 
 

@@ -48,25 +48,25 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
 
 def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return the metrics of evaluations to draw, with labels: scores, and the pass@k of the largest k."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     largest: dict[str, int] = {}
     for name in dict.fromkeys(names):
         if match := _HELD_OUT.fullmatch(name):
             of_set = match["set"] or ""
             if match["k"] is None:
-                found[name] = "held-out score" + (f" ({of_set})" if of_set else "")
+                labels[name] = "held-out score" + (f" ({of_set})" if of_set else "")
             else:
                 largest[of_set] = max(largest.get(of_set, 0), int(match["k"]))
     for of_set, k in largest.items():
         prefix = f"{_EVALUATION}{of_set}/" if of_set else _EVALUATION
-        found[f"{prefix}pass@{k}"] = f"held-out pass@{k}" + (f" ({of_set})" if of_set else "")
-    return list(found.items())
+        labels[f"{prefix}pass@{k}"] = f"held-out pass@{k}" + (f" ({of_set})" if of_set else "")
+    return list(labels.items())
 
 
 def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
     """Return the step of median length among those with the most kinds of events.
 
-    Its neighbours are added if it generates on one rank while it trains on another, as only a lag allows.
+    If some rank generates while another trains, as only a lag allows, add the steps before and after it.
     """
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
@@ -120,15 +120,15 @@ def _draw_bars(
             continue
         axes.barh(
             event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
-            zorder=3 if event["kind"] == "realloc" else 2)  # fmt: skip
+            zorder=3 if event["kind"] == "realloc" else 2)
         if is_numbered and not is_transfer and width > 0.03 * whole:
             axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
 
 
 def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events, where reallocations begin only when the other ranks have begun, too.
+    """Return the events with reallocations that begin when the rank no longer waits for others.
 
-    A rank waits for all ranks that send to it, and for the first of those that it sends to.
+    It waits until all ranks that send to it, and one of those that it sends to, have begun, too.
     """
     transfers: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for event in events:

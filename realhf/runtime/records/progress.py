@@ -40,7 +40,7 @@ _EVAL = "eval/"
 _SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
 """Short names of metrics of evaluations."""
 _PATIENCE_SECONDS = 30.0
-"""Seconds without output after which a plain line says what is going on."""
+"""Seconds without output after which a plain line shows the current activity."""
 
 
 class Progress:
@@ -78,7 +78,7 @@ class Progress:
             Thread(target=self._watch, name="progress", daemon=True).start()
 
     def _watch(self) -> None:
-        """Print what is going on whenever nothing has been printed for a while."""
+        """Print the current activity whenever nothing has been printed for a while."""
         while not self._is_over.wait(max(0.0, self._last_line + self._patience_seconds - time.monotonic())):
             if time.monotonic() < self._last_line + self._patience_seconds:
                 continue
@@ -101,7 +101,7 @@ class Progress:
             self._print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        lines = evaluation_lines(metrics, [one.prefix for one in self._program.evaluations])
+        lines = evaluation_lines(metrics, [eval_set.prefix for eval_set in self._program.evaluations])
         self._score = "\n".join([f"held out, after step {step}: {lines[0]}".rstrip(), *lines[1:]])
         if self._live is not None:
             self._live.refresh()
@@ -133,8 +133,9 @@ class Progress:
     def _other_sets(self, summary: Mapping[str, Any]) -> list[str]:
         """Return a line about the score, or else the loss, of each set but the first."""
         lines = []
-        for one in self._program.evaluations[1:]:
-            names = [name for name in (f"{one.prefix}score", f"{one.prefix}loss") if name in summary["evals"]]
+        for eval_set in self._program.evaluations[1:]:
+            main = (f"{eval_set.prefix}score", f"{eval_set.prefix}loss")
+            names = [name for name in main if name in summary["evals"]]
             for name in names[:1]:
                 ends = summary["evals"][name]
                 shown = name.removeprefix("eval/")
@@ -156,30 +157,28 @@ class Progress:
 
 
 def _titles(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics of a step that are shown, with their titles: rewards by name, too, if several are
-    there."""
+    """Return titles of the metrics that are shown for a step, with each reward if there are several."""
     rewards = {name: match[1] for name in metrics if (match := _REWARD.fullmatch(name)) is not None}
-    found: dict[str, str] = {}
+    titles: dict[str, str] = {}
     for name, title in _COLUMNS.items():
         if name in metrics:
-            found[name] = title
+            titles[name] = title
         if name == "reward/mean" and len(rewards) > 1:
-            found |= rewards
-    return found
+            titles |= rewards
+    return titles
 
 
 def _number(value: float) -> str:
-    """Return a metric as text; one that is nothing but rounding is 0."""
+    """Return a metric as text; 0 if the value is no more than rounding noise."""
     return "0" if abs(value) < _NOISE else f"{value:.4g}"
 
 
 def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> list[str]:
-    """Return the metrics of an evaluation as text: a line for each of several sets, which begins with its
-    name, or one line."""
+    """Return the metrics of an evaluation as text: one line, or a line with the name of each set."""
     lines = []
     for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
-        own = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shown = {name: x for name, x in own.items() if not name.startswith("mean@")}  # It is the score.
+        of_set = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        shown = {name: x for name, x in of_set.items() if not name.startswith("mean@")}  # It is the score.
         text = ", ".join(f"{_SHORT.get(name, name)} {value:.3f}" for name, value in shown.items())
         lines.append(text if prefix == _EVAL else f"  {prefix.removeprefix(_EVAL).rstrip('/')}: {text}")
     return lines if len(lines) == 1 else ["", *lines]

@@ -56,9 +56,9 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _merged(name: str, part: Sequence[tuple[float, float]]) -> float:
-    """Return the value of a metric that several ranks, or several runs of a call, have given with weights.
+    """Merge the (value, weight) pairs of a metric from several ranks or runs of a call.
 
-    It is their weighted mean, and for names that end with "/max" the largest.
+    The result is the weighted mean or, for names that end with "/max", the largest value.
     """
     if name.endswith("/max"):
         return max(value for value, _ in part)
@@ -112,17 +112,16 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """The writer of metrics.jsonl, timeline.jsonl, rollouts.jsonl, TensorBoard files, answers and
-    summary.json.
+    """The writer of the files of a run: metrics, timeline, rollouts, TensorBoard files, answers and summary.
 
-    A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
+    A resumed run continues the files after its checkpoint; `history` is the checkpoint's file of metrics.
     Raises UserError if something cannot be written.
     """
 
     def __init__(
         self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
         track: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`track` names the trackers that get the metrics.
 
         rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.
@@ -144,7 +143,7 @@ class Recorder:
             self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
 
     def _open(self, writer: Callable[[str], Any]) -> None:
-        """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
+        """Open all files, which begin with the records of earlier steps; `writer` makes TensorBoard's."""
         directory = self.directory
         last = self.history[-1]["step"] if self.history else -1
         timeline = directory / "timeline.jsonl"
@@ -160,7 +159,7 @@ class Recorder:
         (directory / "summary.json").unlink(missing_ok=True)
 
     def _open_rollouts(self, max_bytes: int, earlier: Path | None) -> RolloutFile | None:
-        """Continue rollouts.jsonl after the last step that is known, if rollouts are written.
+        """Continue rollouts.jsonl after the last step of the history, if rollouts are written.
 
         `earlier` is the directory of the run that this one continues.
         """

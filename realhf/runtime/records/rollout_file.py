@@ -15,17 +15,16 @@ _EASED = 0.75
 """Share of the bound to which a full file is reduced."""
 _FIELDS = (
     "sample", "prompt_number", "dataset_row", "score", "rewards", "extra", "length", "finished", "versions",
-    "advantage", "prompt", "completion", "columns",
-)  # fmt: skip
+    "advantage", "prompt", "completion", "columns")
 
 _Kind = tuple[int, bool]
-"""A step, and whether lines are of rows that are followed."""
+"""The step of a line, and whether its row is followed."""
 
 
 def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join what the ranks know of a step's answers (see RolloutCollector); return one object per answer.
+    """Merge the ranks' descriptions of a step's answers (see RolloutCollector) into one object per answer.
 
-    They are in the order of their sample ids. What no rank knows is missing.
+    They are in the order of their sample ids. Fields that no rank has described are left out.
     """
     prompts: dict[int, dict[str, Any]] = {}
     answers: dict[int, dict[str, Any]] = {}
@@ -43,15 +42,15 @@ def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 class RolloutFile:
     """A file with one line of JSON per answer, in the order of steps, which has at most `max_bytes`.
 
-    When a step does not fit, every second of the steps in the file is dropped: first of the lines of rows
-    that are not followed, then of the others. So what is left is the thinner the older it is. A step that
-    does not fit into an empty file loses whole prompts.
+    If a step does not fit, every second step is dropped from the file: first the lines of rows that are not
+    followed, and if that is not enough, those of followed rows. So older steps are dropped more often. If a
+    step does not fit into an empty file, some of its prompts are dropped.
     """
 
     def __init__(
         self, path: Path, *, max_bytes: int, last_step: int = 0, earlier: Path | None = None
     ) -> None:
-        """Continue a file after `last_step`: drop the lines of later steps, and what a kill has cut off.
+        """Continue a file after `last_step`: drop the lines of later steps, and an incomplete last line.
 
         `earlier` is the file of the run that this one continues, if that is in another directory.
         """
@@ -122,7 +121,7 @@ def _encoded(rollout: Mapping[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[tuple[_Kind, bytes]]:
-    """Yield the complete lines of a file with what they are of."""
+    """Yield the complete lines of a file, each with its step and whether its row is followed."""
     with path.open("rb") as file:
         for line in file:
             head = _HEAD.match(line)

@@ -53,7 +53,7 @@ class Resumption:
 
 
 def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
-    """Return what `--resume` and `--out` name; by default the newest run of the experiment file `stem`.
+    """Return the run that `--resume` and `--out` name; by default the newest of the experiment file `stem`.
 
     `resume` is a run directory, a checkpoint, or empty for the run directory `out`. A checkpoint continues
     in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
@@ -91,7 +91,7 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
 def find_restarted(out: Path | None) -> Path | None:
     """Return the run directory that an earlier start of this torchrun has claimed: `out`, or one in runs/.
 
-    torchrun's id of the run tells; if it has none ("none"), the number of restarts must be above 0.
+    It is recognised by torchrun's id of the run; if that is "none", only a restarted process looks for it.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id == "none" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -164,7 +164,7 @@ def _owner(file: TextIO) -> str:
 
 
 def _read_owner(text: str) -> dict[str, Any]:
-    """Return what a lock file says of its owner; empty if the owner has not written it yet."""
+    """Return the owner that a lock file names; empty if the owner has not written it yet."""
     try:
         return json.loads(text)
     except ValueError:

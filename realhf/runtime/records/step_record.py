@@ -19,7 +19,7 @@ class StepRecord:
     metrics: list[tuple[str, float, float]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """What this rank knows of the answers that are kept to read (see RolloutCollector)."""
+    """This rank's descriptions of logged answers (see RolloutCollector)."""
 
     @contextmanager
     def timed(self, **event: Any) -> Iterator[dict[str, Any]]:

@@ -24,9 +24,9 @@ IDS = "trackers.json"
 """A file in the run directory with the id under which each tracker knows the run."""
 _PROJECT = "realhf"
 _PATIENCE_SECONDS = 30.0
-"""Time that a tracker may take for what is left when the run has ended."""
+"""Seconds that a tracker may take to send the remaining metrics after a run has ended."""
 _SHORT_PATIENCE_SECONDS = 5.0
-"""The same for a run that has failed."""
+"""Seconds that it may take after a run has failed."""
 _MLFLOW_FORBIDS = re.compile(r"[^\w\-. :/]", re.ASCII)
 _MAX_PARAMS = 100
 _MAX_METRICS = 1000
@@ -37,13 +37,13 @@ class Tracker(Protocol):
     """A place that shows the metrics of runs. Its methods may raise any exception."""
 
     id: str
-    """What finds the run again."""
+    """The name or number by which the tracker finds the run again."""
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float | None) -> None:
         """Add the metrics of a step; `seconds` is its Unix time, None: now."""
 
     def finish(self, ending: Ending) -> None:
-        """Send what is left and end the tracked run."""
+        """Send the remaining metrics and end the tracked run."""
 
 
 class WandbTracker:
@@ -58,7 +58,7 @@ class WandbTracker:
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
             name=os.environ.get("WANDB_NAME") or directory.name, id=self.id, resume="allow",
             dir=os.environ.get("WANDB_DIR") or str(directory), config=dict(config),
-            settings=wandb.Settings(console="off"))  # fmt: skip
+            settings=wandb.Settings(console="off"))
         # A resumed run logs some steps again, and W&B's own count of steps never goes back.
         self._run.define_metric("*", step_metric="step")
 
@@ -102,9 +102,9 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float | None) -> None:
         now = int(1000 * (time.time() if seconds is None else seconds))
-        found = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
-        for i in range(0, len(found), _MAX_METRICS):
-            self._client.log_batch(self.id, metrics=found[i : i + _MAX_METRICS])
+        entries = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        for i in range(0, len(entries), _MAX_METRICS):
+            self._client.log_batch(self.id, metrics=entries[i : i + _MAX_METRICS])
 
     def finish(self, ending: Ending) -> None:
         status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending]
@@ -172,31 +172,31 @@ class Trackers:
     def __init__(
         self, names: Sequence[str], directory: Path, config: Mapping[str, Any],
         *, history: Sequence[Mapping[str, float]] = (), times: Mapping[int, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin or continue the tracked runs; new ones get the `history` of earlier steps, at their `times`.
 
         Raises UserError if one cannot begin.
         """
         path = directory / IDS
-        known = json.loads(path.read_text()) if path.exists() and history else {}
+        ids = json.loads(path.read_text()) if path.exists() and history else {}
         self._senders: list[_Sender] = []
         for name in names:
-            run_id = known.get(name)
+            run_id = ids.get(name)
             try:
                 tracker: Tracker = _KINDS[name](directory, config, run_id)
             except (Exception, SystemExit) as error:
                 self.finish("failed")
                 raise UserError(f"--track {name}: {type(error).__name__}: {error}") from error
-            known[name] = tracker.id
+            ids[name] = tracker.id
             self._senders.append(_Sender(name, tracker))
             for record in history if run_id is None else ():
                 step = int(record["step"])
                 self._senders[-1].send(step, _metrics(record), (times or {}).get(step))
         if names:
-            path.write_text(json.dumps(known) + "\n")
+            path.write_text(json.dumps(ids) + "\n")
 
     def log(self, record: Mapping[str, float]) -> None:
-        """Send the metrics of a step, which `record` names, too."""
+        """Send the metrics of a step; `record` has the number of the step, too."""
         for sender in self._senders:
             sender.send(int(record["step"]), _metrics(record), None)
 
@@ -212,7 +212,7 @@ class Trackers:
 
 
 class _Sender:
-    """A thread that passes steps on to one tracker, until this fails."""
+    """A thread that passes steps on to one tracker, until the tracker fails."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
@@ -270,6 +270,6 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what a library prints to standard error, as standard output is for results."""
+    """Redirect the output of a library to standard error, as standard output is for results."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -25,7 +25,7 @@ Locations = dict[int, tuple[int, int]]
 class Source:
     """Columns that the result ranks of one layout have computed, sent under `tag`.
 
-    `batch` is this rank's part; None unless it is one of the layout's result ranks.
+    `batch` is this rank's part; it is None unless the rank is a result rank of the layout.
     """
 
     layout: Layout
@@ -33,18 +33,19 @@ class Source:
     tag: int
 
     def receivers(self, target: Layout) -> dict[int, int]:
-        """Return for each result rank the rank of the target that gets its samples: itself if it is there."""
+        """Return for each result rank which rank of the target gets its samples: itself, if it is one."""
         ranks = target.ranks
         return {
             sender: sender if sender in target else ranks[i % len(ranks)]
-            for i, sender in enumerate(self.layout.result_ranks)}
+            for i, sender in enumerate(self.layout.result_ranks)
+        }
 
 
 @dataclass(frozen=True)
 class _Arrived:
     """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
 
-    After a restart a rank may not know the columns yet. The first of the holders knows them, if any does.
+    After a restart a rank may not know the columns yet, and then `batch` has none; the first holder does.
     """
 
     holders: tuple[int, ...]
@@ -53,10 +54,11 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rules for assigning samples, whose groups (see `sample_ids`) no mini-batch splits.
+    """Rules for assigning samples to mini-batches and data shards.
 
-    A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
-    are assigned. With `equal_costs`, samples cost the same; otherwise they cost their tokens.
+    A mini-batch has whole groups of samples (see `sample_ids`), and with `keep_groups` a data shard, too.
+    With `filtered`, only samples that all inputs have are assigned. The shards of a mini-batch get about
+    equally many tokens or, with `equal_costs`, samples.
     """
 
     group_size: int = 1
@@ -67,7 +69,7 @@ class Routing:
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
-    """Return sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
+    """Return sample ids by mini-batch and data shard, in rising order; `dp` does not change mini-batches."""
     ids = sorted(costs)
     groups = [[ids[i] for i in group] for group in groups_of(ids, routing.group_size)]
     minibatches = []
@@ -75,7 +77,7 @@ def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[l
         chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
-        minibatches.append([[sample_id for index in part for sample_id in units[index]] for part in parts])
+        minibatches.append([[sample for index in part for sample in units[index]] for part in parts])
     return minibatches
 
 
@@ -110,9 +112,9 @@ class Exchange:
         for arrived, where in zip(inputs, located, strict=True):
             self._send_wanted(arrived, where, wanted, tag)
         mine = wanted[self._rank]
-        gathered = [
-            self._gather(arrived, where, mine, tag) for arrived, where in zip(inputs, located, strict=True)]
-        whole = Batch(gathered[0].ids, {key: batch[key] for batch in gathered for key in batch.fields})
+        pairs = zip(inputs, located, strict=True)
+        parts = [self._gather(arrived, where, mine, tag) for arrived, where in pairs]
+        whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
         sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
         return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
 
@@ -131,25 +133,26 @@ class Exchange:
     def _locate(
         self, inputs: Sequence[_Arrived], target: Layout, tag: int, routing: Routing
     ) -> tuple[dict[int, float], list[Locations], list[_Arrived]]:
-        """Return costs of samples (tokens of their longest column, at least 1) and locations by input.
+        """Return the cost of each sample, the locations of samples by input, and the inputs.
 
-        Return the inputs, too, with a holder that has columns as the first of each, if there is one.
+        A sample costs the tokens of its longest column, at least 1. The first holder of a returned input is
+        one that knows the columns, if any does.
         """
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
         mine = [_costs(batch) if batch is not None and batch.fields else None
-                for batch in (arrived.batch for arrived in inputs)]  # fmt: skip
+                for batch in (arrived.batch for arrived in inputs)]
         if self._rank in holders:
             others = [rank for rank in target.ranks if rank != self._rank]
             self._outbox.add(self._control.send_json(mine, others, tag=tag))
         costs: dict[int, float] = {}
         located: list[Locations] = [{} for _ in inputs]
-        with_columns: list[set[int]] = [set() for _ in inputs]
+        with_columns: list[set[int]] = [set() for _ in inputs]  # The holders that know the columns.
         for holder in holders:
             theirs = mine if holder == self._rank else self._control.recv_json(holder, tag=tag)
-            for where, known, part in zip(located, with_columns, theirs, strict=True):
-                if part is not None:
-                    known.add(holder)
-                for index, (sample_id, cost) in enumerate(part or ()):
+            for where, knowing, of_input in zip(located, with_columns, theirs, strict=True):
+                if of_input is not None:
+                    knowing.add(holder)
+                for index, (sample_id, cost) in enumerate(of_input or ()):
                     where[sample_id] = (holder, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
         for where in located:
@@ -158,14 +161,14 @@ class Exchange:
             else:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
         ordered = [
-            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
-            for arrived, known in zip(inputs, with_columns, strict=True)]
+            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in knowing)))
+            for arrived, knowing in zip(inputs, with_columns, strict=True)]
         return dict.fromkeys(costs, 1.0) if routing.equal_costs else costs, located, ordered
 
     def _send_wanted(
         self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int
     ) -> None:
-        """Send every rank those samples that it wants and this rank holds."""
+        """Send every rank the samples that it wants from this rank."""
         if arrived.batch is None:
             return
         receivers: dict[tuple[int, ...], list[int]] = {}
@@ -197,7 +200,7 @@ def _costs(batch: Batch) -> list[tuple[int, float]]:
 
 
 def _rows(where: Locations, ids: Sequence[int], rank: int) -> list[int]:
-    """Return the indices on `rank` of those of `ids` that it holds, in the order of `ids`."""
+    """Return, for the samples of `ids` that `rank` holds, their indices there, in the order of `ids`."""
     return [where[s][1] for s in ids if where[s][0] == rank]
 
 

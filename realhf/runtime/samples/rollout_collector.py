@@ -1,7 +1,7 @@
-"""RolloutCollector: describes on each rank what its calls have made of the prompts that are kept to read.
+"""RolloutCollector: describes, on each rank, what its calls have computed for the answers that are logged.
 
-No sample moves for it. A rank that has scored an answer tells its score, the rank that has sampled it tells
-its length, the rank that reads the dataset tells the prompt; rank 0 joins them (see `rollout_file.merged`).
+No samples are sent for this. The rank that scored an answer describes its score, the rank that generated it
+its length, and the rank that reads the dataset its prompt; rank 0 merges these (see `rollout_file.merged`).
 """
 
 import json
@@ -18,12 +18,10 @@ from realhf.data.loader import Loader, MixedLoader
 from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.responses import in_response, response_lengths
 from realhf.dist.world import World
-from realhf.graph import DataflowGraph
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.sample_ids import prompt_of, samples_of
-from realhf.settings.rollout_log import RolloutLog
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""
@@ -36,28 +34,29 @@ _DIGITS = 6
 
 
 class RolloutCollector:
-    """Collects what this rank knows of the kept answers of a step, as JSON objects.
+    """Describes, as JSON objects, the logged answers of a step as far as this rank knows them.
 
-    An answer is kept in the step in which it is scored; in graphs without scores, in which it is trained on.
+    An answer is logged in the step in which it is scored or, in graphs without scores, trained on.
     """
 
     def __init__(
-        self, log: RolloutLog, graph: DataflowGraph, parts: Mapping[str, Collection[str]], *, group_size: int,
-        seed: int, rows_of: Callable[[Sequence[int]], Sequence[int]], followed: Collection[int],
-        read: Callable[[Sequence[int]], Batch] | None,
-    ) -> None:  # fmt: skip
-        """`parts` are the names of the calls of each part.
+        self, program: Program, *, rows_of: Callable[[Sequence[int]], Sequence[int]],
+        followed: Collection[int], read: Callable[[Sequence[int]], Batch] | None,
+    ) -> None:
+        """`rows_of` returns the indices of the rows of some prompts; rows in `followed` are always kept.
 
-        `read` returns the batch of some prompts, on the rank of the dataset. `rows_of` returns the indices of
-        their rows, and the prompts of the rows `followed` are always kept.
+        `read` returns the batch of some prompts, on the rank that reads the dataset.
         """
-        self._log = log
-        self._group_size = group_size
-        self._seed = seed
+        experiment = program.experiment
+        graph = program.graph
+        self._log = experiment.rollouts
+        self._group_size = experiment.group_size
+        self._seed = experiment.seed
         self._rows_of = rows_of
         self._followed = followed
         self._read = read
         self._columns = [key for key in graph.inputs if key not in LOADER_KEYS]
+        parts = experiment.parts(graph)
         self._part_of = {call: part for part, calls in parts.items() for call in calls}
         scoring = graph.producer("score") or next(iter(graph.of_kind("train_step")))
         self._scoring_part = self._part_of[scoring.name]
@@ -69,32 +68,32 @@ class RolloutCollector:
                 self._keys.setdefault(call.name, []).append(key)
         self._step = 0
         self._kept: dict[int, bool] = {}
-        """The prompts that are kept in this step, and whether their rows are followed."""
+        """Prompt that is logged in this step -> whether its row is followed."""
 
     def collect(
         self, part: str, prompts: Sequence[int], samples: SampleStore, context: Any
     ) -> list[dict[str, Any]]:
-        """Return what this rank knows of the kept prompts after a run of a part on `prompts`."""
+        """Return this rank's descriptions of the answers to log, after a part has run on `prompts`."""
         if context.step != self._step:
             self._step = context.step
             self._kept = {}
         is_scored = part == self._scoring_part
         if is_scored:
             self._choose(prompts)
-        kept_prompts = [prompt for prompt in prompts if prompt in self._kept]
-        if not kept_prompts:
+        chosen = [prompt for prompt in prompts if prompt in self._kept]
+        if not chosen:
             return []
-        rows = self._describe_prompts(kept_prompts) if is_scored and self._read is not None else []
-        ids = set(samples_of(kept_prompts, self._group_size))
+        described = self._describe_prompts(chosen) if is_scored and self._read is not None else []
+        ids = set(samples_of(chosen, self._group_size))
         for call, keys in self._keys.items():
             if is_scored or self._part_of[call] == part:
                 batch = samples.select(call, keys, ids)
                 if batch.ids:
-                    rows += self._describe_samples(batch, context)
-        return rows
+                    described += self._describe_samples(batch, context)
+        return described
 
     def _choose(self, prompts: Sequence[int]) -> None:
-        """Add those of the prompts that are kept to the ones of this step."""
+        """Choose which of the prompts are logged in this step: a sample, and those of followed rows."""
         sampled = self._log.sampled(prompts, step=self._step, seed=self._seed)
         for prompt, row in zip(prompts, self._rows_of(prompts), strict=True):
             if row in self._followed or prompt in sampled:
@@ -110,8 +109,7 @@ class RolloutCollector:
                 "prompt_number": prompt, "followed": self._kept[prompt],
                 "dataset_row": batch[DATASET_ROW][i], "prompt": self._shortened(batch["prompt"][i]),
                 "columns": {column_of(key): self._shortened(batch[key][i]) for key in self._columns
-                            if isinstance(batch[key], list)},
-            })  # fmt: skip
+                            if isinstance(batch[key], list)}})
         return described
 
     def _shortened(self, value: Any) -> Any:
@@ -122,27 +120,27 @@ class RolloutCollector:
         return value if len(text) <= self._log.max_characters else self._log.shortened(text)
 
     def _logged(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what rewards have logged of a sample."""
+        """Return the values that reward functions have logged for a sample."""
         return {name: _rounded(value) if isinstance(value, float) else self._shortened(value)
-                for name, value in values.items()}  # fmt: skip
+                for name, value in values.items()}
 
     def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = [
+        described: list[dict[str, Any]] = [
             {"sample": sample, "prompt_number": prompt_of(sample, self._group_size)} for sample in batch.ids]
         for name, values in self._described_columns(batch, context):
-            for row, value in zip(rows, values, strict=True):
-                row[name] = value
-        return rows
+            for sample, value in zip(described, values, strict=True):
+                sample[name] = value
+        return described
 
     def _described_columns(self, batch: Batch, context: Any) -> list[tuple[str, Sequence[Any]]]:
-        """Return names and values of what the columns of a batch tell of its samples."""
+        """Return the described columns of a batch: the name, and a JSON value for each sample."""
         columns = batch.fields
         described: list[tuple[str, Sequence[Any]]] = []
         if "score" in columns:
             described.append(("score", [_rounded(score) for score in columns["score"].tolist()]))
         if "reward_scores" in columns:
             by_name = [{name: _rounded(score) for name, score in scores.items()}
-                       for scores in columns["reward_scores"]]  # fmt: skip
+                       for scores in columns["reward_scores"]]
             described.append(("rewards", by_name))
         if "reward_extra" in columns:
             described.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
@@ -170,7 +168,7 @@ class RolloutCollector:
 
 
 def keeps_rollouts(program: Program) -> bool:
-    """Return whether answers of training are kept: the experiment wants it, and its graph generates some."""
+    """Return whether rollouts are logged: the experiment asks for it, and its graph generates answers."""
     call = program.graph.producer("response_mask")
     return program.experiment.rollouts.is_on and call is not None and call.kind == "generate"
 
@@ -178,17 +176,15 @@ def keeps_rollouts(program: Program) -> bool:
 def make_collector(
     program: Program, world: World, loader: Loader | MixedLoader | None
 ) -> RolloutCollector | None:
-    """Return this rank's collector, if answers are kept. Every rank calls this; some have a loader."""
+    """Return this rank's collector, or None if no rollouts are logged. Every rank calls this."""
     if not keeps_rollouts(program):
         return None
     experiment = program.experiment
-    log = experiment.rollouts
     mine = [] if loader is None else [len(part) for part in loader.parts]
-    sizes = max(world.control.all_gather_json(mine))  # Ranks without a loader have an empty list.
+    sizes = max(world.control.all_gather_json(mine))  # Ranks without a loader send an empty list.
     reads = loader is not None and world.rank in dataset_layout(program.graph, program.plan)
     return RolloutCollector(
-        log, program.graph, experiment.parts(program.graph), group_size=experiment.group_size,
-        seed=experiment.seed, followed=log.followed(sum(sizes), seed=experiment.seed),
+        program, followed=experiment.rollouts.followed(sum(sizes), seed=experiment.seed),
         rows_of=rows_of_run(experiment.dataset, sizes, seed=experiment.seed),
         read=loader.batch if loader is not None and reads else None)
 
@@ -222,9 +218,9 @@ def _spans(columns: Mapping[str, Any]) -> list[list[int] | None]:
 
 
 def _mean_advantage(advantages: torch.Tensor) -> float | None:
-    """Return the mean over the tokens that train, whose advantages are neither NaN nor, as in prompts, 0.
+    """Return the mean advantage of the tokens that are trained on; prompts have 0, excluded tokens NaN.
 
-    It is None if a failed reward, or an age limit, leaves no token.
+    It is None if no token is trained on, because a reward failed or the sample is too old.
     """
     values = advantages.double()
     if values.isnan().any() and not values.nan_to_num().any():

@@ -1,4 +1,4 @@
-"""SampleStore: the samples that this rank holds, as columns by the call that made them."""
+"""SampleStore: the outputs of calls that this rank holds, by call."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from realhf.sample_ids import prompt_of
 
 
 class SampleStore:
-    """The outputs of calls on this rank. Those that are still being generated are kept apart."""
+    """The outputs of calls on this rank: `complete` ones, and samples that are `unfinished` after a round."""
 
     def __init__(self) -> None:
         self.complete: dict[str, list[Batch]] = {}
@@ -19,7 +19,7 @@ class SampleStore:
     def pack(self) -> bytes:
         """Return all samples in the form of a safetensors file; it is empty without samples.
 
-        Batches without samples are in it, too, as they tell the types of columns.
+        It includes batches without samples, because these have the types of columns.
         """
         packed = {f"unfinished/{name}": batch.pack() for name, batch in self.unfinished.items() if batch.ids}
         if not packed and not any(batch.ids for batches in self.complete.values() for batch in batches):
@@ -50,31 +50,32 @@ class SampleStore:
 
     def put(self, producer: str, batch: Batch) -> None:
         """Add samples that a call has completed."""
-        earlier = [held for held in self.complete.get(producer, []) if held.ids]
-        self.complete[producer] = [*earlier, batch] if batch.ids or not earlier else earlier
+        filled = [samples for samples in self.complete.get(producer, []) if samples.ids]
+        self.complete[producer] = [*filled, batch] if batch.ids or not filled else filled
 
     def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
-        """Return these columns of those of the samples that are here, in any order.
+        """Return these columns of the samples `ids`, as far as they are here, in any order.
 
-        If none is here, the columns are empty; if the producer never had any, there are no columns.
+        If none of them is here, the columns are empty. If the producer never had samples here, there are no
+        columns.
         """
         return Batch.concat([_select(batch, keys, ids) for batch in self.complete.get(producer, [Batch([])])])
 
     def forget(self, ids: Collection[int], *, producers: Collection[str] | None = None) -> None:
         """Free the memory of these samples, of some calls or of all.
 
-        Columns without samples remain, as they tell their types.
+        A batch without samples remains, because it has the types of columns.
         """
         for producer in self.complete if producers is None else self.complete.keys() & producers:
             batches = self.complete[producer]
             self.complete[producer] = []
             for batch in batches:
-                rows = [i for i, sample in enumerate(batch.ids) if sample not in ids]
-                self.put(producer, batch if len(rows) == len(batch) else batch.select(rows))
+                indices = [i for i, sample in enumerate(batch.ids) if sample not in ids]
+                self.put(producer, batch if len(indices) == len(batch) else batch.select(indices))
 
 
 def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
-    """Return the samples of the groups that a rank gets; none if it is no result rank of the layout."""
+    """Return the samples of this rank's share of the groups: none if it is no result rank of the layout."""
     prompts = sorted({prompt_of(sample, group_size) for sample in batch.ids})
     ranks = layout.result_ranks
     mine: set[int] = set()
@@ -84,6 +85,6 @@ def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
 
 
 def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
-    rows = [i for i, sample in enumerate(batch.ids) if sample in ids]
+    indices = [i for i, sample in enumerate(batch.ids) if sample in ids]
     picked = batch.pick(keys) if batch.fields else batch
-    return picked if len(rows) == len(batch) else picked.select(rows)
+    return picked if len(indices) == len(batch) else picked.select(indices)

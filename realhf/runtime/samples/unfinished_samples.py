@@ -1,4 +1,4 @@
-"""UnfinishedSamples: answers that are generated in several rounds, between two rounds."""
+"""UnfinishedSamples: the answers that a round of generation leaves for the next one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from realhf.runtime.samples.sample_store import SampleStore
 class UnfinishedSamples:
     """This rank's unfinished samples of generating calls, whose columns are in the sample store.
 
-    Each round is given the samples anew, unless the engine holds them, as it does when it keeps its cache.
+    An engine that keeps its cache between rounds holds them, too; others get them again for each round.
     """
 
     def __init__(self, samples: SampleStore, num_rounds: int) -> None:
@@ -38,15 +38,15 @@ class UnfinishedSamples:
         return {"budget": budget, "unfinished": None if self.engine_holds(call) else self.of(call)}
 
     def put(self, call: FunctionCall, samples: Batch) -> None:
-        """Replace the call's samples: by those of a round, after which the engine may hold them, too."""
+        """Store the samples that a round left unfinished, which the engine may hold, too."""
         self._samples.unfinished[call.name] = samples
         if call.work.cache_on_update == "keep":
             self._held_by_engine.add(call.name)
 
     def replace(self, call: FunctionCall, samples: Batch) -> None:
-        """Replace the call's samples by others of the same round, which the engine does not hold."""
+        """Store other samples for the next round, which the engine does not hold."""
         self._samples.unfinished[call.name] = samples
 
     def engine_has_forgotten(self, call: FunctionCall) -> None:
-        """Give the samples to the next round, as the engine does not hold them any more."""
+        """Note that the engine does not hold the samples any more, so that the next round gets them."""
         self._held_by_engine.discard(call.name)

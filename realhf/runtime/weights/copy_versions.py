@@ -31,9 +31,9 @@ class CopyVersions:
             self._versions[home] += 1
 
     def begin(self, action: Reallocate) -> bool:
-        """Mark the target of a reallocation as up to date; return False if it is so already.
+        """Mark the target of a reallocation as up to date; return False if it was already.
 
-        A reallocation that updates a moving average always has something to do.
+        The update of a moving average always returns True.
         """
         target = (action.target_set, action.target)
         if action.follow_rate is not None:
@@ -58,22 +58,24 @@ class CopyVersions:
         return {"updates": self._updates.copy(), "copies": copies}
 
     def outdate_sharded(self) -> None:
-        """Mark the homes in `sharded` as outdated; for optimizers that have been read from a checkpoint."""
+        """Mark the homes in `sharded` as outdated, after optimizers were read from a checkpoint."""
         for name, _ in self._sharded:
             self._updates[name] += 1
 
     def restore(
         self, saved: Mapping[str, Any], actions: Iterable[Action], start: Callable[[Reallocate], object]
     ) -> None:
-        """Continue with the versions of a checkpoint, whose parameters only the homes have by now.
+        """Continue with the versions of a checkpoint, when only the homes have its parameters.
 
-        `start` is called with those of the `actions` whose targets were up to date, to make them so again.
+        Call `start` with the `actions` whose targets were up to date in the checkpoint, to fill them again.
         """
-        known = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
+        saved_versions = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
         self._updates = dict(saved["updates"])
-        self._versions = {home: _NEVER if home in self._sharded else known[home] for home in self._versions}
+        self._versions = {
+            home: _NEVER if home in self._sharded else saved_versions[home] for home in self._versions
+        }
         for action in actions:
             if isinstance(action, Reallocate) and action.follow_rate is None:
                 exists = action.sharded or (action.source_set, action.source) in self._versions
-                if exists and known.get((action.target_set, action.target)) == self._newest(action):
+                if exists and saved_versions.get((action.target_set, action.target)) == self._newest(action):
                     start(action)

@@ -29,13 +29,13 @@ EngineKey = tuple[str, Layout]
 def engine_class(name: str) -> Callable[..., Engine]:
     """Return the engine of this name, a value of `Role.engine`; Megatron-Core is imported only on demand."""
     if name == "megatron":
-        found: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
-        return found
+        megatron: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
+        return megatron
     return {"native": NativeEngine, "transformers": TransformersEngine}[name]
 
 
 class EngineStore:
-    """This rank's engines. Those that hold the same part of equal parameter sets share its memory."""
+    """This rank's engines. Two engines that hold the same part of equal parameter sets share its memory."""
 
     def __init__(self, world: World, catalog: ParameterCatalog) -> None:
         self._world = world
@@ -80,8 +80,7 @@ class EngineStore:
                 catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
-                float32_head=settings.float32_head,
-            )  # fmt: skip
+                float32_head=settings.float32_head)
 
     def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
         """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
@@ -90,7 +89,7 @@ class EngineStore:
         return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
 
     def _equal_home(self, name: str, layout: Layout) -> EngineKey | None:
-        """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
+        """Return a home on this rank that holds the same part of equal parameters, preferably the set's own.
 
         The copy can then share its memory: within a step no call uses a copy while its role trains, and the
         copy would be updated before its next use anyway.
@@ -170,7 +169,7 @@ class EngineStore:
                 engine.release(what)
 
     def kept_bytes(self, *, besides: EngineKey | None) -> int:
-        """Return the bytes that generations of all engines but one leave for later ones."""
+        """Return the bytes of the caches that all engines but one keep for their next generation."""
         return sum(sum(engine.kept.values()) for key, engine in self._engines.items() if key != besides)
 
     def memory(self) -> dict[str, int]:

@@ -42,8 +42,8 @@ def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str,
     transformers scores several sequences at once only if it knows the padding token, as it reads the score at
     the last token before the padding. A token that also ends responses cannot serve: it would be skipped.
     """
-    known = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
-    return {"pad_token_id": pad_token_id} if config.head == "score" and not known else {}
+    is_set = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
+    return {"pad_token_id": pad_token_id} if config.head == "score" and not is_set else {}
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

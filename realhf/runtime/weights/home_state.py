@@ -17,9 +17,9 @@ _KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
 
 @dataclass(frozen=True)
 class HomeState:
-    """A parameter set at home: trained (it has an optimizer on the ranks of the layout) or a moving average.
+    """A parameter set at home: trained (with an optimizer on the ranks of the layout) or a moving average.
 
-    `tensors` are this rank's own, by kind and parameter; ranks outside the layout have none.
+    `tensors` are this rank's, by kind and parameter; ranks outside the layout have none.
     """
 
     name: str
@@ -29,7 +29,7 @@ class HomeState:
     tensors: Mapping[str, Shards]
     optimizer: ShardedAdamW | None = None
     placements: Sequence[Placement] | None = None
-    """Of the tensors of every parameter, by rank; None: those that the spec tells."""
+    """Which ranks hold which boxes of each parameter; None if the spec says it."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -42,9 +42,9 @@ class HomeState:
         return (0, 0) if optimizer is None else (optimizer.num_steps, optimizer.num_skipped)
 
     def pieces(self) -> Iterator[tuple[str, Region, int]]:
-        """Yield boxes that make up every parameter, with the rank that writes each; equal on all ranks.
+        """Yield boxes that make up every parameter, each with the rank that writes it; equal on all ranks.
 
-        Where several ranks hold a box, they take turns.
+        If several ranks hold a box, they take turns from parameter to parameter.
         """
         placements = self.placements or self.spec.placements(self.layout, sharded=self.trained)
         for number, (param, placement) in enumerate(zip(self.spec.params, placements, strict=True)):
@@ -67,7 +67,7 @@ class HomeState:
                     saved.read(kind, param, region, tensor)
 
     def difference(self, saved: Saved) -> str:
-        """Return how the saved parameters are not those of this model, or an empty string."""
+        """Return the difference between the saved model and this one in words; empty if there is none."""
         ours = {param.name: param.shape for param in self.spec.params}
         theirs = {
             name: tuple(max(stop for _, stop in bounds) for bounds in _columns(parts))

@@ -1,17 +1,15 @@
-"""ModelStore: the copies of all roles on this rank, and how they come to be up to date."""
+"""ModelStore: the copies of all roles on this rank, and how they are kept up to date."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from realhf.checkpoint.write import Beside
 from realhf.dist.world import World
-from realhf.experiment import Role
-from realhf.layout import Layout
 from realhf.models.param_spec import Placement
 from realhf.models.region import Region
 from realhf.realloc.execute import agreed_links
-from realhf.realloc.links import Links
 from realhf.runtime.compile.actions import Action, Reallocate
+from realhf.runtime.compile.program import Program
 from realhf.runtime.weights.copy_versions import CopyVersions
 from realhf.runtime.weights.engine_store import EngineStore
 from realhf.runtime.weights.home_state import HomeState
@@ -24,33 +22,31 @@ from realhf.runtime.weights.weight_export import WeightExporter
 class ModelStore:
     """The copies of all roles: `engines` hold them, `reallocations` update them, `versions` tell their age.
 
-    The weights of `offloaded` roles, which are frozen, are on the device only while they are in use. All
-    ranks construct the store alike, from the actions of training and evaluation.
+    The weights of offloaded roles, which are frozen, are on the device only while they are in use. All ranks
+    construct the store alike.
     """
 
-    def __init__(
-        self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
-        *, seed: int, offloaded: Collection[str] = (), links: Links | None = None,
-    ) -> None:
-        catalog = ParameterCatalog(roles, homes, offloaded=offloaded)
+    def __init__(self, world: World, program: Program) -> None:
+        catalog = ParameterCatalog(program.roles, program.homes, offloaded=program.offloaded)
+        actions = program.actions
         self._rank = world.rank
         self._catalog = catalog
-        self.links = agreed_links(world, links)
+        self.links = agreed_links(world, program.links)
         self.versions = _versions_at_start(catalog)
         self.engines = EngineStore(world, catalog)
-        self.engines.create_homes(seed=seed)
+        self.engines.create_homes(seed=program.experiment.seed)
         self.engines.create_copies(actions)
         self._runner = make_runner(world.device)
         self.reallocations = Reallocations(
             world, catalog, self.engines, self._runner, _reallocations_of(actions, catalog),
             links=self.links)
         self._exporter = WeightExporter(world, catalog, self.engines)
-        own = [name for name, p in catalog.sets.items() if p.trained and p.engine == "megatron"]
-        self._placements = {name: self._exchanged_placements(world, name) for name in own}
-        """Parameter set -> the owners of boxes of an optimizer that cuts parameters in its own way."""
+        megatron = [name for name, p in catalog.sets.items() if p.trained and p.engine == "megatron"]
+        self._placements = {name: self._exchanged_placements(world, name) for name in megatron}
+        """Parameter set -> the ranks that own each of its boxes in Megatron-Core's optimizer."""
 
     def _exchanged_placements(self, world: World, name: str) -> list[Placement]:
-        """Return the placements of a set's optimizer, as its ranks tell. Every rank must call this."""
+        """Return which ranks own each box of a set in its optimizer. Every rank must call this."""
         engine = self.engines.get((self._catalog.sets[name].role, self._catalog.home(name)))
         mine = {} if engine is None else engine.optimizer.state["master"]
         boxes = {param: [box for box, _ in pieces] for param, pieces in mine.items()}
@@ -70,7 +66,7 @@ class ModelStore:
     def start(self, action: Reallocate) -> bool:
         """Start a reallocation and return True, or False if the target is up to date or in flight already.
 
-        One that updates a follower always starts. Every rank calls this, and all get the same answer.
+        The update of a follower always starts. Every rank calls this, and all get the same answer.
         """
         if not self.versions.begin(action):
             return False
@@ -78,8 +74,10 @@ class ModelStore:
         return True
 
     def home_states(self) -> list[HomeState]:
-        """Return what a checkpoint holds of every parameter set that the run changes; equal on all ranks
-        but for the tensors."""
+        """Return the state of every parameter set that the run changes, for a checkpoint.
+
+        Except for the tensors, which are this rank's, it is equal on all ranks.
+        """
         states = []
         for name, params in self._catalog.sets.items():
             home = self._catalog.home(name)
@@ -99,11 +97,11 @@ class ModelStore:
     def export(
         self, role: str, directory: Path, *, beside: Mapping[str, Beside] | None = None,
         fields: Mapping[str, object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the role's home copy as a Hugging Face directory on rank 0's host.
 
-        Rank 0 gives the files `beside` and the `fields` to add to a model's config.json. Every rank calls
-        this; those that are neither rank 0 nor in the home do nothing.
+        Rank 0 passes the files to write `beside` the weights, and the `fields` to add to config.json. Every
+        rank calls this; those that are neither rank 0 nor in the home do nothing.
         """
         trained = self._catalog.trained_set(role)
         if self._catalog.is_sharded(trained):
@@ -111,11 +109,11 @@ class ModelStore:
         if self._rank == 0 or self._rank in self._catalog.home(role):
             # An export moves parameters too, so it takes its turn among the reallocations.
             self._runner.submit(lambda: self._exporter.write(
-                role, directory, beside=beside or {}, fields=fields or {})).result()  # fmt: skip
+                role, directory, beside=beside or {}, fields=fields or {})).result()
 
 
 def _versions_at_start(catalog: ParameterCatalog) -> CopyVersions:
-    """Return the versions after loading, when each home also holds the sets that are equal to its own."""
+    """Return the versions after loading: a home also has the current version of the sets equal to its own."""
     names = list(catalog.sets)
     complete = [
         (name, catalog.home(other)) for name in names for other in names if catalog.may_share(name, other)
@@ -125,6 +123,6 @@ def _versions_at_start(catalog: ParameterCatalog) -> CopyVersions:
 
 
 def _reallocations_of(actions: Sequence[Action], catalog: ParameterCatalog) -> Iterator[Reallocate]:
-    """Yield the reallocations of the actions, and those before an export, in an order equal on all ranks."""
+    """Yield the reallocations of the actions, then those before exports, in the same order on all ranks."""
     yield from (action for action in actions if isinstance(action, Reallocate))
     yield from (catalog.gathering(name) for name in catalog.sets if catalog.is_sharded(name))

@@ -42,7 +42,7 @@ class ParameterCatalog:
         return Reallocate(name, self.home(name), name, self.home(name), sharded=True)
 
     def may_share(self, name: str, other: str) -> bool:
-        """Return whether copies of `name` may be the memory of `other`: the sets always have equal values."""
+        """Return whether copies of `name` may use the memory of `other`, as both always have equal values."""
         if name == other:
             return True
         pair = [self.sets[name], self.sets[other]]
@@ -50,7 +50,7 @@ class ParameterCatalog:
             return False
         if any(params.engine == "megatron" for params in pair):
             return False  # Megatron-Core allocates its own memory.
-        # Memory that is freed between uses cannot be that of a set which stays on the device.
+        # A set that stays on the device cannot use memory that is freed between uses.
         stays_usable = name in self.offloaded or other not in self.offloaded
         return stays_usable and pair[0].weights_source == pair[1].weights_source
 
@@ -62,7 +62,7 @@ class ParameterCatalog:
         return list(spec.held_by(layout, rank).items()) == list(spec.held_by(other, rank).items())
 
     def is_loaded_earlier(self, role: str) -> bool:
-        """Return whether all ranks of a role's home have the same weights as an earlier role's home."""
+        """Return whether all ranks of a role's home hold equal weights, loaded for an earlier role."""
         home = self.home(role)
         earlier = list(self.roles)[: list(self.roles).index(role)]
         equal_homes = [self.home(other) for other in earlier if self.may_share(role, other)]

@@ -5,13 +5,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from realhf.dist.world import World
 from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, schedule_of
+from realhf.realloc.execute import Reallocator
 from realhf.realloc.links import Links
 from realhf.realloc.pieces import Shards
+from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.runtime.compile.actions import Reallocate
 from realhf.runtime.compile.equal_programs import require_equal_schedules
 from realhf.runtime.weights.copy_versions import Copy
@@ -67,26 +70,26 @@ class Reallocations:
         self._reallocators: dict[Reallocate, Reallocator] = {}
         staging = Staging(world.device)
         mine = dict.fromkeys(_without_ahead(action) for action in actions if self._takes_part(action))
-        arguments = {action: self._arguments(action, links) for action in mine}
-        schedules = {action: schedule_of(**given) for action, given in arguments.items()}
+        schedules = {action: self._schedule(action, links) for action in mine}
         # Before ranks meet for their groups, where they would wait for each other forever.
-        require_equal_schedules(world, {_named(action): made.digest for action, made in schedules.items()})
-        for action, given in arguments.items():
+        require_equal_schedules(
+            world, {_named(action): schedule.digest for action, schedule in schedules.items()})
+        for action, schedule in schedules.items():
             self._reallocators[action] = Reallocator(
-                **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action],
-                posts=runner.waits_for_ranks)
+                schedule, world, dtype=self._dtype(action), follow_rate=_follow_rate(action),
+                staging=staging, role=self._role(action), posts=runner.waits_for_ranks)
 
     def _role(self, action: Reallocate) -> str:
         return self._catalog.sets[action.target_set].role
 
-    def _arguments(self, action: Reallocate, links: Links) -> dict[str, Any]:
-        """Return what the schedule of an action is made from."""
-        return {
-            "spec": self._catalog.specs[action.source_set], "source": action.source, "target": action.target,
-            "dtype": DTYPES[self._catalog.roles[self._role(action)].weights_dtype],
-            "sharded": action.sharded, "links": links,
-            "follow_rate": 1.0 if action.follow_rate is None else action.follow_rate,
-        }  # fmt: skip
+    def _dtype(self, action: Reallocate) -> torch.dtype:
+        return DTYPES[self._catalog.roles[self._role(action)].weights_dtype]
+
+    def _schedule(self, action: Reallocate, links: Links) -> Schedule:
+        return make_schedule(
+            self._catalog.specs[action.source_set], source=action.source, target=action.target,
+            itemsize=self._dtype(action).itemsize, sharded=action.sharded, links=links,
+            forward=_follow_rate(action) == 1)
 
     def _takes_part(self, action: Reallocate) -> bool:
         return self._rank in action.source or self._rank in action.target
@@ -135,6 +138,10 @@ class Reallocations:
         for (name, _), reallocation in self._in_flight.items():
             if self._catalog.sets[name].follows is not None:
                 reallocation.result()
+
+
+def _follow_rate(action: Reallocate) -> float:
+    return 1.0 if action.follow_rate is None else action.follow_rate
 
 
 def _without_ahead(action: Reallocate) -> Reallocate:
