@@ -7,7 +7,7 @@ tokens of a row, up to the end of its last page; I query tokens of a sequence, J
 import torch
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, nothing_attended
 
 
 class ReferenceAttention:
@@ -17,9 +17,7 @@ class ReferenceAttention:
     page_tokens = 1
     in_graph = False
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
         return None
 
     def packed(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.attention.cpu import masked_attention
-from realhf.attention.interface import AttentionBackend, AttentionKind, Pages, Sequences
+from realhf.attention.interface import AttentionKind, Pages, PartialAttention, Sequences
 from realhf.attention.merge import merge_into
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
@@ -137,7 +137,7 @@ class ExpandedPieces(Segment):
     expands = True
 
     def __init__(
-        self, backend: AttentionBackend, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
+        self, backend: PartialAttention, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
     ) -> None:
         super().__init__(
             numbers["chunk_position_T"], numbers["chunk_length_T"], numbers["chunk_cache_position_T"],

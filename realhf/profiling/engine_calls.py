@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.calls import LogProbs, Loss, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
@@ -21,7 +21,7 @@ _ANY_SIZE = 1 << 30
 
 
 @dataclass(frozen=True)
-class _MeanLoss:
+class _MeanLoss(Loss):
     """The mean of an output, as the cheapest loss."""
 
     output: str

@@ -10,7 +10,7 @@ import yaml
 from realhf.errors import UserError
 from realhf.user_input.hub import find_model, parse_hub_name
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 
 
 def shipped_dir(kind: str) -> Path:

@@ -143,7 +143,7 @@ def test_the_backend_decides_on_the_size_of_a_page(versions, page_tokens, tokens
 class _Refusing(PagedReference):
     name = "a kernel"
 
-    def refuses(self, kind, *, dim, value_dim, dtype, paged):
+    def refuses(self, shape, *, paged):
         return "it is too wide" if paged else None
 
 

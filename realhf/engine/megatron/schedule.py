@@ -83,7 +83,7 @@ class Schedule:
 
 def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
     """Return packed tokens with a last sequence of padding up to this size, and the sequences' lengths."""
-    rest = size - len(tokens.values)
-    if not rest:
+    num_padding = size - len(tokens.values)
+    if not num_padding:
         return tokens.values, list(tokens.lengths)
-    return torch.nn.functional.pad(tokens.values, (0, rest)), [*tokens.lengths, rest]
+    return torch.nn.functional.pad(tokens.values, (0, num_padding)), [*tokens.lengths, num_padding]
