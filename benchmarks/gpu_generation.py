@@ -208,14 +208,14 @@ def _generate(
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
     batch = Batch(list(range(len(lengths))), columns)
     more = {} if report is None else {"report": report}
-    return engine.run(call, [batch], micro_batch_tokens=16384, **more).batch
+    return engine.generate(call, batch, **more).ended
 
 
 def _apart(engine: NativeEngine, made: Batch) -> Found:
     """Compare the generator's log-probs with those of a forward pass."""
     work = LogProbs()
     call = FunctionCall("actor_forward", "forward", GENERATED[:2], ("logprobs",), role="actor", work=work)
-    again = engine.run(call, [made.pick(GENERATED[:2])], micro_batch_tokens=16384).batch["logprobs"].values
+    again = engine.forward(call, made.pick(GENERATED[:2]), micro_batch_tokens=16384)["logprobs"].values
     mask = made["response_mask"].values != 0
     apart = (again.double() - made["gen_logprobs"].values.double())[mask].abs()
     return {"logprobs_apart_mean": float(apart.mean()), "logprobs_apart_max": float(apart.max())}

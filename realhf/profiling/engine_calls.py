@@ -112,4 +112,8 @@ def _call(
 ) -> Callable[[], object]:  # fmt: skip
     """Return a function that runs the work on the batch in passes of at most so many tokens."""
     call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
-    return partial(engine.run, call, [batch], micro_batch_tokens=most_tokens, gather=False)
+    if work.kind == "generate":
+        return partial(engine.generate, call, batch)
+    if work.kind == "train_step":
+        return partial(engine.train, call, [batch], micro_batch_tokens=most_tokens, gather=False)
+    return partial(engine.forward, call, batch, micro_batch_tokens=most_tokens)

@@ -112,7 +112,7 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
     numel = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-VOCABULARY // layout.tp)
-        metrics = engine.run(call, [batch], micro_batch_tokens=40).metrics
+        metrics = engine.train(call, [batch], micro_batch_tokens=40)
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
     return metrics, {name: before[name] - shard for name, shard in engine.model.shards().items()}

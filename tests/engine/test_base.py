@@ -25,7 +25,7 @@ def _train(world, text, noise, num_minibatches, epochs, proximal):
     differences = []
     for batch in batches:
         mask = batch["response_mask"]
-        found = engine.run(forward, [batch.pick(KEYS)], micro_batch_tokens=40).batch.fields.get("logprobs")
+        found = engine.forward(forward, batch.pick(KEYS), micro_batch_tokens=40).fields.get("logprobs")
         # (Only the last stage has them, and needs them.)
         logprobs = torch.zeros_like(mask.values) if found is None else found.values
         off = noise * torch.randn(len(mask.values), dtype=torch.float64, generator=generator)
@@ -37,7 +37,7 @@ def _train(world, text, noise, num_minibatches, epochs, proximal):
     work = TrainStep(loss, num_minibatches, epochs)
     columns = (*COLUMNS, "prox_logprobs") if proximal == "recomputed" else COLUMNS
     call = FunctionCall("actor_train", "train_step", columns, role="actor", work=work)
-    metrics = engine.run(call, batches[:num_minibatches], micro_batch_tokens=40).metrics
+    metrics = engine.train(call, batches[:num_minibatches], micro_batch_tokens=40)
     return metrics, differences[:num_minibatches]
 
 

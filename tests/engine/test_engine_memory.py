@@ -49,7 +49,7 @@ def _step(engine, world, number):
     layout = engine.groups.layout
     mine = slice(layout.coordinate(world.rank).dp, None, layout.dp)
     rows = [ragged_rows(8, seed=2 * number + i)[mine] for i in (0, 1)]
-    return engine.run(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40).metrics
+    return engine.train(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40)
 
 
 def _values(engine):
@@ -280,7 +280,7 @@ def test_released_pages_come_back():
     prompts = Batch([0, 1], {"prompts": Packed.of([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])})
 
     def tokens():
-        made = engine.run(call, [prompts], micro_batch_tokens=100).batch
+        made = engine.generate(call, prompts).ended
         return [row.tolist() for row in made["s"].split()]
 
     assert "cache" not in engine.memory()

@@ -72,7 +72,7 @@ def _train(world, config, text, num_rows, section_numel, recompute):
     dp = layout.coordinate(world.rank).dp
     batches = [minibatch(ragged_rows(num_rows, seed=seed)[dp :: layout.dp]) for seed in (0, 1)]
     history = [
-        engine.run(CALL, batches, micro_batch_tokens=20, recompute=recompute).metrics for _ in range(2)]
+        engine.train(CALL, batches, micro_batch_tokens=20, recompute=recompute) for _ in range(2)]
     shards = {name: shard.clone() for name, shard in engine.model.shards().items()}
     return history, shards, had_begun[::2]  # (`step` asks again.)
 
