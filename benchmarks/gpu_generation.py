@@ -208,7 +208,7 @@ def _generate(
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
     batch = Batch(list(range(len(lengths))), columns)
     more = {} if report is None else {"report": report}
-    return engine.generate(call, batch, **more).ended
+    return engine.generate(call, batch, **more).batch
 
 
 def _apart(engine: NativeEngine, made: Batch) -> Found:

@@ -194,7 +194,7 @@ def _our_generation(
         work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
         call = FunctionCall(
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
-        made = engine.generate(call, batch).ended
+        made = engine.generate(call, batch).batch
         return {"tokens": len(made["sequence_ids"].values) - given}
 
     return run

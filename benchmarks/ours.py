@@ -69,7 +69,7 @@ def generate(desk: Desk) -> None:
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
-            made = engine.generate(call, batch).ended
+            made = engine.generate(call, batch).batch
         desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 

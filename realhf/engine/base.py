@@ -76,7 +76,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
-        """Run micro-batches through the stages, with backward passes if autograd is on.
+        """Run micro-batches through the stages; if autograd is on, run backward passes and sum gradients.
 
         Return, on the last stage, each micro-batch's `settings.result_of` its outputs.
         """
@@ -259,8 +259,6 @@ class Engine(ABC):
             key, outputs, loss_of_part, max_tokens, group_size=work.group_size, recompute=recompute,
             routers=routers)
         self._run_in_micro_batches(batch, settings, report)
-        assert self._optimizer is not None
-        self._optimizer.finish_sums()
         router_metrics = {} if routers is None else routers.metrics()
         if not self.groups.is_last_stage:
             return {}

@@ -1,47 +1,45 @@
 """GeneratingEngine: an engine that also generates, and may keep caches of keys and values between rounds."""
 
 from abc import abstractmethod
+from functools import cached_property
 
-from realhf.calls import OptimizerConfig
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report, no_report
 from realhf.engine.base import Engine
-from realhf.engine.protocol import Generated
+from realhf.engine.protocol import CallResult
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimits
 from realhf.inference.rounds import Round
-from realhf.nn.parameters import ShardedParameters
 
 
 class GeneratingEngine(Engine):
     """An engine that also generates."""
 
-    def __init__(
-        self, parameters: ShardedParameters, *, adapters: ShardedParameters | None = None,
-        optimizer: OptimizerConfig | None,
-    ) -> None:  # fmt: skip
-        super().__init__(parameters, adapters=adapters, optimizer=optimizer)
-        self.cache_limits = CacheLimits(self.groups)
+    last_cache_bytes = 0
+    """Bytes of the keys and values of the last call that generated."""
+
+    @cached_property
+    def cache_limits(self) -> CacheLimits:
         """The limits of the KV caches of its calls, which checkpoints hold."""
-        self.last_cache_bytes = 0
-        """Bytes of the keys and values of the last call that generated."""
+        return CacheLimits(self.groups)
 
     def generate(
         self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
         version: int = 0, report: Report = no_report,
-    ) -> Generated:  # fmt: skip
+    ) -> CallResult:  # fmt: skip
         """Continue this rank's share of the prompts, and the `unfinished` samples of earlier rounds.
 
-        Every sample gets at most `budget` tokens (None: as many as the call allows), which
-        are of this `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples
-        itself; others may be passed.
+        Every sample gets at most `budget` tokens (None: as many as the call allows), which are of this
+        `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
+        others may be passed.
         """
         begun = Batch([])
         if unfinished is not None and unfinished.ids:
             limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
             begun = unfinished.pick([*call.outputs, *limits])
         batch = batch.to(self.groups.world.device)
-        return Generated(*self._generate(call, batch, Round(begun, budget, version), report))
+        ended, unfinished = self._generate(call, batch, Round(begun, budget, version), report)
+        return CallResult(ended, {}, unfinished)
 
     @abstractmethod
     def _generate(

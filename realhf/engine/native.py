@@ -159,7 +159,7 @@ class NativeEngine(GeneratingEngine):
         return parts
 
     def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
-        layer_done = None if self._optimizer is None else self._optimizer.layer_is_done
+        layer_done = None if self._optimizer is None else self._optimizer.sums.layer_is_done
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             report(f"micro-batch {i + 1} of {len(micro_batches)}")
@@ -170,7 +170,10 @@ class NativeEngine(GeneratingEngine):
 
         ranges = [token_range(len(samples[settings.key].values), self.groups.cp) for samples in micro_batches]
         shapes = [(stop - start, self.model.config.hidden_size) for start, stop in ranges]
-        return run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        if torch.is_grad_enabled():
+            self.optimizer.sums.complete()
+        return results
 
     def _run_micro_batch(
         self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,

@@ -10,7 +10,6 @@ from realhf.dist.group import Group
 from realhf.models.param_spec import ParamSpec
 from realhf.models.region import Region, chunk_edges, region_size, split_evenly
 from realhf.nn.parameters import ShardedParameters
-from realhf.sizes import chunk_sizes
 
 
 class Section(NamedTuple):
@@ -29,28 +28,28 @@ class Section(NamedTuple):
 class OptimizerSlice(NamedTuple):
     """Some of this member's elements of a section, which are updated together."""
 
-    number: int  # Of the section.
+    section_number: int
     section: Section
-    part: slice  # Of the member's chunk.
+    elements: slice  # Of the member's chunk.
 
     def spans(self) -> Iterator[tuple[str, slice]]:
         """Yield each parameter of which the slice has elements, and which of its elements these are."""
         start = 0
         for name, boxes in self.section.boxes.items():
             stop = start + sum(map(region_size, boxes))
-            first, last = max(start, self.part.start), min(stop, self.part.stop)
+            first, last = max(start, self.elements.start), min(stop, self.elements.stop)
             if first < last:
-                yield name, slice(first - self.part.start, last - self.part.start)
+                yield name, slice(first - self.elements.start, last - self.elements.start)
             start = stop
 
     @property
-    def mine(self) -> torch.Tensor:
+    def params(self) -> torch.Tensor:
         """The model's parameters."""
-        return self.section.params[self.section.own][self.part]
+        return self.section.params[self.section.own][self.elements]
 
     @property
     def grads(self) -> torch.Tensor:
-        return self.section.grads[self.section.own][self.part]
+        return self.section.grads[self.section.own][self.elements]
 
 
 def make_sections(model: ShardedParameters) -> list[Section]:
@@ -91,12 +90,14 @@ def _primary(
     return counted
 
 
-def split_into_slices(sections: Sequence[Section], *, is_offloaded: bool) -> list[OptimizerSlice]:
-    """Return whole sections, or parts of them that pass through the device together."""
+def split_into_slices(
+    sections: Sequence[Section], *, max_numel: int | None = None
+) -> list[OptimizerSlice]:
+    """Return this member's whole chunks, or slices of them of at most so many elements."""
     slices = []
     for number, section in enumerate(sections):
         count = section.own.stop - section.own.start
-        step = min(max(1, count), chunk_sizes.OPTIMIZER_SLICE_NUMEL) if is_offloaded else max(1, count)
+        step = max(1, count) if max_numel is None else min(max(1, count), max_numel)
         for start in range(0, max(1, count), step):
             slices.append(OptimizerSlice(number, section, slice(start, min(start + step, count))))
     return slices

@@ -1,7 +1,6 @@
 """The types in which engines and the runtime talk to each other."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -9,13 +8,6 @@ from realhf.data.batch import Batch
 
 Metrics = dict[str, float]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-
-
-class Generated(NamedTuple):
-    """The columns of samples that have ended in a round of a generation, and of unfinished ones."""
-
-    ended: Batch
-    unfinished: Batch
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,11 @@ class TransformersEngine(GeneratingEngine):
             report(f"micro-batch {i + 1} of {len(micro_batches)}")
             return self._run_micro_batch(micro_batches[i], settings)
 
-        return run_pipeline(
-            forward, self.groups, hidden_shapes=[()] * len(micro_batches), dtype=self.flat.dtype)
+        shapes: list[tuple[int, ...]] = [()] * len(micro_batches)
+        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        if torch.is_grad_enabled():
+            self.optimizer.sums.complete()
+        return results
 
     def _run_micro_batch(self, samples: Batch, settings: PassSettings) -> Tensor:
         tokens = samples[settings.key]

@@ -118,7 +118,7 @@ def _generate(world, text, num_rows):
     work = Generate(SamplingConfig(max_new_tokens=6), seed=1, max_rows=3)
     call = FunctionCall("g", "generate", ("sequence_ids",), GENERATED, role="r", work=work)
     batch = _batch([row for row in _rows() for _ in range(2)][:num_rows]).pick(("sequence_ids",))
-    made = engine.generate(call, batch).ended
+    made = engine.generate(call, batch).batch
     if not made.fields:
         return None
     return made.ids, *(made[key].split() for key in GENERATED[:3]), made["finished"]

@@ -63,7 +63,7 @@ def _run(world, name, text, max_rows):
         "actor_generate", "generate", ("prompt_ids",), ("sequence_ids", "response_mask", "logp", "finished"),
         role="actor", work=Generate(sampling, max_rows=max_rows))  # fmt: skip
     batch = Batch(ids, {"prompt_ids": _sequences(ids)})
-    made = engine.generate(generate, batch).ended
+    made = engine.generate(generate, batch).batch
     keys = ("sequence_ids",)
     forward = FunctionCall("ref_forward", "forward", keys, ("logp",), role="ref", work=LogProbs())
     batch = Batch(ids, {"sequence_ids": _sequences(ids, extra=2)})

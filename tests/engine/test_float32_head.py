@@ -40,7 +40,7 @@ def _answers(engine):
     generator = torch.Generator().manual_seed(1)
     prompts = Packed.of([torch.randint(4, 500, (3 + i,), generator=generator) for i in range(8)])
     batch = Batch(list(range(8)), {"prompts": prompts})
-    return engine.generate(GENERATE, batch).ended
+    return engine.generate(GENERATE, batch).batch
 
 
 def _logprobs(engine, answers):

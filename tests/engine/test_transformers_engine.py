@@ -120,7 +120,7 @@ def generated(engine, *, part=(0, 1), max_rows=512, rows=ROWS, **sampling):
     outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
     work = Generate(SamplingConfig(**({"max_new_tokens": 6} | sampling)), seed=5, max_rows=max_rows)
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
-    batch = engine.generate(call, batch_of(rows, part=part).pick(["prompt_ids"])).ended
+    batch = engine.generate(call, batch_of(rows, part=part).pick(["prompt_ids"])).batch
     columns = [batch[key].split() for key in outputs[:3]] + [batch["finished"]]
     return {i: tuple(x.tolist() for x in row) for i, *row in zip(batch.ids, *columns, strict=True)}
 
@@ -222,7 +222,7 @@ def test_rounds_continue_samples(made, family):
     work = Generate(SamplingConfig(max_new_tokens=13), seed=5, max_rows=4)
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
     prompts = batch_of(ROWS).pick(["prompt_ids"])
-    whole = engine.generate(call, prompts, version=7).ended
+    whole = engine.generate(call, prompts, version=7).batch
     assert torch.equal(whole["versions"].values, 7 * whole["response_mask"].values.long())
     lengths = [int(mask.sum()) for mask in whole["response_mask"].split()]
     assert 13 in lengths and len(set(lengths)) > 2
@@ -231,9 +231,9 @@ def test_rounds_continue_samples(made, family):
         part = prompts.select([range(4), range(4, 7), range(0)][number])
         result = engine.generate(call, part, unfinished=unfinished, budget=(5, 5, 9)[number], version=number)
         unfinished = result.unfinished
-        columns = [result.ended[key].split() for key in outputs if key != "finished"]
-        columns.append(result.ended["finished"])
-        found |= {i: row for i, *row in zip(result.ended.ids, *columns, strict=True)}
+        columns = [result.batch[key].split() for key in outputs if key != "finished"]
+        columns.append(result.batch["finished"])
+        found |= {i: row for i, *row in zip(result.batch.ids, *columns, strict=True)}
     assert unfinished.ids == [] and found.keys() == set(range(7))
     for i, (tokens, mask, logprobs, versions, finished) in found.items():
         assert torch.equal(tokens, whole["sequence_ids"].split()[i])

@@ -135,7 +135,7 @@ def generate_in_rounds(world, text, case, *, engine=None, number=0):
             unfinished = unfinished.select([place[i] for i in mine])
         result = engine.generate(
             case.call, batch, unfinished=unfinished, budget=case.budget(number), version=number)
-        rows |= rows_of(result.ended)
+        rows |= rows_of(result.batch)
         shared = [Batch.unpack(data) for data in control.all_gather_bytes(result.unfinished.pack())]
         unfinished = Batch.concat([part for part in shared if part.fields] or [Batch([])])
         history.append(sorted(unfinished.ids))

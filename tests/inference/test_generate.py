@@ -49,7 +49,7 @@ def _generate(
     )
     ids = list(range(first_id, first_id + len(prompts)))
     batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts], empty=NO_TOKENS)})
-    result = engine.generate(call, batch).ended
+    result = engine.generate(call, batch).batch
     if not result.fields:
         return None, result
     responses = []
@@ -215,7 +215,7 @@ def test_no_prompts_give_empty_columns(case):
         "g", "generate", ("p",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate()
     )
     empty = Batch([], {"p": Packed(torch.zeros(0, dtype=torch.long), [])})
-    result = engine.generate(call, empty).ended
+    result = engine.generate(call, empty).batch
     assert len(result) == 0 and set(result.fields) == {"ids", "mask", "logp", "finished"}
 
 

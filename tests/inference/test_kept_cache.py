@@ -70,7 +70,7 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
         batch = case.batch(number, ids[dp :: layout.dp])
         result = engine.generate(
             case.call, batch, budget=case.budget(number), version=number, unfinished=unfinished)
-        rows |= rows_of(result.ended)
+        rows |= rows_of(result.batch)
         held = result.unfinished
         left = control.all_gather_json(len(result.unfinished))
         if disturb is not None:
@@ -195,7 +195,7 @@ def test_evaluations_and_a_new_engine_do_not_disturb_the_rows(versions):
 
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     check_rows(_kept(engine, case, World(), disturb=evaluate), expected, case)
-    assert all(result.ended.ids == [0, 1, 2, 3] and not result.unfinished.ids for result in evaluated)
+    assert all(result.batch.ids == [0, 1, 2, 3] and not result.unfinished.ids for result in evaluated)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     first = engine.generate(case.call, case.batch(0, case.ids(0)), budget=5, version=0)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
@@ -203,7 +203,7 @@ def test_evaluations_and_a_new_engine_do_not_disturb_the_rows(versions):
     second = engine.generate(
         case.call, case.batch(1, case.ids(1)), budget=5, version=1,
         unfinished=Batch.unpack(first.unfinished.pack()))
-    whole = {**rows_of(first.ended), **rows_of(second.ended), **rows_of(second.unfinished)}
+    whole = {**rows_of(first.batch), **rows_of(second.batch), **rows_of(second.unfinished)}
     flushed = expected_rows(case, versions[0], keep=True, flushed=[1])
     for i, row in whole.items():
         assert row[0].tolist() == flushed[i][0][: len(row[0])]
@@ -227,7 +227,7 @@ def test_merged_adapters_change_with_the_rounds(versions, keep):
             made = engine.generate(
                 case.call, case.batch(number, case.ids(number)), budget=5,
                 unfinished=None if keep else unfinished, version=number)
-            rows |= rows_of(made.ended)
+            rows |= rows_of(made.batch)
             unfinished = made.unfinished
             number += 1
         results.append(rows)

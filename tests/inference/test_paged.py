@@ -93,7 +93,7 @@ def test_pages_live_across_calls_and_are_given_back(versions):
     cache = engine.pages.cache
     size = cache.num_blocks
     again = engine.generate(case.call, case.batch(0, range(8)))
-    _same_rows(rows_of(again.ended), rows_of(first.ended))
+    _same_rows(rows_of(again.batch), rows_of(first.batch))
     assert engine.pages.cache is cache and cache.num_blocks == size
     token_bytes = engine.model.cache_token_bytes
     assert engine.pages.num_bytes == size * cache.block_size * token_bytes
@@ -102,7 +102,7 @@ def test_pages_live_across_calls_and_are_given_back(versions):
     engine.flush_cache("gen")
     engine.pages.release()
     assert engine.pages.num_bytes == 0
-    _same_rows(rows_of(engine.generate(case.call, case.batch(0, range(8))).ended), rows_of(first.ended))
+    _same_rows(rows_of(engine.generate(case.call, case.batch(0, range(8))).batch), rows_of(first.batch))
 
 
 def test_recorded_passes_are_dropped_with_what_they_read(versions):

@@ -77,7 +77,7 @@ def _generate(world, text, lengths, options, family="qwen2"):
     prompts, call = _prompts(lengths), _call(**options)
     batch = Batch(ids, {"prompts": Packed.of([prompts[i] for i in ids])})
     num_keys = [] if world.size == 1 else [_num_keys(engine)]
-    made = [engine.generate(call, batch).ended]
+    made = [engine.generate(call, batch).batch]
     again, num_stolen = _generate_counting(engine, call, batch)
     num_keys += [] if world.size == 1 else [_num_keys(engine)]
     columns = [{key: _rows(column) for key, column in batch.fields.items()} for batch in (*made, again)]

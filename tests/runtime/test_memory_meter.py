@@ -50,7 +50,7 @@ class Calls:
 
     def generate(self):
         with self.meter.of_call(Run(GENERATE, LAYOUT), {}):
-            self.made = self.actor.generate(GENERATE, self.batch).ended
+            self.made = self.actor.generate(GENERATE, self.batch).batch
 
     def forward(self, peak):
         """Run the other call, at whose peak torch has given out `peak` bytes; return its event."""

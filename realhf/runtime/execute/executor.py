@@ -338,8 +338,7 @@ class Executor:
         report = self._world.activity.note
         if call.kind == "generate":
             options = {"version": self._context.updates.get(key[0], 0), **self._unfinished.options(call)}
-            generated = engines.generating(key).generate(call, minibatches[0], report=report, **options)
-            return CallResult(generated.ended, {}, generated.unfinished)
+            return engines.generating(key).generate(call, minibatches[0], report=report, **options)
         if call.kind == "train_step":
             metrics = engines[key].train(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
