@@ -333,8 +333,7 @@ class _AdaptedLoss(Loss):
     loss: Loss
 
     def __post_init__(self) -> None:
-        attributes = ("output", "entropy", "learns", "group_size", "token_ids")
-        for name in (*attributes, "summarize", "row_fault"):
+        for name in ("output", "entropy", "learns", "group_size", "token_ids", "summarize", "row_fault"):
             if hasattr(self.loss, name):
                 vars(self)[name] = getattr(self.loss, name)
 

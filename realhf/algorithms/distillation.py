@@ -131,7 +131,6 @@ class ReverseKL(Loss):
         return {"tokens": float((weight_TM.sum(1) > 0).sum()), **dict(sums)}
 
     def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a call, given their means over mini-batches and those of the first."""
         return with_mismatch(means, first)
 
     def __call__(

@@ -112,11 +112,8 @@ class PolicyLoss(Loss):
     entropy = True
 
     def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a call, given their means over mini-batches and those of the first.
-
-        Only the first mini-batch has the weights of the trainer before the update; recomputed log-probs are
-        those of these weights in every mini-batch.
-        """
+        # Only the first mini-batch has the weights of the trainer before the update; recomputed log-probs are
+        # those of these weights in every mini-batch.
         return with_mismatch(means, means if self.config.proximal == "recomputed" else first)
 
     def totals(self, batch: Batch) -> dict[str, float]:

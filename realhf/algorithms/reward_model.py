@@ -36,7 +36,6 @@ class BinaryCrossEntropy(Loss):
     learns = "scores"
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
-        """Return a sentence if the row's label is not legal, else None."""
         label = row["label"]
         if isinstance(label, int | float) and 0 <= label <= 1:
             return None
@@ -84,7 +83,6 @@ class BradleyTerry(Loss):
         return (IS_CHOSEN,) if self.margin_key is None else (IS_CHOSEN, self.margin_key)
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
-        """Return a sentence if the row's margin is not legal, else None."""
         margin = 0.0 if self.margin_key is None else row[self.margin_key]
         if isinstance(margin, int | float) and isfinite(margin):
             return None
@@ -129,15 +127,11 @@ class RewardModel(Experiment):
 
 
 @dataclass
-class PairwiseRewardModel(Experiment):
+class PairwiseRewardModel(RewardModel):
     """Trains the reward model `reward` on rows of prompt, chosen and rejected completion."""
 
-    reward: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
     loss: BradleyTerry = field(default_factory=BradleyTerry)
     group_size: int = PAIR  # Samples per prompt: the chosen and the rejected completion.
-
-    def roles(self) -> dict[str, Role]:
-        return {"reward": self.reward}
 
     def graph(self) -> DataflowGraph:
         return _train_graph(self.loss, self.loss.columns)

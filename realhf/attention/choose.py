@@ -29,7 +29,6 @@ from realhf.attention.varlen import VarlenAttention, has_pages
 from realhf.errors import UserError
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
-
 _OLDEST_DEVICE = (8, 0)  # Compute capability (Ampere) from which FlashAttention-2 and bfloat16 work.
 
 
@@ -102,24 +101,21 @@ def _backend(
     return chosen
 
 
-# In each choice the fastest comes first.
-
-
 def choose_packed(installed: Installed, shape: AttentionShape) -> PackedAttention:
-    """Return the backend for packed sequences on a CUDA device of a machine with this installed."""
+    """Return the fastest backend for packed sequences on CUDA devices of a machine with this installed."""
     flex = [FlexAttention()] if installed.triton else []
     backends: list[PackedAttention] = [*_flash(installed), _varlen(installed), *flex]
     return _first(backends, "train or prefill", installed, shape)
 
 
 def choose_partial(installed: Installed, shape: AttentionShape) -> PartialAttention:
-    """Return the backend for some of the keys; see `choose_packed`."""
+    """Return the fastest backend for some of the keys; see `choose_packed`."""
     backends: list[PartialAttention] = [*_flash(installed), _varlen(installed)]
     return _first(backends, "attend to some of the keys", installed, shape)
 
 
 def choose_paged(installed: Installed, shape: AttentionShape) -> PagedAttention:
-    """Return the backend for the pages of a cache; see `choose_packed`."""
+    """Return the fastest backend for the pages of a cache; see `choose_packed`."""
     triton = [TritonAttention()] if installed.triton else []
     for_pieces: list[PagedAttention] = [*_flash(installed), _varlen(installed), *triton]
     # Only flash-attn and our own kernel fold the queries of a group when they decode.

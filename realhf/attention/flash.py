@@ -62,7 +62,6 @@ class FlashAttention:
             return_attn_probs=True, **_options(kind, window_size(kind)), **splits)
         return out_TND, lse_NT.T
 
-
     @torch.no_grad()
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,

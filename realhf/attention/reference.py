@@ -56,7 +56,6 @@ class ReferenceAttention:
             q_BQND, k_BJKD, v_BJKD, _visible(position_BQ[:, :, None], key_J, kind), kind)
         return out_BQND[row_T, index_T], lse_BQN[row_T, index_T]
 
-
     @torch.no_grad()
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,

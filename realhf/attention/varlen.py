@@ -55,7 +55,6 @@ class VarlenAttention:
             return_aux=_aux_request(), **options)
         return out_TND, lse_NT.T
 
-
     @torch.no_grad()
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,

@@ -1,8 +1,9 @@
-"""Engine: holds a role's parameters on a rank, trains them and runs forward passes, in micro-batches."""
+"""Engine: holds a role's parameters on a rank and trains them; GeneratingEngine generates, too."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,11 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.protocol import Metrics
+from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
+from realhf.inference.cache_limit import CacheLimits
+from realhf.inference.rounds import Round
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards
 from realhf.sample_ids import groups_of
@@ -273,6 +276,50 @@ class Engine(ABC):
         micro_batches = self._micro_batches(batch[settings.key].lengths, groups, settings.max_tokens)
         results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         return list(chain.from_iterable(micro_batches)), results
+
+
+class GeneratingEngine(Engine):
+    """An engine that also generates, and may keep caches of keys and values between rounds."""
+
+    last_cache_bytes = 0
+    """Bytes of the keys and values of the last call that generated."""
+
+    @cached_property
+    def cache_limits(self) -> CacheLimits:
+        """The limits of the KV caches of its calls, which checkpoints hold."""
+        return CacheLimits(self.groups)
+
+    def generate(
+        self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
+        version: int = 0, report: Report = no_report,
+    ) -> CallResult:  # fmt: skip
+        """Continue this rank's share of the prompts, and the `unfinished` samples of earlier rounds.
+
+        Every sample gets at most `budget` tokens (None: as many as the call allows), which are of this
+        `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
+        others may be passed.
+        """
+        begun = Batch([])
+        if unfinished is not None and unfinished.ids:
+            limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+            begun = unfinished.pick([*call.outputs, *limits])
+        batch = batch.to(self.groups.world.device)
+        ended, unfinished = self._generate(call, batch, Round(begun, budget, version), report)
+        return CallResult(ended, {}, unfinished)
+
+    @abstractmethod
+    def _generate(
+        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
+    ) -> tuple[Batch, Batch]:
+        """Return the output columns of samples that have ended and of unfinished ones."""
+
+    @abstractmethod
+    def flush_cache(self, call: str) -> None:
+        """Free the cache that a call keeps between rounds, if there is one, with the samples in it.
+
+        The next round must be given these samples again. All ranks of the layout call this between the same
+        rounds.
+        """
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:

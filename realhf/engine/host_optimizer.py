@@ -38,14 +38,8 @@ class HostSlices:
             for i, (tensors, size) in enumerate(zip(states, sizes, strict=True))
         ]
         """For each slice the views of a buffer that have its states while it is updated."""
-        self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._up = _copy_stream(device)
         self._down = _copy_stream(device)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the states in host memory."""
-        return sum(tensor.nbytes for tensors in self._states for tensor in tensors)
 
     def update(self, update: Callable[[int], None]) -> None:
         """Call `update` with the number of each slice while `on_device` has its states.

@@ -15,9 +15,8 @@ from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import PassSettings, output_batch
+from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
-from realhf.engine.generating import GeneratingEngine
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers

@@ -17,9 +17,8 @@ from realhf.data.batch import Batch
 from realhf.dist.activity import Report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import PassSettings, output_batch
+from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
-from realhf.engine.generating import GeneratingEngine
 from realhf.engine.hf_module import TransformersModel, rows_of_tokens
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import DTYPES

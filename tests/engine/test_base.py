@@ -67,3 +67,25 @@ def test_the_mismatch_is_that_of_the_weights_before_the_update(pool, proximal):
                 assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9), (layout, name)
             assert not any(name.endswith(("/weights", "/squares", "/tokens", "/k3")) for name in metrics)
             assert abs(metrics["approx_kl"] - metrics["mismatch/kl"]) > 1e-4
+
+
+class _Plain:
+    """A loss without a base class."""
+
+    output = "scores"
+    entropy = False
+    group_size = 3
+
+    def totals(self, batch):
+        return {"samples": 2.0}
+
+    def __call__(self, outputs, batch, totals):
+        return outputs["scores"].sum() / totals["samples"], {}
+
+
+def test_a_loss_needs_no_base_class():
+    loss = TrainStep(_Plain()).loss
+    assert (loss.output, loss.group_size, loss.learns, loss.token_ids) == ("scores", 3, "policy", ())
+    assert loss.summarize({"a": 1.0}, {"a": 2.0}) == {"a": 1.0} and loss.row_fault({}) is None
+    value, _ = loss({"scores": torch.tensor([1.0, 5.0])}, None, loss.totals(None))
+    assert value == 3.0

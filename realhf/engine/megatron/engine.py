@@ -81,11 +81,6 @@ class MegatronEngine(Engine):
             parts |= {"gradients": self._trainer.grad_bytes, "optimizer": self._trainer.state_bytes}
         return {part: size for part, size in parts.items() if size}
 
-    def release(self, *what: str) -> None:
-        """Free gradients, if `what` names them; they come back with the next train step."""
-        if "gradients" in what and self._trainer is not None:
-            self._trainer.release_grads()
-
     @cached_property
     def _shards(self) -> Shards:
         return by_name((block.name, block.piece()) for block in self._blocks)

@@ -10,8 +10,7 @@ import torch
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import PeerError
 from realhf.dist.world import World
-from realhf.engine.base import Engine
-from realhf.engine.generating import GeneratingEngine
+from realhf.engine.base import Engine, GeneratingEngine
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
