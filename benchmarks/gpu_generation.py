@@ -46,7 +46,7 @@ def attention(device: Device) -> Found:
     if find_spec("realhf.attention") is None:
         return {"not_run": "this version has no realhf.attention"}
     interface = import_module("realhf.attention.interface")
-    choose = import_module("realhf.attention.choose").attention_backend
+    choose = import_module("realhf.attention.choose")
     reference = import_module("realhf.attention.reference").ReferenceAttention()
     lens = (8000, 513, 1, 64) if device.is_cuda else (90, 33, 1, 16)
     generator = torch.Generator().manual_seed(0)
@@ -56,16 +56,16 @@ def attention(device: Device) -> Found:
         where = torch.device(device.name)
         is_latent = name == _LATENT
         dim, value_dim = (576, 512) if is_latent else (128, 128)
-        backend = choose(
-            where, kind, dim=dim, value_dim=value_dim, dtype=torch.bfloat16, packed=not is_latent)
+        shape = interface.AttentionShape(kind, dim, value_dim, torch.bfloat16)
+        paged = choose.paged_backend(where, shape)
         shapes = ((sum(lens), heads, dim) for heads in (8, *([1, 1] if is_latent else [2, 2])))
         q, k, v = (torch.randn(shape, generator=generator).bfloat16().to(where) for shape in shapes)
         qkv = [q, k, k[..., :value_dim] if is_latent else v]
         at = interface.Sequences.of(lens, where)
         exact = reference.packed(*(x.float() for x in qkv), at, kind)
-        found[name] = {"backend": backend.name, **_paged(interface, backend, qkv, lens, kind, exact, device)}
+        found[name] = {"backend": paged.name, **_paged(interface, paged, qkv, lens, kind, exact, device)}
         if not is_latent:
-            run = partial(backend.packed, *qkv, at, kind)
+            run = partial(choose.packed_backend(where, shape).packed, *qkv, at, kind)
             found[name]["packed_error"] = _error(run(), exact)
             found[name]["packed_seconds"] = median_seconds(run, device=device.name)
     _require_errors(found)
@@ -208,14 +208,14 @@ def _generate(
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
     batch = Batch(list(range(len(lengths))), columns)
     more = {} if report is None else {"report": report}
-    return engine.run(call, [batch], micro_batch_tokens=16384, **more).batch
+    return engine.generate(call, batch, **more).batch
 
 
 def _apart(engine: NativeEngine, made: Batch) -> Found:
     """Compare the generator's log-probs with those of a forward pass."""
     work = LogProbs()
     call = FunctionCall("actor_forward", "forward", GENERATED[:2], ("logprobs",), role="actor", work=work)
-    again = engine.run(call, [made.pick(GENERATED[:2])], micro_batch_tokens=16384).batch["logprobs"].values
+    again = engine.forward(call, made.pick(GENERATED[:2]), micro_batch_tokens=16384)["logprobs"].values
     mask = made["response_mask"].values != 0
     apart = (again.double() - made["gen_logprobs"].values.double())[mask].abs()
     return {"logprobs_apart_mean": float(apart.mean()), "logprobs_apart_max": float(apart.max())}

@@ -194,7 +194,7 @@ def _our_generation(
         work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
         call = FunctionCall(
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
-        made = engine.run(call, [batch], micro_batch_tokens=8192).batch
+        made = engine.generate(call, batch).batch
         return {"tokens": len(made["sequence_ids"].values) - given}
 
     return run
@@ -238,7 +238,7 @@ def training(device: Device) -> dict[str, Any]:
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
 
     def step() -> dict[str, Any]:
-        return engine.run(call, [batch], micro_batch_tokens=scale.micro_batch_tokens).metrics
+        return engine.train(call, [batch], micro_batch_tokens=scale.micro_batch_tokens)
 
     step()
     own = device.allocated() - before
@@ -271,7 +271,7 @@ def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
 
     def run() -> dict[str, Any]:
-        engine.run(call, [batch], micro_batch_tokens=8192)
+        engine.generate(call, batch)
         return {}
 
     return run

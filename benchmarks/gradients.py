@@ -84,7 +84,7 @@ def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callab
     batch = Batch(list(range(len(rows))), columns)
     work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
-    return partial(engine.run, call, [batch], micro_batch_tokens=tokens, gather=False)
+    return partial(engine.train, call, [batch], micro_batch_tokens=tokens, gather=False)
 
 
 def main() -> int:

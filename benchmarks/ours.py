@@ -69,7 +69,7 @@ def generate(desk: Desk) -> None:
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
-            made = engine.run(call, [batch], micro_batch_tokens=4096).batch
+            made = engine.generate(call, batch).batch
         desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 
@@ -158,7 +158,7 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
     gc.freeze()  # As a Trainer does.
     work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
-    return lambda: engine.run(call, [batch], micro_batch_tokens=settings["micro_batch"]).metrics
+    return lambda: engine.train(call, [batch], micro_batch_tokens=settings["micro_batch"])
 
 
 class Paced(Trainer):
@@ -250,7 +250,7 @@ def _policy_loss(desk: Desk) -> None:
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
     desk.answer()
     for _ in desk.requests():
-        metrics = engine.run(call, [batch], micro_batch_tokens=settings["micro_batch"]).metrics
+        metrics = engine.train(call, [batch], micro_batch_tokens=settings["micro_batch"])
         desk.answer(loss=metrics["loss"], grad_norm=metrics["grad_norm"])
 
 

@@ -7,10 +7,11 @@ is 0: on prompts, and on tokens that were inserted into responses (see `data.res
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.settings.generation_settings import (
@@ -84,7 +85,7 @@ class Work:
     @property
     def num_minibatches(self) -> int:
         """Number of parts into which the samples of a step are split, the same under every layout."""
-        return getattr(self, "minibatches", 1)
+        return 1
 
     @property
     def group_size(self) -> int:
@@ -237,6 +238,11 @@ class TrainStep(Work):
             require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
         require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
+        object.__setattr__(self, "loss", as_loss(self.loss))
+
+    @property
+    def num_minibatches(self) -> int:
+        return self.minibatches
 
     @property
     def output(self) -> str:
@@ -244,7 +250,7 @@ class TrainStep(Work):
 
     @property
     def group_size(self) -> int:
-        return getattr(self.loss, "group_size", 1)
+        return self.loss.group_size
 
 
 KEEP = "keep"
@@ -278,37 +284,68 @@ def longest_response(graph: DataflowGraph) -> int:
     return max((work.sampling.max_new_tokens for work in works), default=0)
 
 
-class Loss(Protocol):
-    """An additive loss: the losses and metrics of a mini-batch's parts sum to those of the mini-batch.
+class Loss(ABC):
+    """The base class of losses; a loss is usually a frozen dataclass.
 
-    The metrics of a call are means over its mini-batches; those whose names end with "/max" are maxima over
-    parts and mini-batches. A loss may also have:
-
-    - `finish(means, first)`, which returns the metrics of a call, given these and those of the first
-      mini-batch;
-    - `token_ids` of a loss of `logprobs`: the keys of columns of token ids with shape (tokens, k). Then
-      `outputs["logprobs_at"]` has, with gradients, the log-probs of these tokens in the place of each token
-      of the mask: the columns side by side, shape (tokens, sum of all k);
-    - `group_size`, if it compares samples: no part has only some samples of a group (see `sample_ids`),
-      unless a filter has dropped the others;
-    - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None;
-    - `learns`, the key of `learning_rates.LEARNING_RATES` for optimizers without `lr`.
+    A loss adds up: what it returns for the parts of a mini-batch sums to the loss of the mini-batch, and so
+    do its metrics. Those whose names end with "/max" are maxima instead. The metrics of a call are means, or
+    maxima, over its mini-batches.
     """
 
-    @property
-    def output(self) -> str:
-        """Output that the model must compute: `logprobs`, `values` or `scores`."""
+    output: str
+    """What the model must compute: `logprobs`, `values` or `scores`."""
+    entropy: bool = False
+    """Whether the outputs also have `entropy`: in nats, with its gradient, which costs time only if used."""
+    learns: str = "policy"
+    """What the model learns: a key of `learning_rates.LEARNING_RATES`, for optimizers without `lr`."""
+    group_size: int = 1
+    """Consecutive samples that the loss compares (see `sample_ids`). A part has all samples of a group,
+    except for those that a filter has dropped."""
+    token_ids: tuple[str, ...] = ()
+    """For a loss of `logprobs`, the keys of columns of token ids, of shape (tokens, k). Then `logprobs_at` in
+    the outputs has, with gradients, the log-probs of these tokens in the place of each token of the mask: the
+    columns side by side, shape (tokens, sum of all k)."""
 
-    @property
-    def entropy(self) -> bool:
-        """Whether the loss also needs `entropy`: in nats, with its gradient, which costs time only if it is
-        used."""
-
+    @abstractmethod
     def totals(self, batch: Batch) -> dict[str, float]:
         """Return counts whose sums over the mini-batch normalise the loss, such as the number of response
         tokens."""
 
+    @abstractmethod
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this part's share of the loss (a scalar) and of each metric."""
+
+    def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of a call, given their means over mini-batches and those of the first."""
+        return means
+
+    def row_fault(self, row: Mapping[str, Any]) -> str | None:
+        """Return a sentence if the loss cannot use this row of the dataset, else None."""
+        return None
+
+
+@dataclass(frozen=True)
+class _AdaptedLoss(Loss):
+    """A loss whose class does not inherit from Loss, with the defaults of Loss for what it lacks."""
+
+    loss: Loss
+
+    def __post_init__(self) -> None:
+        for name in ("output", "entropy", "learns", "group_size", "token_ids", "summarize", "row_fault"):
+            if hasattr(self.loss, name):
+                vars(self)[name] = getattr(self.loss, name)
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return self.loss.totals(batch)
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.loss(outputs, batch, totals)
+
+
+def as_loss(loss: Any) -> Loss:
+    """Return the loss itself, or one with all members of Loss if its class does not inherit from Loss."""
+    return loss if isinstance(loss, Loss) else _AdaptedLoss(loss)

@@ -6,7 +6,7 @@ Adapters (LoRA) get ten times the rate of full training (Schulman et al. 2025, "
 import math
 from typing import NamedTuple
 
-from realhf.calls import OptimizerConfig
+from realhf.calls import Loss, OptimizerConfig
 
 
 class LearningRates(NamedTuple):
@@ -24,12 +24,12 @@ LEARNING_RATES = {
     "preferences": LearningRates(1e-6, 1e-5, "TRL's DPO"),
     "scores": LearningRates(1e-5, 1e-4, "InstructGPT's reward model (9e-6); TRL's has 1e-4"),
 }
-"""Kind of training, which a loss names in its field `learns` -> learning rates."""
+"""Kind of training, which a loss names as `learns` -> learning rates."""
 
 
-def default_rates(loss: object) -> LearningRates:
-    """Return the default learning rates for a loss: those of a policy unless it says what it `learns`."""
-    return LEARNING_RATES[getattr(loss, "learns", "policy")]
+def default_rates(loss: Loss | None) -> LearningRates:
+    """Return the default learning rates for a loss; those of a policy for a model that no loss trains."""
+    return LEARNING_RATES["policy" if loss is None else loss.learns]
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

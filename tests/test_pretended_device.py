@@ -26,7 +26,7 @@ def test_generation_forward_pass_and_training(tmp_path, name):
             made = generate(engine, prompts, settings=settings, max_new_tokens=6)
             forward = FunctionCall(
                 "ref_forward", "forward", OUTPUTS[:2], ("logprobs",), role="ref", work=LogProbs())
-            logprobs = engine.run(forward, [made], micro_batch_tokens=50).batch["logprobs"]
+            logprobs = engine.forward(forward, made, micro_batch_tokens=50)["logprobs"]
             found.append((made["sequence_ids"].values.tolist(), logprobs.values, _train(engine, made)))
     (ids, logprobs, metrics), (other_ids, other_logprobs, other_metrics) = found
     assert ids == other_ids
@@ -40,7 +40,7 @@ def _train(engine, made):
     columns["advantages"] = Packed(mask.values * 0.5, mask.lengths)
     work = TrainStep(PolicyLoss(PolicyLossConfig()), router_aux_loss_coef=0.01)
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
-    return engine.run(call, [Batch(made.ids, columns)], micro_batch_tokens=50).metrics
+    return engine.train(call, [Batch(made.ids, columns)], micro_batch_tokens=50)
 
 
 def test_it_refuses_what_a_real_one_refuses():

@@ -84,8 +84,8 @@ class AdvantageInputs:
         shaped = self.shaped(batch["score"], batch["response_mask"], batch["finished"])
         if self.score_shaping is None:
             return shaped, {}
-        kept = shaped[~shaped.isnan()]
-        return shaped, {"reward/shaped_mean": kept.double().mean().item()}
+        scores = shaped[~shaped.isnan()]
+        return shaped, {"reward/shaped_mean": scores.double().mean().item()}
 
     def returns_of_tokens(self, batch: Batch) -> Tensor | float:
         """Return the discounted sums of per-token rewards, if there are any."""

@@ -101,14 +101,12 @@ class CriticFree(OnPolicy):
         reward = self.reward_forward()
         if reward.kind == "forward":
             inputs: tuple[str, ...] = _GREEDY[:1]
-            outputs: tuple[str, ...] = ("greedy_score",)
         else:
             read_greedy = replace(reward.work, function=GreedyScores(reward.work.function))
             columns = [key for key in reward.inputs if key not in ("sequence_ids", "response_mask")]
             reward = replace(reward, work=read_greedy)
             inputs = (*columns, *_GREEDY[:2])
-            outputs = ("greedy_score",)
-        return generate, replace(reward, name="greedy_reward", inputs=inputs, outputs=outputs)
+        return generate, replace(reward, name="greedy_reward", inputs=inputs, outputs=("greedy_score",))
 
 
 @dataclass(frozen=True)

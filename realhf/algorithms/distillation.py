@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.mismatch import UPDATES, mismatch_sums, with_mismatch
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import length_metrics, per_token
 from realhf.algorithms.staleness import AgeLimit
-from realhf.calls import HostFunction, LogProbs, TopLogProbs, TrainStep
+from realhf.calls import HostFunction, LogProbs, Loss, TopLogProbs, TrainStep
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import column_key
@@ -34,7 +34,7 @@ _IMPOSSIBLE = -1e4
 """A log-prob whose probability is 0."""
 _MOST_PADDING = 0.01
 """Models of one tokenizer pad its vocabulary to different sizes, which differ by at most this share."""
-_LEAST_REST = 1e-7
+_LEAST_OTHER_MASS = 1e-7
 """The probability that is left for all other tokens is at least this, the rounding error of 1 in float32."""
 
 
@@ -103,7 +103,7 @@ class TeacherAdvantages(TeacherWeights):
 
 
 @dataclass(frozen=True)
-class ReverseKL:
+class ReverseKL(Loss):
     """The reverse KL over a teacher's K most probable tokens v, weighted over teachers, a mean over tokens:
 
         sum_v p_s(v) (log p_s(v) - log p_t(v)) + r_s (log r_s - log r_t)   with r = 1 - sum_v p(v).
@@ -118,12 +118,11 @@ class ReverseKL:
 
     teachers: tuple[str, ...]
     vocab_size: int  # That of the student. A teacher's tokens beyond it, which are padding, join the others.
-    output: ClassVar[str] = "logprobs"
-    learns: ClassVar[str] = "policy"
-    entropy: ClassVar[bool] = True
+    output = "logprobs"
+    entropy = True
 
     @property
-    def token_ids(self) -> tuple[str, ...]:
+    def token_ids(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(f"{name}_ids" for name in self.teachers)
 
     def totals(self, batch: Batch) -> dict[str, float]:
@@ -131,8 +130,7 @@ class ReverseKL:
         sums = zip(self.teachers, weight_TM.sum(0).tolist(), strict=True)
         return {"tokens": float((weight_TM.sum(1) > 0).sum()), **dict(sums)}
 
-    def finish(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a call, given their means over mini-batches and those of the first."""
+    def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
         return with_mismatch(means, first)
 
     def __call__(
@@ -145,31 +143,31 @@ class ReverseKL:
         metrics = {"entropy": (outputs["entropy"].detach() * trained_T).sum() / num_tokens}
         metrics |= mismatch_sums(outputs["logprobs"], batch["gen_logprobs"].values, trained_T)
         losses = []
-        rests = []
+        other_masses = []
         for name, weight_T, student_TK in zip(self.teachers, weight_TM.unbind(1), students, strict=True):
             beyond_TK = batch[f"{name}_ids"].values >= self.vocab_size
             student_TK = student_TK.masked_fill(beyond_TK, _IMPOSSIBLE)
             teacher_TK = batch[f"{name}_logprobs"].values.masked_fill(beyond_TK, _IMPOSSIBLE)
             kl = (weight_T * reverse_kl(student_TK, teacher_TK)).sum()
             losses.append(kl / num_tokens)
-            rests.append((weight_T * _rest(student_TK.detach())).sum() / num_tokens)
+            other_masses.append((weight_T * _other_mass(student_TK.detach())).sum() / num_tokens)
             if len(self.teachers) > 1 and totals[name] > 0:
                 metrics[f"actor/reverse_kl/{name}"] = kl.detach() / totals[name]
         loss = sum(losses[1:], losses[0])
         metrics["reverse_kl"] = loss.detach()
-        metrics["rest_mass"] = sum(rests[1:], rests[0])
+        metrics["rest_mass"] = sum(other_masses[1:], other_masses[0])
         return loss, metrics
 
 
 def reverse_kl(student_TK: Tensor, teacher_TK: Tensor) -> Tensor:
     """Return the reverse KL at each token, given log-probs of the same tokens; see ReverseKL."""
-    student_rest_T = _rest(student_TK)
-    of_rest_T = student_rest_T * (student_rest_T.log() - _rest(teacher_TK).log())
-    return (student_TK.exp() * (student_TK - teacher_TK)).sum(1) + of_rest_T
+    student_other_T = _other_mass(student_TK)
+    kl_of_others_T = student_other_T * (student_other_T.log() - _other_mass(teacher_TK).log())
+    return (student_TK.exp() * (student_TK - teacher_TK)).sum(1) + kl_of_others_T
 
 
-def _rest(logprobs_TK: Tensor) -> Tensor:
-    return (1 - logprobs_TK.exp().sum(1)).clamp(min=_LEAST_REST)
+def _other_mass(logprobs_TK: Tensor) -> Tensor:
+    return (1 - logprobs_TK.exp().sum(1)).clamp(min=_LEAST_OTHER_MASS)
 
 
 @dataclass
@@ -244,8 +242,8 @@ class Distillation(OnPolicy):
 
     @property
     def _weight_settings(self) -> tuple[Any, ...]:
-        given = self.teacher_weights or (1.0,) * len(self.teachers)
-        weights = tuple(weight / sum(given) for weight in given)
+        unscaled = self.teacher_weights or (1.0,) * len(self.teachers)
+        weights = tuple(weight / sum(unscaled) for weight in unscaled)
         return self.teacher_names, weights, self.teacher_column, self.age_limit()
 
     @property

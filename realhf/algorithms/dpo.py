@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from realhf.algorithms.held_out import held_out_loss, scored_answers
 from realhf.algorithms.on_policy import SEQUENCE, graph_of, initial_reference
 from realhf.algorithms.pairs import PAIR, cross_entropy, num_pairs, split_pairs
 from realhf.algorithms.responses import num_trained_tokens, response_sums
-from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
+from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DPOLoss:
+class DPOLoss(Loss):
     """The mean over pairs of f(d), where d = log(p / p_ref)(chosen) - log(p / p_ref)(rejected).
 
     Log-ratios are sums over the completion's tokens. The metrics `rewards/...` are means over pairs of
@@ -41,10 +41,9 @@ class DPOLoss:
     beta: float = 0.1  # How closely the policy stays to the reference; the larger, the closer.
     label_smoothing: float = 0.0
     """Share of pairs whose order is assumed to be wrong (conservative DPO, Mitchell 2023); `sigmoid` only."""
-    output: ClassVar[str] = "logprobs"
-    learns: ClassVar[str] = "preferences"
-    entropy: ClassVar[bool] = False
-    group_size: ClassVar[int] = PAIR
+    output = "logprobs"
+    learns = "preferences"
+    group_size = PAIR
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
@@ -68,9 +67,11 @@ class DPOLoss:
         elif self.variant == "hinge":
             loss_P = (1 - self.beta * (chosen_P - rejected_P)).relu()
         else:
-            means = split_pairs(log_ratio_S / num_trained_tokens(mask).clamp(min=1.0), batch)
-            loss_P = (means[0] - means[1] - 1 / (2 * self.beta)) ** 2
-        chosen_reward_P, rejected_reward_P = self.beta * chosen_P.detach(), self.beta * rejected_P.detach()
+            mean_S = log_ratio_S / num_trained_tokens(mask).clamp(min=1.0)
+            chosen_mean_P, rejected_mean_P = split_pairs(mean_S, batch)
+            loss_P = (chosen_mean_P - rejected_mean_P - 1 / (2 * self.beta)) ** 2
+        chosen_reward_P = self.beta * chosen_P.detach()
+        rejected_reward_P = self.beta * rejected_P.detach()
         metrics = {
             "rewards/chosen": chosen_reward_P,
             "rewards/rejected": rejected_reward_P,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any
 
-from realhf.calls import Generate, HostFunction, Loss, SamplingConfig
+from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
 from realhf.data.dataset import extra_columns
 from realhf.evaluation.sets import Evaluation
 from realhf.graph import FunctionCall
@@ -30,42 +30,41 @@ class HeldOutLoss:
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
         """Return a sentence if the loss cannot use the row, else None."""
-        find = getattr(self.loss, "row_fault", None)
-        return None if find is None else find(row)
+        return self.loss.row_fault(row)
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         output = self.loss.output
         column = batch[output]
         values = column if output == "scores" else column.values
         value, metrics = self.loss({output: values}, batch, self.loss.totals(batch))
-        found = {"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}}
+        numbers = {"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}}
         if self.with_perplexity:
-            found["perplexity"] = exp(found["loss"])
-        return {}, found
+            numbers["perplexity"] = exp(numbers["loss"])
+        return {}, numbers
 
 
 def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = False) -> FunctionCall:
     """Return the call that computes a loss from a model's outputs and columns. It runs on one rank with all
     samples, so that its metrics are the same under every plan."""
-    work = HostFunction(HeldOutLoss(loss, with_perplexity))
+    work = HostFunction(HeldOutLoss(as_loss(loss), with_perplexity))
     return FunctionCall("eval_loss", "host", tuple(inputs), work=work)
 
 
 def scored_answers(
-    given: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str
+    function: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str
 ) -> tuple[FunctionCall, ...]:
     """Return the calls that answer prompts and score the answers; none without a function.
 
     The function and the sampling of the held-out set, if it has them, come before these.
     """
-    given = held_out.function or given
-    if given is None:
+    function = held_out.function or function
+    if function is None:
         return ()
-    chosen = held_out.answer_sampling(sampling)
-    generate = Generate(sampling=chosen, tokenizer=tokenizer if chosen.reads_text else None)
+    sampling = held_out.answer_sampling(sampling)
+    generate = Generate(sampling=sampling, tokenizer=tokenizer if sampling.reads_text else None)
     written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
-    columns = reward_columns(given, extra_columns(held_out.dataset))
-    call = RewardCall(given, columns, sequence=HELD_OUT_ANSWER)
+    columns = reward_columns(function, extra_columns(held_out.dataset))
+    call = RewardCall(function, columns, sequence=HELD_OUT_ANSWER)
     reward = HostFunction(call, splittable=True)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),

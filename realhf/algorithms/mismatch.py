@@ -38,11 +38,11 @@ def mismatch_sums(train_T: Tensor, generated_T: Tensor, counts_T: Tensor) -> dic
     difference_T = (train_T.detach().double() - generated_T.double()) * counts_T
     clamped_T = clamp_log_ratio(difference_T)
     weight_T = clamped_T.exp() * counts_T
-    sums = (counts_T, clamped_T.expm1() - clamped_T, weight_T, weight_T.square())
-    found = {name: values_T.sum() for name, values_T in zip(_SUMS, sums, strict=True)}
+    values = (counts_T, clamped_T.expm1() - clamped_T, weight_T, weight_T.square())
+    sums = {name: values_T.sum() for name, values_T in zip(_SUMS, values, strict=True)}
     largest = difference_T.new_zeros(1 + len(difference_T))  # A part may have no token.
     largest[1:] = difference_T.abs()
-    return found | {_MAX: largest.max()}
+    return sums | {_MAX: largest.max()}
 
 
 def with_mismatch(metrics: Mapping[str, float], source: Mapping[str, float]) -> dict[str, float]:
@@ -51,9 +51,9 @@ def with_mismatch(metrics: Mapping[str, float], source: Mapping[str, float]) -> 
     `source` are the metrics of the mini-batches in which the trainer had the weights before its update. There
     are none if that was skipped.
     """
-    found = {name: value for name, value in metrics.items() if name not in (*_SUMS, _MAX)}
+    others = {name: value for name, value in metrics.items() if name not in (*_SUMS, _MAX)}
     if not source.get(_SUMS[0]):
-        return found
+        return others
     tokens, k3, weights, squares = (source[name] for name in _SUMS)
     ess = weights**2 / (tokens * squares)
-    return found | {"mismatch/kl": k3 / tokens, _MAX: source[_MAX], "mismatch/ess": ess}
+    return others | {"mismatch/kl": k3 / tokens, _MAX: source[_MAX], "mismatch/ess": ess}

@@ -162,9 +162,9 @@ class OnPolicy(Experiment):
         work = self.reward_scores
         return FunctionCall("reward_forward", "forward", SEQUENCE[:1], ("score",), role="reward", work=work)
 
-    def _reward_call(self, given: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
-        columns = reward_columns(given, extra_columns(dataset))
-        call = RewardCall(given, columns, self.reward_limits)
+    def _reward_call(self, function: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
+        columns = reward_columns(function, extra_columns(dataset))
+        call = RewardCall(function, columns, self.reward_limits)
         work = HostFunction(call, splittable=True)
         return FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=work)
 

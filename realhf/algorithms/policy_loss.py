@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from realhf.algorithms.kl import KLEstimator, clamp_log_ratio, k3, kl_estimate
 from realhf.algorithms.mismatch import mismatch_sums, with_mismatch
 from realhf.algorithms.responses import num_trained_tokens, per_token, response_sums, without_dropped
+from realhf.calls import Loss
 from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLoss(Loss):
     """The loss -w objective(rho, A) + kl_coef KL - entropy_coef H, averaged as `average` says.
 
     Here rho = p_train / p_proximal. With generated proximal log-probs, p_proximal is p_generated and w is 1;
@@ -107,16 +108,12 @@ class PolicyLoss:
     """
 
     config: PolicyLossConfig
-    output: ClassVar[str] = "logprobs"
-    learns: ClassVar[str] = "policy"
-    entropy: ClassVar[bool] = True
+    output = "logprobs"
+    entropy = True
 
-    def finish(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a call, given their means over mini-batches and those of the first.
-
-        Only the first mini-batch has the weights of the trainer before the update; recomputed log-probs are
-        those of these weights in every mini-batch.
-        """
+    def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
+        # Only the first mini-batch has the weights of the trainer before the update; recomputed log-probs are
+        # those of these weights in every mini-batch.
         return with_mismatch(means, means if self.config.proximal == "recomputed" else first)
 
     def totals(self, batch: Batch) -> dict[str, float]:

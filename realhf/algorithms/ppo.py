@@ -16,7 +16,7 @@ from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import normalized, num_trained_tokens, rollout_metrics, without_dropped
-from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
+from realhf.calls import HostFunction, Loss, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.user_input.field_types import require
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ValueLoss:
+class ValueLoss(Loss):
     """The loss 0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
 
     It is averaged over response tokens.
     """
 
     clip: float = 0.2  # Most by which a value may move from the one before training without being clipped.
-    output: ClassVar[str] = "values"
-    learns: ClassVar[str] = "critic"
-    entropy: ClassVar[bool] = False
+    output = "values"
+    learns = "critic"
 
     def __post_init__(self) -> None:
         require(self.clip > 0, "value_loss.clip", self.clip, "be above 0")

@@ -59,10 +59,10 @@ def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Ten
 
     `correction` is 0 for the standard deviation of a population and 1 for that of a sample.
     """
-    kept = values[~values.isnan()]
-    if len(kept) <= correction:  # There is no deviation: a single value is its own mean.
+    numbers = values[~values.isnan()]
+    if len(numbers) <= correction:  # There is no deviation: a single value is its own mean.
         return values * 0
-    return (values - kept.mean()) / (kept.std(correction=correction) + eps)
+    return (values - numbers.mean()) / (numbers.std(correction=correction) + eps)
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.held_out import held_out_loss
 from realhf.algorithms.on_policy import graph_of
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy:
+class BinaryCrossEntropy(Loss):
     """The loss -label log sigmoid(score) - (1 - label) log sigmoid(-score), a mean over samples."""
 
-    output: ClassVar[str] = "scores"
-    learns: ClassVar[str] = "scores"
-    entropy: ClassVar[bool] = False
+    output = "scores"
+    learns = "scores"
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
-        """Return a sentence if the row's label is not legal, else None."""
         label = row["label"]
         if isinstance(label, int | float) and 0 <= label <= 1:
             return None
@@ -57,7 +55,7 @@ class BinaryCrossEntropy:
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
+class BradleyTerry(Loss):
     """The mean over pairs of -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2,
     where chosen and rejected are scores.
 
@@ -71,10 +69,9 @@ class BradleyTerry:
     center_coef: float = 0.0
     """Weight of the square that keeps the scores' mean near 0 (Eisenstein et al. 2023, arXiv:2312.09244);
     0.01 is usual."""
-    output: ClassVar[str] = "scores"
-    learns: ClassVar[str] = "scores"
-    entropy: ClassVar[bool] = False
-    group_size: ClassVar[int] = PAIR
+    output = "scores"
+    learns = "scores"
+    group_size = PAIR
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
@@ -86,7 +83,6 @@ class BradleyTerry:
         return (IS_CHOSEN,) if self.margin_key is None else (IS_CHOSEN, self.margin_key)
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
-        """Return a sentence if the row's margin is not legal, else None."""
         margin = 0.0 if self.margin_key is None else row[self.margin_key]
         if isinstance(margin, int | float) and isfinite(margin):
             return None
@@ -131,15 +127,11 @@ class RewardModel(Experiment):
 
 
 @dataclass
-class PairwiseRewardModel(Experiment):
+class PairwiseRewardModel(RewardModel):
     """Trains the reward model `reward` on rows of prompt, chosen and rejected completion."""
 
-    reward: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
     loss: BradleyTerry = field(default_factory=BradleyTerry)
     group_size: int = PAIR  # Samples per prompt: the chosen and the rejected completion.
-
-    def roles(self) -> dict[str, Role]:
-        return {"reward": self.reward}
 
     def graph(self) -> DataflowGraph:
         return _train_graph(self.loss, self.loss.columns)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from realhf.algorithms.advantages import Normalize
-from realhf.algorithms.critic_free import CriticFree
+from realhf.algorithms.cispo import CISPO
 from realhf.algorithms.pass_rates import COUNT, WANTED, PassRateLimit
-from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.calls import OptimizerConfig
 from realhf.data.dataset import DATASET_ROW
 from realhf.experiment import Role, lagged_parts
@@ -33,7 +32,7 @@ def scalerl_actor(model: str = "", **changes: Any) -> Role:
 
 
 @dataclass
-class ScaleRL(CriticFree):
+class ScaleRL(CISPO):
     """The ScaleRL recipe with its published settings; `scalerl_actor` has those of the actor.
 
     `interruption` is None by default, because the phrase and its place depend on the model.
@@ -48,8 +47,6 @@ class ScaleRL(CriticFree):
     """Steps between checkpoints; minutes are not legal with kept caches, which a checkpoint drops."""
     normalize: Normalize = "batch"
     filter_groups: bool = True
-    loss: PolicyLossConfig = field(
-        default_factory=lambda: PolicyLossConfig(objective="cispo", average="prompt"))
     pass_rate_limit: PassRateLimit | None = field(default_factory=PassRateLimit)
     """Which prompts are dropped for good, because the model answers them well; None: none are."""
     max_draws: int = 64
@@ -57,8 +54,6 @@ class ScaleRL(CriticFree):
 
     def graph(self) -> DataflowGraph:
         require(self.max_draws >= 1, "max_draws", self.max_draws, "be at least 1")
-        rule = "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'"
-        require(self.loss.objective == "cispo", "loss.objective", self.loss.objective, rule)
         graph = super().graph()
         if self.pass_rate_limit is None:
             return graph

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from realhf.algorithms.held_out import held_out_loss, scored_answers
 from realhf.algorithms.on_policy import SEQUENCE, graph_of
-from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
+from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Loss):
     """Negative log-likelihood, averaged over the completion tokens of the mini-batch."""
 
-    output: ClassVar[str] = "logprobs"
-    learns: ClassVar[str] = "completions"
-    entropy: ClassVar[bool] = False
+    output = "logprobs"
+    learns = "completions"
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float(batch["response_mask"].values.sum())}

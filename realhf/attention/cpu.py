@@ -83,8 +83,8 @@ class _Flash(torch.autograd.Function):
             is_short = grad_q.shape[2] * grad_q.shape[3] < _MIN_BFLOAT16_NUMEL
             if needs_float32(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
                 inputs = [x.float() for x in inputs]
-            found = compute(*inputs, lse_of_run, 0.0, True, scale=ctx.scale)
-            for target, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
+            computed = compute(*inputs, lse_of_run, 0.0, True, scale=ctx.scale)
+            for target, grad in zip((grad_q, grad_k, grad_v), computed, strict=True):
                 target.copy_(grad)
         return *grads, None, None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.flash_limits import PAGE_TOKENS, cumulative, cut, flash_refusal, padded, window_size
-from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, nothing_attended
 
 OLDEST = (2, 7)
 """Version of flash-attn from which it has all that is called here."""
@@ -25,12 +25,10 @@ class FlashAttention:
         """`version` is that of the installed package."""
         self._version = version
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
         if self._version < OLDEST:
             return f"version {_dotted(self._version)} is older than {_dotted(OLDEST)}"
-        return flash_refusal(dim=dim, value_dim=value_dim, dtype=dtype, paged=paged)
+        return flash_refusal(shape, paged=paged)
 
     def packed(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
@@ -63,7 +61,6 @@ class FlashAttention:
             max_seqlen_q=at.max_q, max_seqlen_k=at.max_k, causal=True, block_table=at.table,
             return_attn_probs=True, **_options(kind, window_size(kind)), **splits)
         return out_TND, lse_NT.T
-
 
     @torch.no_grad()
     def over_part(

@@ -5,15 +5,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.attention import page_sizes
-from realhf.attention.interface import AttentionKind
+from realhf.attention.interface import AttentionKind, AttentionShape
 
 PAGE_TOKENS = page_sizes.FLASH_PAGE_TOKENS
 
 
-def flash_refusal(*, dim: int, value_dim: int, dtype: torch.dtype, paged: bool) -> str | None:
+def flash_refusal(shape: AttentionShape, *, paged: bool) -> str | None:
     """Return why the kernels cannot compute this, in words; None if they can."""
-    name = str(dtype).removeprefix("torch.")
-    return page_sizes.flash_refusal(dim=dim, value_dim=value_dim, dtype=name, paged=paged)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return page_sizes.flash_refusal(dim=shape.dim, value_dim=shape.value_dim, dtype=dtype, paged=paged)
 
 
 def padded(*tensors: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, AttentionShape, Sequences, nothing_attended
 
 _BLOCK = 128  # Queries, and keys, of a block, which the kernel skips or computes as a whole.
 
@@ -24,19 +24,15 @@ class FlexAttention:
     """
 
     name = "torch's flex_attention"
-    page_tokens = 1
-    in_graph = False
 
     def __init__(self, *, compiles: bool = True) -> None:
         self._compiles = compiles  # Without a compiler it computes the formula, for tests on CPU.
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
         if paged:
             return "it is not used for pages"
-        if max(dim, value_dim) > 256:
-            return f"its heads have at most 256 dims, not {max(dim, value_dim)}"
+        if max(shape.dim, shape.value_dim) > 256:
+            return f"its heads have at most 256 dims, not {max(shape.dim, shape.value_dim)}"
         return None
 
     def packed(
@@ -55,19 +51,6 @@ class FlexAttention:
             block_mask=at.derived[kind.window], scale=kind.scale,
             enable_gqa=q_TND.shape[1] != k_TKD.shape[1])
         return out_1NTD[0].transpose(0, 1)[:num_tokens]
-
-    def paged(
-        self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
-        *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        raise NotImplementedError(f"{self.name} is not used for pages")
-
-    def over_part(
-        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
-        kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        raise NotImplementedError(f"{self.name} is not used for parts of the keys")
-
 
 @cache
 def _function(compiles: bool) -> Callable[..., Any]:

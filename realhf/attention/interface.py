@@ -70,28 +70,52 @@ class Pages:
     max_k: int  # Upper bound of `lens_k`.
 
 
-class AttentionBackend(Protocol):
-    """Causal attention with grouped heads, by one library's kernels.
+@dataclass(frozen=True)
+class AttentionShape:
+    """A kind of attention with heads of these dims, for which a backend is chosen."""
+
+    kind: AttentionKind
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = self.kind
+        dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim} and {self.value_dim}"
+        options = "" if kind.window is None else f", a window of {kind.window} tokens"
+        options += "" if kind.softcap is None else f", a soft cap of {kind.softcap:g}"
+        return f"attention in {str(self.dtype).removeprefix('torch.')} with heads of {dims} dims{options}"
+
+
+class AttentionKernels(Protocol):
+    """Kernels of one library for causal attention with grouped heads.
 
     Queries, keys and values have one dtype. A head's values may have another dim than its keys.
     """
 
     name: str
     """The name under which the choice is logged."""
-    page_tokens: int
-    """A page must have a multiple of so many tokens."""
-    in_graph: bool
-    """Whether a CUDA graph can record `paged`."""
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
-        """Return why the backend cannot compute `paged`, or else `packed`, in words; None if it can."""
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
+        """Return why these kernels cannot compute this, over pages or packed, in words; None if they can."""
+
+
+class PackedAttention(AttentionKernels, Protocol):
+    """Kernels for packed sequences, in training and at the start of generations."""
 
     def packed(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
     ) -> Tensor:
         """Return the attention within each sequence, out_TND; has gradients."""
+
+
+class PagedAttention(AttentionKernels, Protocol):
+    """Kernels for rows whose keys and values lie in pages of a cache."""
+
+    page_tokens: int
+    """A page must have a multiple of so many tokens."""
+    in_graph: bool
+    """Whether a CUDA graph can record `paged`."""
 
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
@@ -105,6 +129,10 @@ class AttentionBackend(Protocol):
         the other rows. There are no gradients.
         """
 
+
+class PartialAttention(AttentionKernels, Protocol):
+    """Kernels for packed queries and some of their keys."""
+
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
         kind: AttentionKind, *, is_causal: bool,
@@ -116,6 +144,10 @@ class AttentionBackend(Protocol):
         sequence has some of both, and as many heads of queries as of keys. `kind` has neither a window nor a
         soft cap. There are no gradients.
         """
+
+
+class AttentionBackend(PackedAttention, PagedAttention, PartialAttention, Protocol):
+    """A library that has kernels for all of these."""
 
 
 def nothing_attended(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ tokens of a row, up to the end of its last page; I query tokens of a sequence, J
 import torch
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, nothing_attended
 
 
 class ReferenceAttention:
@@ -17,9 +17,7 @@ class ReferenceAttention:
     page_tokens = 1
     in_graph = False
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
         return None
 
     def packed(
@@ -57,7 +55,6 @@ class ReferenceAttention:
         out_BQND, lse_BQN = _attended(
             q_BQND, k_BJKD, v_BJKD, _visible(position_BQ[:, :, None], key_J, kind), kind)
         return out_BQND[row_T, index_T], lse_BQN[row_T, index_T]
-
 
     @torch.no_grad()
     def over_part(

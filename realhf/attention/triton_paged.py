@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages
 from realhf.attention.page_sizes import TRITON_PAGE_TOKENS
 
 _MIN_BLOCK = 16  # Least size of each dim of a product in Triton.
@@ -27,27 +27,14 @@ class TritonAttention:
     page_tokens = TRITON_PAGE_TOKENS
     in_graph = True
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
         if not paged:
             return "it has no gradients"
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"it does not compute in {str(dtype).removeprefix('torch.')}"
-        if value_dim > 512:
-            return f"a value has at most 512 dims, not {value_dim}"
+        if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"it does not compute in {str(shape.dtype).removeprefix('torch.')}"
+        if shape.value_dim > 512:
+            return f"a value has at most 512 dims, not {shape.value_dim}"
         return None
-
-    def packed(
-        self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
-    ) -> Tensor:
-        raise NotImplementedError(f"{self.name} has no gradients")
-
-    def over_part(
-        self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
-        kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        raise NotImplementedError(f"{self.name} reads pages alone")
 
     @torch.no_grad()
     def paged(
@@ -59,7 +46,6 @@ class TritonAttention:
         page, num_kv_heads, value_dim = v_PLKD.shape[1:]
         group = num_heads // num_kv_heads
         in_keys = k_PLKD.data_ptr() == v_PLKD.data_ptr() and k_PLKD.stride() == v_PLKD.stride()
-        rest = dim - value_dim if in_keys else 0
         block_m, block_j = _tile(at.max_q * group, max(dim, value_dim))
         tiles = -(-at.max_q * group // block_m)
         num_rows = len(at.lens_k)
@@ -72,13 +58,14 @@ class TritonAttention:
             lse_STN = lse_TN.new_empty(splits, *lse_TN.shape)
         kernels = import_module("realhf.attention.paged_kernel")
         block_v = _power_of_two(value_dim)
+        block_r = _power_of_two(dim - value_dim) if in_keys and dim > value_dim else 0
         kernels.attend_to_pages[(num_rows * tiles, num_kv_heads, splits)](
             q_TND, k_PLKD, v_PLKD, parts_STND, lse_STN, at.cu_q, at.table, at.lens_k, kind.scale,
             kind.softcap or 1.0, tiles, *q_TND.stride()[:2], *k_PLKD.stride()[:3], *v_PLKD.stride()[:3],
             at.table.stride(0), *parts_STND.stride()[:3], *lse_STN.stride()[:2],
             GROUP=group, PAGE=page, WINDOW=kind.window or 0, HAS_SOFTCAP=kind.softcap is not None, DIM=dim,
             VALUE_DIM=value_dim, VALUES_IN_KEYS=in_keys, SPLITS=splits, BLOCK_M=block_m, BLOCK_J=block_j,
-            BLOCK_D=block_v if in_keys else _power_of_two(dim), BLOCK_R=_power_of_two(rest) if rest else 0,
+            BLOCK_D=block_v if in_keys else _power_of_two(dim), BLOCK_R=block_r,
             BLOCK_V=block_v, num_warps=8 if block_m == _MAX_TILE else 4)  # fmt: skip
         if splits > 1:
             kernels.merge_splits[(num_tokens, num_heads)](

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.flash_limits import PAGE_TOKENS, cumulative, cut, flash_refusal, padded, window_size
-from realhf.attention.interface import AttentionKind, Pages, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, nothing_attended
 
 
 class VarlenAttention:
@@ -23,14 +23,12 @@ class VarlenAttention:
         """`has_pages` says whether the installed torch's function takes a block table."""
         self._has_pages = has_pages
 
-    def refuses(
-        self, kind: AttentionKind, *, dim: int, value_dim: int, dtype: torch.dtype, paged: bool
-    ) -> str | None:
-        if kind.softcap is not None:
+    def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
+        if shape.kind.softcap is not None:
             return "it has no soft cap"
         if paged and not self._has_pages:
             return f"that of torch {torch.__version__} has no block table"
-        return flash_refusal(dim=dim, value_dim=value_dim, dtype=dtype, paged=paged)
+        return flash_refusal(shape, paged=paged)
 
     def packed(
         self, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
@@ -56,7 +54,6 @@ class VarlenAttention:
             window_size=window_size(kind), seqused_k=at.lens_k, block_table=at.table, num_splits=1,
             return_aux=_aux_request(), **options)
         return out_TND, lse_NT.T
-
 
     @torch.no_grad()
     def over_part(

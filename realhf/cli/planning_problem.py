@@ -6,7 +6,7 @@ from typing import Any
 
 import networkx as nx
 
-from realhf.calls import TopLogProbs, longest_response
+from realhf.calls import TopLogProbs, TrainStep, longest_response
 from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows, reads_pairs
@@ -123,7 +123,8 @@ def _top_k(graph: DataflowGraph, name: str) -> int:
     work = graph[name].work
     if isinstance(work, TopLogProbs):
         return work.k
-    producers = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
+    ids = work.loss.token_ids if isinstance(work, TrainStep) else ()
+    producers = [graph.producer(key) for key in ids]
     return sum(call.work.k for call in producers if call is not None and isinstance(call.work, TopLogProbs))
 
 

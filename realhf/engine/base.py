@@ -1,25 +1,25 @@
-"""Engine: holds a role's parameters on a rank, and runs calls over mini-batches and micro-batches."""
+"""Engine: holds a role's parameters on a rank and trains them; GeneratingEngine generates, too."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from realhf.calls import Generate, OptimizerConfig, Scores, TopLogProbs, TrainStep
+from realhf.calls import OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimits
 from realhf.inference.rounds import Round
-from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards
 from realhf.sample_ids import groups_of
@@ -35,9 +35,9 @@ class PassSettings:
     outputs: Mapping[str, Any]
     """Settings of the outputs: `output`, `temperature` and perhaps `top` (see Work), `entropy` and
     `token_ids` (see Loss)."""
-    finish: Callable[[Outputs, Batch], Any]  # Returns the result of a part of a micro-batch.
+    result_of: Callable[[Outputs, Batch], Any]  # Returns the result of some samples of a micro-batch.
     max_tokens: int
-    group_size: int = 1  # Consecutive samples that stay together, also in parts of a micro-batch.
+    group_size: int = 1  # Consecutive samples that stay together, also in chunks of a micro-batch.
     recompute: bool = False
     routers: Routers | None = None
 
@@ -69,17 +69,6 @@ class Engine(ABC):
         self._adapters = adapters
         self._trained = parameters if adapters is None else adapters
         self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
-        self.cache_limits = CacheLimits(self.groups)
-        """The limits of the KV caches of its calls, which checkpoints hold."""
-        self.last_cache_bytes = 0
-        """Bytes of the keys and values of the last call that generated."""
-
-    @abstractmethod
-    def _generate(
-        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> tuple[Batch, Batch]:
-        """Return the output columns of a generating call, of samples that have ended and of unfinished
-        ones."""
 
     @abstractmethod
     def _micro_batches(
@@ -89,14 +78,10 @@ class Engine(ABC):
         adjacent."""
 
     @abstractmethod
-    def _run_micro_batch(
-        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
-        *, layer_done: Callable[[int], None] | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
+    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+        """Run micro-batches through the stages; if autograd is on, run backward passes and sum gradients.
 
-        The last stage returns `settings.finish` of the outputs. The backward pass may call `layer_done` with
-        layers whose gradients are complete.
+        Return, on the last stage, each micro-batch's `settings.result_of` its outputs.
         """
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
@@ -183,94 +168,59 @@ class Engine(ABC):
         """The bytes that generations leave for later ones, by part: caches, and merged weights (LoRA)."""
         return {}
 
-    def run(
-        self, call: FunctionCall, minibatches: Sequence[Batch],
-        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
-        unfinished: Batch | None = None, budget: int | None = None, version: int = 0,
-    ) -> CallResult:  # fmt: skip
-        """Run the call on this rank's share of the samples, one Batch per mini-batch.
-
-        With `recompute`, a train step keeps only every layer's input for the backward pass. After a train
-        step on several replicas without `gather`, only `optimizer_shards` are up to date.
-
-        A generating call also continues this share's `unfinished` samples of earlier rounds. Every sample
-        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`. If the
-        call keeps its cache in rounds, the engine holds the unfinished samples itself; others may be passed.
-        """
-        assert call.kind == "generate" or budget is None, f"{call.name}: only generation has rounds"
+    def forward(
+        self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report
+    ) -> Batch:
+        """Run a forward call on this rank's share of the samples; return its output columns."""
+        batch = batch.to(self.groups.world.device)
         work = call.work
-        minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
-        if call.kind == "train_step":
-            metrics = self._train(
-                call, minibatches, max_tokens=micro_batch_tokens, recompute=recompute, gather=gather,
-                report=report)
-            return CallResult(Batch([]), metrics)
-        (batch,) = minibatches
-        if call.kind == "generate":
-            begun = Batch([])
-            if unfinished is not None and unfinished.ids:
-                limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
-                begun = unfinished.pick([*call.outputs, *limits])
-            round_ = Round(begun, budget, version)
-            ended, unfinished = self._generate(call, work, batch, round_, report)
-            return CallResult(ended, {}, unfinished)
-        columns = self._forward(call, work, batch, micro_batch_tokens, report)
-        return CallResult(output_batch(call, batch.ids, columns), {})
-
-    @abstractmethod
-    def flush_cache(self, call: str) -> None:
-        """Free the cache that a call keeps between rounds, if there is one, with the samples in it.
-
-        The next round must be given these samples again. All ranks of the layout call this between the same
-        rounds.
-        """
-
-    def _forward(
-        self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
-    ) -> list:
-        top = work.k if isinstance(work, TopLogProbs) else 0
-        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0), "top": top}
+        num_top = work.k if isinstance(work, TopLogProbs) else 0
+        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0), "top": num_top}
         settings = PassSettings(
-            call.inputs[0], outputs, lambda computed, _: list(computed.values()), max_tokens)
+            call.inputs[0], outputs, lambda computed, _: list(computed.values()), micro_batch_tokens)
         with torch.no_grad():
-            order, results = self._pipeline(batch, settings, report)
+            order, results = self._run_in_micro_batches(batch, settings, report)
         if not self.groups.is_last_stage:
-            return []
+            return Batch([])
         lengths = [1 if work.output == "scores" else batch[settings.key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.groups.world.device)
-        nothing = [empty.view(0, top).long(), empty.view(0, top)] if top else [empty]
+        nothing = [empty.view(0, num_top).long(), empty.view(0, num_top)] if num_top else [empty]
         values = [torch.cat(parts) for parts in zip(nothing, *results, strict=True)]
         in_order = sorted(range(len(order)), key=order.__getitem__)
-        columns = [Packed(column, lengths).select(in_order) for column in values]
+        columns: list[Any] = [Packed(column, lengths).select(in_order) for column in values]
         if isinstance(work, Scores):
-            return [column.values.sigmoid() if work.probability else column.values for column in columns]
-        return columns
+            scores = [column.values for column in columns]
+            columns = [score.sigmoid() for score in scores] if work.probability else scores
+        return output_batch(call, batch.ids, columns)
 
-    def _train(
-        self, call: FunctionCall, batches: list[Batch],
-        *, max_tokens: int, recompute: bool, gather: bool, report: Report,
+    def train(
+        self, call: FunctionCall, minibatches: Sequence[Batch],
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
     ) -> Metrics:  # fmt: skip
-        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens.
+        """Train on this rank's share of each mini-batch in turn; return the call's metrics.
 
-        A mini-batch without samples, all of which filters have dropped, changes nothing.
+        With `recompute`, only every layer's input is kept for the backward pass. After training on several
+        replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
+        of which filters have dropped, changes nothing.
         """
         work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
+        batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.epochs
         self._trained.hold_grads()  # All at once, before activations could split the memory.
         self._trained.requires_grad_(True)
         history = []
         num_empty = 0
-        batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             prefix = f"mini-batch {number} of {len(batches)}, "
             metrics = self._compute_grads(
-                call, batch, max_tokens=max_tokens, recompute=recompute, report=prefixed(report, prefix))
+                call, batch, max_tokens=micro_batch_tokens, recompute=recompute,
+                report=prefixed(report, prefix))
             if metrics is None:
                 num_empty += 1
                 continue
             report(f"{prefix}optimizer step")
-            last = number == len(batches)
-            update = self._optimizer.step(gather=gather or not last)
+            is_last = number == len(batches)
+            update = self._optimizer.step(gather=gather or not is_last)
             history.append(update if update["skipped_updates"] else metrics | update)
         self._trained.requires_grad_(False)
         taken = [metrics for metrics in history if not metrics["skipped_updates"]]
@@ -279,8 +229,7 @@ class Engine(ABC):
         means["skipped_updates"] = float(len(history) - len(taken))
         if num_empty:
             means["empty_updates"] = float(num_empty)
-        finish = getattr(work.loss, "finish", None)
-        return means if finish is None else finish(means, history[0] if history else {})
+        return dict(work.loss.summarize(means, history[0] if history else {}))
 
     def _compute_grads(
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
@@ -299,46 +248,78 @@ class Engine(ABC):
             return None
         sums: list[dict[str, torch.Tensor]] = []
 
-        def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
+        def loss_of_part(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
             value, metrics = loss(outputs, samples, totals)
             # (With its graph, a loss would keep the hidden states from the previous stage in memory.)
             sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
             return value
 
-        outputs = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
-        outputs["token_ids"] = getattr(loss, "token_ids", ())
+        outputs = {
+            "output": loss.output, "entropy": loss.entropy, "temperature": work.temperature,
+            "token_ids": loss.token_ids}
         routers = self._routers(work, totals)
         settings = PassSettings(
-            key, outputs, finish, max_tokens=max_tokens, group_size=work.group_size, recompute=recompute,
+            key, outputs, loss_of_part, max_tokens, group_size=work.group_size, recompute=recompute,
             routers=routers)
-        self._pipeline(batch, settings, report)
-        assert self._optimizer is not None
-        self._optimizer.finish_sums()
+        self._run_in_micro_batches(batch, settings, report)
         router_metrics = {} if routers is None else routers.metrics()
         if not self.groups.is_last_stage:
             return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
         return _sum_dicts(control.all_gather_json(local | router_metrics))
 
-    def _pipeline(
+    def _run_in_micro_batches(
         self, batch: Batch, settings: PassSettings, report: Report
     ) -> tuple[list[int], list[Any]]:
         """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
-        key = settings.key
         groups = groups_of(batch.ids, settings.group_size)
-        parts = self._micro_batches(batch[key].lengths, groups, settings.max_tokens)
-        micro = [batch.select(part) for part in parts]
-        layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
+        micro_batches = self._micro_batches(batch[settings.key].lengths, groups, settings.max_tokens)
+        results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
+        return list(chain.from_iterable(micro_batches)), results
 
-        def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            report(f"micro-batch {i + 1} of {len(micro)}")
-            last = i == len(micro) - 1  # Gradients are complete once the last micro-batch has added its own.
-            return self._run_micro_batch(micro[i], hidden, settings, layer_done=layer_done if last else None)
 
-        ranges = [token_range(len(samples[key].values), self.groups.cp) for samples in micro]
-        shapes = [(stop - start, self._parameters.config.hidden_size) for start, stop in ranges]
-        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
-        return [i for part in parts for i in part], results
+class GeneratingEngine(Engine):
+    """An engine that also generates, and may keep caches of keys and values between rounds."""
+
+    last_cache_bytes = 0
+    """Bytes of the keys and values of the last call that generated."""
+
+    @cached_property
+    def cache_limits(self) -> CacheLimits:
+        """The limits of the KV caches of its calls, which checkpoints hold."""
+        return CacheLimits(self.groups)
+
+    def generate(
+        self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
+        version: int = 0, report: Report = no_report,
+    ) -> CallResult:  # fmt: skip
+        """Continue this rank's share of the prompts, and the `unfinished` samples of earlier rounds.
+
+        Every sample gets at most `budget` tokens (None: as many as the call allows), which are of this
+        `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
+        others may be passed.
+        """
+        begun = Batch([])
+        if unfinished is not None and unfinished.ids:
+            limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+            begun = unfinished.pick([*call.outputs, *limits])
+        batch = batch.to(self.groups.world.device)
+        ended, unfinished = self._generate(call, batch, Round(begun, budget, version), report)
+        return CallResult(ended, {}, unfinished)
+
+    @abstractmethod
+    def _generate(
+        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
+    ) -> tuple[Batch, Batch]:
+        """Return the output columns of samples that have ended and of unfinished ones."""
+
+    @abstractmethod
+    def flush_cache(self, call: str) -> None:
+        """Free the cache that a call keeps between rounds, if there is one, with the samples in it.
+
+        The next round must be given these samples again. All ranks of the layout call this between the same
+        rounds.
+        """
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:

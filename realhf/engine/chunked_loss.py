@@ -59,9 +59,9 @@ def compute_outputs(
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
     if top:
-        found = model.top_logprobs(states_NH, top, temperature=temperature)
-        named = zip(("top_ids", "top_logprobs"), found, strict=True)
-        return {name: scatter(values, positions, num_tokens) for name, values in named}
+        ids_NK, logprobs_NK = model.top_logprobs(states_NH, top, temperature=temperature)
+        columns = {"top_ids": ids_NK, "top_logprobs": logprobs_NK}
+        return {name: scatter(values, positions, num_tokens) for name, values in columns.items()}
     labels = tokens.values if ids_TK is None else torch.cat([tokens.values[:, None], ids_TK], dim=1)
     logprobs, entropy_N = model.logprobs(
         states_NH, labels[positions], temperature=temperature, entropy=entropy)
@@ -88,46 +88,47 @@ def wanted(tokens: Packed, mask: Packed | None) -> NDArray[np.bool_]:
     return wanted_T
 
 
-def loss_by_parts(
+def loss_by_chunks(
     model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
     loss: Callable[[dict[str, torch.Tensor], Batch], Any],
     *, key: str, group_size: int = 1, token_ids: Sequence[str] = (), **settings: Any,
 ) -> Any:  # fmt: skip
-    """Compute the loss of `compute_outputs`; with gradients, for parts of the samples whose logits fit in one
-    chunk. The columns `token_ids` hold the ids of the tokens whose log-probs are wanted, too.
+    """Compute the loss of `compute_outputs`; with gradients, for one chunk of the samples after another. The
+    columns `token_ids` hold the ids of the tokens whose log-probs are wanted, too.
 
-    No part splits a group of samples, which are adjacent. Each part runs its backward pass at once, up to the
-    hidden states. Only a group that has more logits than a chunk must compute them twice.
+    A chunk has samples with at most `chunk_tokens` rows of logits, or one group, as groups are never split.
+    Each chunk runs its backward pass at once, up to the hidden states. Only a group with more rows must
+    compute its logits twice.
     """
     tokens = samples[key]
 
-    def loss_of(rows_TH: torch.Tensor, part: Batch) -> Any:
+    def loss_of(rows_TH: torch.Tensor, chunk: Batch) -> Any:
         outputs = compute_outputs(
-            model, rows_TH, part[key], mask=part.fields.get("response_mask"),
-            ids_TK=side_by_side(part, token_ids), **settings)
-        return loss(outputs, part)
+            model, rows_TH, chunk[key], mask=chunk.fields.get("response_mask"),
+            ids_TK=side_by_side(chunk, token_ids), **settings)
+        return loss(outputs, chunk)
 
-    by_parts = hidden_TH.requires_grad and settings["output"] == "logprobs" and model.groups.cp.size == 1
-    limit = model.head.chunk_tokens if by_parts else len(tokens.values)
+    by_chunks = hidden_TH.requires_grad and settings["output"] == "logprobs" and model.groups.cp.size == 1
+    limit = model.head.chunk_tokens if by_chunks else len(tokens.values)
     if len(tokens.values) <= limit:
         return loss_of(hidden_TH, samples)
     starts = [0, *accumulate(tokens.lengths)]
     counts = np.append(0, wanted(tokens, samples.fields.get("response_mask")).cumsum())
     sums = counts[starts[1:]].tolist()
-    bounds = _part_bounds(sums, limit, groups=groups_of(samples.ids, group_size))
+    bounds = _chunk_bounds(sums, limit, groups=groups_of(samples.ids, group_size))
     grad_TH = torch.empty_like(hidden_TH)
     values = []
     for first, last in pairwise(bounds):
         rows = slice(starts[first], starts[last])
-        part_TH = hidden_TH.detach()[rows].requires_grad_()
-        value = loss_of(part_TH, samples.select(range(first, last)))
+        chunk_TH = hidden_TH.detach()[rows].requires_grad_()
+        value = loss_of(chunk_TH, samples.select(range(first, last)))
         value.backward()
-        grad_TH[rows] = 0.0 if part_TH.grad is None else part_TH.grad
+        grad_TH[rows] = 0.0 if chunk_TH.grad is None else chunk_TH.grad
         values.append(value.detach())
     return _KnownGradient.apply(hidden_TH, torch.stack(values).sum(), grad_TH)
 
 
-def _part_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[int]]) -> list[int]:
+def _chunk_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[int]]) -> list[int]:
     """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one group; return
     the runs' bounds."""
     bounds = [0]

@@ -35,15 +35,15 @@ def class_spec(config: TransformersConfig) -> ModelSpec:
     num_positions = limit if learned else config.num_positions
     if (field := _POSITION_TABLES.get(config.family)) is not None:
         num_positions = getattr(model.config, field)
-    made = replace(config, architecture=type(model).__name__, num_positions=num_positions)
+    config = replace(config, architecture=type(model).__name__, num_positions=num_positions)
     params = [
         ParamSpec(names[0], tuple(tensor.shape), 0, part=names[0], in_file=InFile(names[0]),
                   trainable=isinstance(tensor, import_module("torch").nn.Parameter))
         for names, tensor in named_tensors(model)
     ]  # fmt: skip
     if odd := [param.name for param in params if not param.shape]:
-        raise ValueError(f"{made.architecture} is not supported: its parameter {odd[0]} is a single number")
-    return ModelSpec(made, tuple(params))
+        raise ValueError(f"{config.architecture} is not supported: its parameter {odd[0]} is a single number")
+    return ModelSpec(config, tuple(params))
 
 
 def file_spec(spec: ModelSpec) -> ModelSpec:
@@ -126,12 +126,12 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
 def named_tensors(model: Any) -> list[tuple[list[str], Any]]:
     """Return the state dict's floating-point tensors with all of their names, first the name in the files."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    found: dict[int, tuple[list[str], Any]] = {}
+    tensors: dict[int, tuple[list[str], Any]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            names, _ = found.setdefault(id(tensor), ([], tensor))
+            names, _ = tensors.setdefault(id(tensor), ([], tensor))
             names.append(name)
-    return [(sorted(names, key=lambda name: name in tied), tensor) for names, tensor in found.values()]
+    return [(sorted(names, key=lambda name: name in tied), tensor) for names, tensor in tensors.values()]
 
 
 def _build(config: TransformersConfig, *, dtype: Any) -> Any:
@@ -157,13 +157,13 @@ def _hf_config(config: TransformersConfig) -> Any:
     if config.head == "score":
         fields = {k: v for k, v in fields.items() if k not in ("id2label", "label2id")} | {"num_labels": 1}
     try:
-        made = mapping[config.family].from_dict(fields)
+        hf_config = mapping[config.family].from_dict(fields)
     except Exception as error:  # transformers validates with exceptions of several libraries.
         raise ValueError(f"transformers refuses the config: {_line(error)}") from error
-    for key, value in made.to_dict().items():
+    for key, value in hf_config.to_dict().items():
         if isinstance(value, float) and "drop" in key:
-            setattr(made, key, 0.0)
-    return made
+            setattr(hf_config, key, 0.0)
+    return hf_config
 
 
 def _auto_class(config: TransformersConfig) -> Any:

@@ -58,14 +58,14 @@ class TransformersModel(ShardedParameters):
         Raises ValueError that names the directory and the tensor.
         """
         if directory is None:
-            made = hf_factory.random_model(hf_factory.config_of(self.spec), seed=seed)
+            model = hf_factory.random_model(hf_factory.config_of(self.spec), seed=seed)
         else:
-            made, further = hf_factory.read_model(
+            model, unused = hf_factory.read_model(
                 str(directory), hf_factory.config_of(self.spec), dtype=self.flat.dtype, seed=seed)
-            if further and self.groups.rank == self.groups.layout.ranks[0]:
-                more = f" and {len(further) - 1} more" if len(further) > 1 else ""
-                print(f"realhf: {directory}: {further[0]}{more} is left out", file=sys.stderr)
-        for names, tensor in hf_factory.named_tensors(made):
+            if unused and self.groups.rank == self.groups.layout.ranks[0]:
+                more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+                print(f"realhf: {directory}: {unused[0]}{more} is left out", file=sys.stderr)
+        for names, tensor in hf_factory.named_tensors(model):
             self.shards()[names[0]].copy_(tensor)
 
     def file_tensors(self) -> dict[str, Tensor]:

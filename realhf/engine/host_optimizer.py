@@ -1,6 +1,6 @@
-"""HostStates: states of an optimizer in host memory, which pass through the device slice by slice.
+"""HostSlices: states of an optimizer in host memory, which pass through the device slice by slice.
 
-A slice is a section of the parameters, or a part of a large one. Two buffers on the device take turns: while
+A slice is a replica's chunk of a section, or some of a large one. Two buffers on the device take turns: while
 the optimizer updates one slice, the states of the next one come up, and those of the one before go back
 (ZeRO-Offload, Ren et al. 2021, with the update on the device). Every element is updated by the same kernel as
 without a host copy, so results are equal bit for bit. Between steps the states take no memory of the device.
@@ -16,7 +16,7 @@ from torch import Tensor
 from realhf.pinned import run_bounds
 
 
-class HostStates:
+class HostSlices:
     """The states of an optimizer's slices in host memory, and two buffers for them on the device.
 
     On a CPU the same copies are made, and wait for one another.
@@ -38,14 +38,8 @@ class HostStates:
             for i, (tensors, size) in enumerate(zip(states, sizes, strict=True))
         ]
         """For each slice the views of a buffer that have its states while it is updated."""
-        self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._up = _copy_stream(device)
         self._down = _copy_stream(device)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the states in host memory."""
-        return sum(tensor.nbytes for tensors in self._states for tensor in tensors)
 
     def update(self, update: Callable[[int], None]) -> None:
         """Call `update` with the number of each slice while `on_device` has its states.

@@ -4,19 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import Generate, OptimizerConfig, TrainStep
+from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import Engine, PassSettings, output_batch
-from realhf.engine.chunked_loss import loss_by_parts
+from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
+from realhf.engine.chunked_loss import loss_by_chunks
+from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import DTYPES, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
@@ -28,13 +29,14 @@ from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
+from realhf.nn.context_parallel import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.realloc.pieces import Shards
 from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
-class NativeEngine(Engine):
+class NativeEngine(GeneratingEngine):
     """An engine for the parallel transformer of `nn`, under any layout."""
 
     def __init__(
@@ -81,9 +83,10 @@ class NativeEngine(Engine):
         return self.model.merged_model().pieces() if merges else self.adapters.pieces()
 
     def _generate(
-        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
     ) -> tuple[Batch, Batch]:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
+        work = call.work
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
         if limit.num_bytes is None and work.kv_cache_gib is None:
@@ -102,9 +105,9 @@ class NativeEngine(Engine):
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
         round_ = round_.after(held)
-        made = output_batch(call, *generation.take())
-        made = queue.collect_results(made, [*round_.unfinished.ids, *batch.ids])
-        ended, unfinished = round_.join(call, made, batch)
+        columns = output_batch(call, *generation.take())
+        columns = queue.collect_results(columns, [*round_.unfinished.ids, *batch.ids])
+        ended, unfinished = round_.join(call, columns, batch)
         if keeps:
             self._kept[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
@@ -154,10 +157,32 @@ class NativeEngine(Engine):
             parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
 
+    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+        layer_done = None if self._optimizer is None else self._optimizer.sums.layer_is_done
+
+        def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            report(f"micro-batch {i + 1} of {len(micro_batches)}")
+            # Gradients are complete once the last micro-batch has added its own.
+            is_last = i == len(micro_batches) - 1
+            return self._run_micro_batch(
+                micro_batches[i], hidden, settings, layer_done=layer_done if is_last else None)
+
+        ranges = [token_range(len(samples[settings.key].values), self.groups.cp) for samples in micro_batches]
+        shapes = [(stop - start, self.model.config.hidden_size) for start, stop in ranges]
+        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        if torch.is_grad_enabled():
+            self.optimizer.sums.complete()
+        return results
+
     def _run_micro_batch(
         self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
         *, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
+        """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
+
+        The last stage returns the result of the outputs. The backward pass may call `layer_done` with layers
+        whose gradients are complete.
+        """
         tokens = samples[settings.key]
         x = self.model(
             tokens.values if hidden is None else hidden, tokens.lengths, recompute=settings.recompute,
@@ -165,8 +190,8 @@ class NativeEngine(Engine):
             layer_done=layer_done)
         if not self.groups.is_last_stage:
             return x
-        return loss_by_parts(
-            self.model, x, samples, settings.finish, key=settings.key, group_size=settings.group_size,
+        return loss_by_chunks(
+            self.model, x, samples, settings.result_of, key=settings.key, group_size=settings.group_size,
             **settings.outputs)
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:

@@ -37,8 +37,8 @@ class Routers:
         """Return this replica's part of both losses. Every stage and cp rank calls this after the backward
         passes."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._model.flat.device)
-        for found in self._passes:
-            sums += found.sums().to(sums.device)
+        for losses in self._passes:
+            sums += losses.sums().to(sums.device)
         for group in (self._model.groups.pp, self._model.groups.cp):
             group.all_reduce(sums)
         balance, z = sums.tolist()

@@ -3,7 +3,7 @@
 Shape suffixes: B rows of a padded batch, L its length, X outputs of the head for a token, V the vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.calls import Generate, OptimizerConfig, SamplingConfig
+from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import Engine, PassSettings, output_batch
+from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
 from realhf.engine.hf_module import TransformersModel, rows_of_tokens
+from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -34,7 +35,7 @@ from realhf.realloc.pieces import Shards, whole_parameters
 from realhf.sizes.micro_batch import padded_micro_batches
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(GeneratingEngine):
     """An engine for unsharded models of any family under data parallelism."""
 
     def __init__(
@@ -56,13 +57,14 @@ class TransformersEngine(Engine):
         return whole_parameters(self.model.file_tensors())
 
     def _generate(
-        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
     ) -> tuple[Batch, Batch]:
         """Generate; at most `work.max_rows` rows run at a time, padded on the left.
 
         Raises UserError when the call keeps its cache between rounds; and on all replicas when a prompt of
         any of them is empty, or exceeds the model's positions together with its response.
         """
+        work = call.work
         if work.cache_on_update == "keep" and round_.budget is not None:
             raise UserError(
                 f"{call.name}: cache_on_update is 'keep', and the transformers engine keeps no cache: set it "
@@ -84,8 +86,8 @@ class TransformersEngine(Engine):
             prefix = f"{start} of {len(order)} samples of this rank have ended, "
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
         ids = [i for group in groups for i in group.ids]
-        made = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
-        return round_.join(call, made, batch)
+        columns = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
+        return round_.join(call, columns, batch)
 
     def flush_cache(self, call: str) -> None:
         """Do nothing, as no call keeps a cache."""
@@ -95,10 +97,18 @@ class TransformersEngine(Engine):
     ) -> list[list[int]]:
         return padded_micro_batches(lengths, max_tokens=max_tokens, groups=groups)
 
-    def _run_micro_batch(
-        self, samples: Batch, hidden: Tensor | None, settings: PassSettings,
-        *, layer_done: Callable[[int], None] | None,
-    ) -> Tensor:  # fmt: skip
+    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+        def forward(i: int, _: Tensor | None) -> Tensor:
+            report(f"micro-batch {i + 1} of {len(micro_batches)}")
+            return self._run_micro_batch(micro_batches[i], settings)
+
+        shapes: list[tuple[int, ...]] = [()] * len(micro_batches)
+        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        if torch.is_grad_enabled():
+            self.optimizer.sums.complete()
+        return results
+
+    def _run_micro_batch(self, samples: Batch, settings: PassSettings) -> Tensor:
         tokens = samples[settings.key]
         options = dict(settings.outputs)
         outputs = compute_outputs(
@@ -106,7 +116,7 @@ class TransformersEngine(Engine):
             mask=samples.fields.get("response_mask"),
             ids_TK=side_by_side(samples, options.pop("token_ids", ())),
             row_of_token=rows_of_tokens(tokens), **options)
-        return settings.finish(outputs, samples)
+        return settings.result_of(outputs, samples)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.attention.cpu import masked_attention
-from realhf.attention.interface import AttentionBackend, AttentionKind, Pages, Sequences
+from realhf.attention.interface import AttentionKind, Pages, PartialAttention, Sequences
 from realhf.attention.merge import merge_into
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
@@ -131,7 +131,7 @@ class ExpandedPieces(Segment):
     from_cache = False
     expands = True
 
-    def __init__(self, backend: AttentionBackend, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> None:
+    def __init__(self, backend: PartialAttention, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> None:
         super().__init__(
             pages.position_T, pages.length_T, pages.cache_position_T,
             longest=max(len(chunk.prompt.tokens) for chunk in chunks))

@@ -3,8 +3,14 @@
 from collections.abc import Sequence
 from math import lcm
 
-from realhf.attention.choose import attention_backend
-from realhf.attention.interface import AttentionBackend, AttentionKind
+from realhf.attention.choose import paged_backend, partial_backend
+from realhf.attention.interface import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionShape,
+    PagedAttention,
+    PartialAttention,
+)
 from realhf.errors import UserError
 from realhf.nn.transformer import Transformer
 
@@ -16,28 +22,28 @@ class PagedBackends:
         """Use `backend` for all layers; None: the best one for each kind of them. Raises UserError if a kind
         cannot be computed."""
         _, dim, value_dim = model.cache_heads
-        value_dim = value_dim or dim
+        device = model.flat.device
         dtype = model.flat.dtype
-        self._of: dict[AttentionKind, AttentionBackend] = {}
+        self._of: dict[AttentionKind, PagedAttention] = {}
         for kind in {block.attention.kind: None for block in model.blocks}:
-            chosen = backend or attention_backend(
-                model.flat.device, kind, dim=dim, value_dim=value_dim, dtype=dtype, packed=False)
-            reason = chosen.refuses(kind, dim=dim, value_dim=value_dim, dtype=dtype, paged=True)
+            shape = AttentionShape(kind, dim, value_dim or dim, dtype)
+            chosen = backend or paged_backend(device, shape)
+            reason = chosen.refuses(shape, paged=True)
             if reason is not None:
                 raise UserError(f"{chosen.name} cannot compute the attention of the cache: {reason}")
             self._of[kind] = chosen
         self._mla = model.config.mla
-        self._expanding: AttentionBackend | None = None
+        self._expanding: PartialAttention | None = None
         if self._mla is not None:
-            self._expanding = backend or attention_backend(
-                model.flat.device, next(iter(self._of)), dim=model.config.head_dim,
-                value_dim=self._mla.v_head_dim, dtype=dtype, paged=False)
+            kind = next(iter(self._of))
+            shape = AttentionShape(kind, model.config.head_dim, self._mla.v_head_dim, dtype)
+            self._expanding = backend or partial_backend(device, shape)
         self.page_tokens = lcm(*(backend.page_tokens for backend in self._of.values()))
         """A page has a multiple of so many tokens."""
         self.in_graph = all(backend.in_graph for backend in self._of.values())
         """Whether CUDA graphs can record all of them."""
 
-    def for_expanded(self, pieces: Sequence[tuple[int, int]]) -> AttentionBackend | None:
+    def for_expanded(self, pieces: Sequence[tuple[int, int]]) -> PartialAttention | None:
         """Return the backend for keys and values that are computed from cached latents; None if the latents
         themselves are attended to, which takes fewer FLOPs for few tokens.
 
@@ -53,6 +59,6 @@ class PagedBackends:
         pays = saved * num_pairs > expansion * sum(earlier for _, earlier in pieces)
         return self._expanding if pays else None
 
-    def of(self, kind: AttentionKind) -> AttentionBackend:
+    def of(self, kind: AttentionKind) -> PagedAttention:
         """Return the backend of a kind of layers."""
         return self._of[kind]

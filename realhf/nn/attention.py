@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.attention.choose import attention_backend
-from realhf.attention.interface import AttentionKind, Sequences
+from realhf.attention.choose import packed_backend
+from realhf.attention.interface import AttentionKind, AttentionShape, Sequences
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Returns the keys and values of tokens, k_JND and v_JND, from what a cache holds of them."""
@@ -54,6 +54,5 @@ def packed_attention(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
 ) -> Tensor:
     """Return the causal grouped-query attention within each sequence, out_TND, by the device's backend."""
-    backend = attention_backend(
-        q_TND.device, kind, dim=q_TND.shape[-1], value_dim=v_TKD.shape[-1], dtype=q_TND.dtype, paged=False)
-    return backend.packed(q_TND, k_TKD, v_TKD, at, kind)
+    shape = AttentionShape(kind, q_TND.shape[-1], v_TKD.shape[-1], q_TND.dtype)
+    return packed_backend(q_TND.device, shape).packed(q_TND, k_TKD, v_TKD, at, kind)

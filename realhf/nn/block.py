@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.choose import attention_backend
-from realhf.attention.interface import AttentionKind
+from realhf.attention.choose import packed_backend
+from realhf.attention.interface import AttentionKind, AttentionShape
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
@@ -96,9 +96,8 @@ class Attention:
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
         self.kind = AttentionKind.of(config, layer)
         # A kind that no kernel computes is refused now, and not in the middle of a run.
-        attention_backend(
-            self.qkv.device, self.kind, dim=config.head_dim, value_dim=config.head_dim, dtype=self.qkv.dtype,
-            paged=False)
+        dim = config.head_dim
+        packed_backend(self.qkv.device, AttentionShape(self.kind, dim, dim, self.qkv.dtype))
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads

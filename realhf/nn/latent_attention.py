@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from realhf.attention.choose import attention_backend
-from realhf.attention.interface import AttentionKind
+from realhf.attention.choose import packed_backend
+from realhf.attention.interface import AttentionKind, AttentionShape
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.half_precision import widened
@@ -47,9 +47,9 @@ class LatentAttention:
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         self.kind = AttentionKind.of(config, layer)
         mla = config.mla
-        attention_backend(
-            self.linears["o"].device, self.kind, dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-            value_dim=mla.v_head_dim, dtype=self.linears["o"].dtype, paged=False)
+        weight = self.linears["o"]
+        dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        packed_backend(weight.device, AttentionShape(self.kind, dim, mla.v_head_dim, weight.dtype))
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         mla = self.mla

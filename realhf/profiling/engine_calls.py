@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.calls import LogProbs, Loss, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
@@ -21,7 +21,7 @@ _ANY_SIZE = 1 << 30
 
 
 @dataclass(frozen=True)
-class _MeanLoss:
+class _MeanLoss(Loss):
     """The mean of an output, as the cheapest loss."""
 
     output: str
@@ -112,4 +112,8 @@ def _call(
 ) -> Callable[[], object]:  # fmt: skip
     """Return a function that runs the work on the batch in passes of at most so many tokens."""
     call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
-    return partial(engine.run, call, [batch], micro_batch_tokens=most_tokens, gather=False)
+    if work.kind == "generate":
+        return partial(engine.generate, call, batch)
+    if work.kind == "train_step":
+        return partial(engine.train, call, [batch], micro_batch_tokens=most_tokens, gather=False)
+    return partial(engine.forward, call, batch, micro_batch_tokens=most_tokens)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig, chunk_sizes
+from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig
 from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, TeacherWeights, reverse_kl
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
@@ -22,6 +22,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.execute.host_context import HostContext
+from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 from tests.runtime.tiny import role, write_task
@@ -111,7 +112,7 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
     numel = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-VOCABULARY // layout.tp)
-        metrics = engine.run(call, [batch], micro_batch_tokens=40).metrics
+        metrics = engine.train(call, [batch], micro_batch_tokens=40)
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
     return metrics, {name: before[name] - shard for name, shard in engine.model.shards().items()}

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from realhf.attention.flash import FlashAttention
-from realhf.attention.interface import AttentionKind, Pages, Sequences
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences
 from realhf.attention.merge import merge_into
 from realhf.attention.reference import ReferenceAttention
 from realhf.attention.varlen import VarlenAttention, has_pages
@@ -41,9 +41,9 @@ def test_pages_are_passed_as_the_kernels_want_them(libraries, backend, decodes, 
     num_cases = 0
     for seed in range(60 if decodes else 10):
         case = random_case(seed, dtype=torch.bfloat16, pages=(256,), dims=(16,), decodes=decodes)
-        shape = {"dim": 16, "value_dim": case.v_PLKD.shape[-1], "dtype": torch.bfloat16}
-        if backend.refuses(case.kind, **shape, paged=True):
-            assert case.kind.softcap is not None or shape["value_dim"] != 16
+        shape = AttentionShape(case.kind, 16, case.v_PLKD.shape[-1], torch.bfloat16)
+        if backend.refuses(shape, paged=True):
+            assert case.kind.softcap is not None or shape.value_dim != 16
             continue
         num_cases += 1
         out, lse = backend.paged(*case.arguments(), num_splits=num_splits)
@@ -66,7 +66,7 @@ def test_packed_sequences_are_passed_as_the_kernels_want_them(
 ):
     if old_torch:
         libraries.setattr(varlen, "varlen_attn", stand_ins.old_varlen_attn)
-    if backend.refuses(kind, dim=dim, value_dim=value_dim, dtype=torch.bfloat16, paged=False):
+    if backend.refuses(AttentionShape(kind, dim, value_dim, torch.bfloat16), paged=False):
         assert kind.softcap is not None and backend is BACKENDS[1]
         return
     lens = [5, 0, 9, 1]

@@ -25,7 +25,7 @@ def _train(world, text, noise, num_minibatches, epochs, proximal):
     differences = []
     for batch in batches:
         mask = batch["response_mask"]
-        found = engine.run(forward, [batch.pick(KEYS)], micro_batch_tokens=40).batch.fields.get("logprobs")
+        found = engine.forward(forward, batch.pick(KEYS), micro_batch_tokens=40).fields.get("logprobs")
         # (Only the last stage has them, and needs them.)
         logprobs = torch.zeros_like(mask.values) if found is None else found.values
         off = noise * torch.randn(len(mask.values), dtype=torch.float64, generator=generator)
@@ -37,7 +37,7 @@ def _train(world, text, noise, num_minibatches, epochs, proximal):
     work = TrainStep(loss, num_minibatches, epochs)
     columns = (*COLUMNS, "prox_logprobs") if proximal == "recomputed" else COLUMNS
     call = FunctionCall("actor_train", "train_step", columns, role="actor", work=work)
-    metrics = engine.run(call, batches[:num_minibatches], micro_batch_tokens=40).metrics
+    metrics = engine.train(call, batches[:num_minibatches], micro_batch_tokens=40)
     return metrics, differences[:num_minibatches]
 
 
@@ -67,3 +67,25 @@ def test_the_mismatch_is_that_of_the_weights_before_the_update(pool, proximal):
                 assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9), (layout, name)
             assert not any(name.endswith(("/weights", "/squares", "/tokens", "/k3")) for name in metrics)
             assert abs(metrics["approx_kl"] - metrics["mismatch/kl"]) > 1e-4
+
+
+class _Plain:
+    """A loss without a base class."""
+
+    output = "scores"
+    entropy = False
+    group_size = 3
+
+    def totals(self, batch):
+        return {"samples": 2.0}
+
+    def __call__(self, outputs, batch, totals):
+        return outputs["scores"].sum() / totals["samples"], {}
+
+
+def test_a_loss_needs_no_base_class():
+    loss = TrainStep(_Plain()).loss
+    assert (loss.output, loss.group_size, loss.learns, loss.token_ids) == ("scores", 3, "policy", ())
+    assert loss.summarize({"a": 1.0}, {"a": 2.0}) == {"a": 1.0} and loss.row_fault({}) is None
+    value, _ = loss({"scores": torch.tensor([1.0, 5.0])}, None, loss.totals(None))
+    assert value == 3.0

@@ -39,8 +39,8 @@ def _run(world, text, chunk_tokens, tied):
     before = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-67 // engine.groups.layout.tp)
-        metrics = [engine.run(CALL, batches, micro_batch_tokens=60).metrics for _ in range(2)]
-        logprobs = engine.run(FORWARD, batches[:1], micro_batch_tokens=60).batch.fields.get("logprobs")
+        metrics = [engine.train(CALL, batches, micro_batch_tokens=60) for _ in range(2)]
+        logprobs = engine.forward(FORWARD, batches[0], micro_batch_tokens=60).fields.get("logprobs")
     finally:
         chunk_sizes.CHUNK_NUMEL = before
     shards = {name: shard.clone() for name, shard in engine.model.shards().items()}
@@ -66,7 +66,7 @@ def _peak(chunk_tokens, monkeypatch):
     batch = minibatch(ragged_rows(40, seed=0))
     batch.fields["response_mask"].values = batch["response_mask"].values.float()
     with Storages() as storages:
-        engine.run(CALL, [batch, batch], micro_batch_tokens=1000)
+        engine.train(CALL, [batch, batch], micro_batch_tokens=1000)
     return storages.peak, int(batch["response_mask"].values.sum())
 
 
@@ -112,7 +112,7 @@ def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens
     numel = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-67 // layout.tp)
-        metrics = engine.run(call, [minibatch(rows)], micro_batch_tokens=40).metrics
+        metrics = engine.train(call, [minibatch(rows)], micro_batch_tokens=40)
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
     return metrics, {name: before[name] - shard for name, shard in engine.model.shards().items()}

@@ -64,7 +64,7 @@ def _forward(world, text, output, max_tokens):
     engine = _engine(world, text, head="lm" if output == "logprobs" else "score")
     call = FunctionCall("c", "forward", INPUTS, ("out",), role="r", work=WORK[output])
     batch = _batch(_share(world, text, _rows()))
-    fields = engine.run(call, [batch], micro_batch_tokens=max_tokens).batch.fields
+    fields = engine.forward(call, batch, micro_batch_tokens=max_tokens).fields
     return fields["out"] if fields else None
 
 
@@ -95,7 +95,7 @@ def _train(world, text, max_tokens, recompute):
     rows = _rows()
     batches = [_batch(_share(world, text, part)) for part in (rows[:6], rows[6:])]
     options = {"micro_batch_tokens": max_tokens, "recompute": recompute}
-    return [engine.run(call, batches, **options).metrics for _ in range(2)]
+    return [engine.train(call, batches, **options) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def _generate(world, text, num_rows):
     work = Generate(SamplingConfig(max_new_tokens=6), seed=1, max_rows=3)
     call = FunctionCall("g", "generate", ("sequence_ids",), GENERATED, role="r", work=work)
     batch = _batch([row for row in _rows() for _ in range(2)][:num_rows]).pick(("sequence_ids",))
-    made = engine.run(call, [batch], micro_batch_tokens=40).batch
+    made = engine.generate(call, batch).batch
     if not made.fields:
         return None
     return made.ids, *(made[key].split() for key in GENERATED[:3]), made["finished"]

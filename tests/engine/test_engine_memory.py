@@ -13,7 +13,7 @@ from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
-from realhf.engine.host_optimizer import HostStates
+from realhf.engine.host_optimizer import HostSlices
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -49,7 +49,7 @@ def _step(engine, world, number):
     layout = engine.groups.layout
     mine = slice(layout.coordinate(world.rank).dp, None, layout.dp)
     rows = [ragged_rows(8, seed=2 * number + i)[mine] for i in (0, 1)]
-    return engine.run(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40).metrics
+    return engine.train(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40)
 
 
 def _values(engine):
@@ -108,9 +108,14 @@ def _offloaded_or_not(world, text, dtype):
             for (box, source), (_, master) in zip(parts, plain.optimizer.shards[name], strict=True):
                 if not torch.equal(source, master.to(source.dtype)):
                     wrong.append(f"{number} source {name} {box}")
-    host = offloaded.optimizer._host
-    buffers = [buffer.untyped_storage().nbytes() for buffer in host._buffers]
-    return wrong, buffers, host.buffer_bytes, host.host_bytes, sum(x.nbytes for x in plain.optimizer.held)
+    buffers = [
+        buffer.untyped_storage().nbytes() for buffer in offloaded.optimizer._state.slices._buffers]
+    held = [sum(x.nbytes for x in engine.optimizer.held) for engine in (offloaded, plain)]
+    return wrong, buffers, _bytes_of_buffers(offloaded), *held
+
+
+def _bytes_of_buffers(engine):
+    return sum(buffer.nbytes for buffer in engine.optimizer._state.slices._buffers)
 
 
 @pytest.mark.parametrize("text, dtype", [
@@ -139,9 +144,9 @@ def test_slices_bound_the_memory_of_large_sections(monkeypatch, section_numel, w
         assert _step(plain, world, number) == _step(offloaded, world, number)
         _assert_equal(_values(offloaded), _values(plain))
     num_states = 3 if dtype == "bfloat16" else 2
-    host = offloaded.optimizer._host
-    assert host.buffer_bytes == 2 * window * num_states * 4
-    assert host.host_bytes == num_states * 4 * offloaded.flat.numel()
+    assert _bytes_of_buffers(offloaded) == 2 * window * num_states * 4
+    held = offloaded.optimizer.held
+    assert sum(x.nbytes for x in held) == num_states * 4 * offloaded.flat.numel()
 
 
 @pytest.mark.parametrize("text, section_numel", [
@@ -172,7 +177,7 @@ def _buffer_bytes(world, text, section_numel, window):
             hf=moe_config("qwen3-moe"))
     finally:
         chunk_sizes.OPTIMIZER_SLICE_NUMEL = before
-    return engine.optimizer._host.buffer_bytes
+    return _bytes_of_buffers(engine)
 
 
 def test_pinned_allocations_are_nearly_full():
@@ -232,8 +237,8 @@ def test_every_section_passes_through_the_buffers_once():
     """Sections of unequal sizes, whose states are changed while they are on the device."""
     sizes = (5, 1, 7, 3)
     states = [[torch.full((size,), float(i)), torch.full((size,), 10.0 + i)] for i, size in enumerate(sizes)]
-    host = HostStates(states, torch.device("cpu"))
-    assert host.host_bytes == 4 * 2 * sum(sizes) and host.buffer_bytes == 4 * 2 * (7 + 3)
+    host = HostSlices(states, torch.device("cpu"))
+    assert sum(buffer.nbytes for buffer in host._buffers) == 4 * 2 * (7 + 3)
     seen = []
 
     def update(section):
@@ -280,7 +285,7 @@ def test_released_pages_come_back():
     prompts = Batch([0, 1], {"prompts": Packed.of([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])})
 
     def tokens():
-        made = engine.run(call, [prompts], micro_batch_tokens=100).batch
+        made = engine.generate(call, prompts).batch
         return [row.tolist() for row in made["s"].split()]
 
     assert "cache" not in engine.memory()

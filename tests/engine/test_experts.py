@@ -63,11 +63,11 @@ def _run(world, name, text, max_rows):
         "actor_generate", "generate", ("prompt_ids",), ("sequence_ids", "response_mask", "logp", "finished"),
         role="actor", work=Generate(sampling, max_rows=max_rows))  # fmt: skip
     batch = Batch(ids, {"prompt_ids": _sequences(ids)})
-    made = engine.run(generate, [batch], micro_batch_tokens=1000).batch
+    made = engine.generate(generate, batch).batch
     keys = ("sequence_ids",)
     forward = FunctionCall("ref_forward", "forward", keys, ("logp",), role="ref", work=LogProbs())
     batch = Batch(ids, {"sequence_ids": _sequences(ids, extra=2)})
-    again = engine.run(forward, [batch], micro_batch_tokens=9).batch
+    again = engine.forward(forward, batch, micro_batch_tokens=9)
     if not made.fields:
         return {}
     columns = zip(made.ids, made["sequence_ids"].split(), made["logp"].split(), strict=True)
@@ -118,7 +118,7 @@ def _train(world, name, text, recompute):
     mask = Packed(torch.ones(len(sequences.values), dtype=torch.float64), sequences.lengths)
     batch = Batch(ids, dict(zip(keys, (sequences, mask), strict=True)))
     history = [
-        engine.run(call, [batch], micro_batch_tokens=9, recompute=recompute).metrics for _ in range(2)
+        engine.train(call, [batch], micro_batch_tokens=9, recompute=recompute) for _ in range(2)
     ]
     shards = {key: (engine.model.regions[key], shard.clone()) for key, shard in engine.model.shards().items()}
     return history if engine.groups.is_last_stage else None, shards
@@ -162,7 +162,7 @@ def test_a_critic_with_experts_scores_sequences():
     call = FunctionCall("c", "forward", ("sequence_ids",), ("score",), role="reward", work=Scores())
     rows = Batch(list(range(9)), {"sequence_ids": _sequences(range(9))})
     together, alone = (
-        engine.run(call, [rows], micro_batch_tokens=n).batch["score"] for n in (1000, 1)
+        engine.forward(call, rows, micro_batch_tokens=n)["score"] for n in (1000, 1)
     )
     assert together.shape == (9,)
     torch.testing.assert_close(together, alone)

@@ -40,11 +40,11 @@ def _answers(engine):
     generator = torch.Generator().manual_seed(1)
     prompts = Packed.of([torch.randint(4, 500, (3 + i,), generator=generator) for i in range(8)])
     batch = Batch(list(range(8)), {"prompts": prompts})
-    return engine.run(GENERATE, [batch], micro_batch_tokens=1000).batch
+    return engine.generate(GENERATE, batch).batch
 
 
 def _logprobs(engine, answers):
-    return engine.run(LOGPROBS, [answers], micro_batch_tokens=90).batch
+    return engine.forward(LOGPROBS, answers, micro_batch_tokens=90)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": False}, {"lora": LoraConfig(rank=4)}])

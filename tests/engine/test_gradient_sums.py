@@ -62,17 +62,17 @@ def _train(world, config, text, num_rows, section_numel, recompute):
     engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=OptimizerConfig(lr=3e-3))
     engine.load(None, seed=0)
     optimizer, had_begun = engine._optimizer, []
-    finish = optimizer.finish_sums
+    complete = optimizer.sums.complete
 
-    def finish_sums():
-        had_begun.append(len(optimizer._open) < len(optimizer._sections))
-        finish()
+    def complete_sums():
+        had_begun.append(len(optimizer.sums._open) < len(optimizer.sums._by_layer))
+        complete()
 
-    optimizer.finish_sums = finish_sums
+    optimizer.sums.complete = complete_sums
     dp = layout.coordinate(world.rank).dp
     batches = [minibatch(ragged_rows(num_rows, seed=seed)[dp :: layout.dp]) for seed in (0, 1)]
     history = [
-        engine.run(CALL, batches, micro_batch_tokens=20, recompute=recompute).metrics for _ in range(2)]
+        engine.train(CALL, batches, micro_batch_tokens=20, recompute=recompute) for _ in range(2)]
     shards = {name: shard.clone() for name, shard in engine.model.shards().items()}
     return history, shards, had_begun[::2]  # (`step` asks again.)
 

@@ -48,7 +48,7 @@ def _train(config, layout, rank, *, num_ranks, num_micro_batches=2):
     work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
     with _Scalars(), _config.patch(meta_nonzero_assume_all_nonzero=True):
-        engine.run(call, [Batch(list(range(num_micro_batches)), columns)], micro_batch_tokens=32)
+        engine.train(call, [Batch(list(range(num_micro_batches)), columns)], micro_batch_tokens=32)
     return spec, world.log.posts
 
 

@@ -89,7 +89,7 @@ def _train(world, text, source, target, steps):
     metrics = []
     for rows in steps:
         batch = _batch(rows, dp=layout.dp, index=layout.coordinate(world.rank).dp)
-        metrics.append(engine.run(CALL, [batch], micro_batch_tokens=20).metrics)
+        metrics.append(engine.train(CALL, [batch], micro_batch_tokens=20))
     save_weights(target, engine.model)
     return [(m["loss"], m["grad_norm"]) for m in metrics] if world.rank == layout.result_ranks[0] else None
 
@@ -263,7 +263,7 @@ def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):
     engine.load(tmp_path, seed=0)
     before = {name: shard.clone() for name, shard in engine.model.shards().items()}
     batch = _batch(ragged_rows(9, seed=0))
-    losses = [engine.run(CALL, [batch], micro_batch_tokens=40).metrics["loss"] for _ in range(40)]
+    losses = [engine.train(CALL, [batch], micro_batch_tokens=40)["loss"] for _ in range(40)]
     after = engine.model.shards()
     assert all(shard.dtype == torch.bfloat16 for shard in after.values())
     name = "model.layers.0.mlp.down_proj.weight"

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
-from realhf.engine.chunked_loss import _part_bounds
+from realhf.engine.chunked_loss import _chunk_bounds
 from realhf.engine.pipeline import one_forward_one_backward
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
@@ -135,7 +135,7 @@ def test_parts_of_a_loss_cut_no_group():
         group_size, ids = _grouped(rng, len(counts))
         limit = rng.randint(1, 20)
         sums = list(accumulate(counts))
-        bounds = _part_bounds(sums, limit, groups=groups_of(ids, group_size))
+        bounds = _chunk_bounds(sums, limit, groups=groups_of(ids, group_size))
         assert bounds[0] == 0 and bounds[-1] == len(ids) and bounds == sorted(set(bounds))
         for first, last in pairwise(bounds):
             numbers = {i // group_size for i in ids[first:last]}

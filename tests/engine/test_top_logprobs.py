@@ -39,7 +39,7 @@ def _columns(world, text, directory, rows=ROWS, engine_type=NativeEngine, *, chu
     numel = chunk_sizes.CHUNK_NUMEL
     try:
         chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-67 // layout.tp)
-        batch = engine.run(CALL, [minibatch(mine)], micro_batch_tokens=25).batch
+        batch = engine.forward(CALL, minibatch(mine), micro_batch_tokens=25)
     finally:
         chunk_sizes.CHUNK_NUMEL = numel
     return mine, [batch[key] for key in CALL.outputs] if batch.fields else None

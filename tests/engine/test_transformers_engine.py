@@ -112,7 +112,7 @@ def batch_of(rows, *, part=(0, 1)):
 
 def forward(engine, work, rows=ROWS):
     call = FunctionCall("forward", "forward", ("sequence_ids",), ("out",), role="actor", work=work)
-    return engine.run(call, [batch_of(rows).pick(["sequence_ids"])], micro_batch_tokens=24).batch["out"]
+    return engine.forward(call, batch_of(rows).pick(["sequence_ids"]), micro_batch_tokens=24)["out"]
 
 
 def generated(engine, *, part=(0, 1), max_rows=512, rows=ROWS, **sampling):
@@ -120,7 +120,7 @@ def generated(engine, *, part=(0, 1), max_rows=512, rows=ROWS, **sampling):
     outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
     work = Generate(SamplingConfig(**({"max_new_tokens": 6} | sampling)), seed=5, max_rows=max_rows)
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
-    batch = engine.run(call, [batch_of(rows, part=part).pick(["prompt_ids"])], micro_batch_tokens=24).batch
+    batch = engine.generate(call, batch_of(rows, part=part).pick(["prompt_ids"])).batch
     columns = [batch[key].split() for key in outputs[:3]] + [batch["finished"]]
     return {i: tuple(x.tolist() for x in row) for i, *row in zip(batch.ids, *columns, strict=True)}
 
@@ -164,7 +164,7 @@ def test_a_train_step_is_that_of_a_plain_loop(made, recompute):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
     adamw.step()
     engine = engine_of(directory, optimizer=OPTIMIZER)
-    metrics = engine.run(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24, recompute=recompute).metrics
+    metrics = engine.train(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24, recompute=recompute)
     assert norm > OPTIMIZER.max_grad_norm  # It is clipped.
     assert (metrics["loss"], metrics["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
     for name, tensor in model.state_dict().items():
@@ -222,16 +222,14 @@ def test_rounds_continue_samples(made, family):
     work = Generate(SamplingConfig(max_new_tokens=13), seed=5, max_rows=4)
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
     prompts = batch_of(ROWS).pick(["prompt_ids"])
-    whole = engine.run(call, [prompts], micro_batch_tokens=24, version=7).batch
+    whole = engine.generate(call, prompts, version=7).batch
     assert torch.equal(whole["versions"].values, 7 * whole["response_mask"].values.long())
     lengths = [int(mask.sum()) for mask in whole["response_mask"].split()]
     assert 13 in lengths and len(set(lengths)) > 2
     found, unfinished = {}, None
     for number in range(3):  # The last three samples come later.
         part = prompts.select([range(4), range(4, 7), range(0)][number])
-        result = engine.run(
-            call, [part], micro_batch_tokens=24, unfinished=unfinished, budget=(5, 5, 9)[number],
-            version=number)
+        result = engine.generate(call, part, unfinished=unfinished, budget=(5, 5, 9)[number], version=number)
         unfinished = result.unfinished
         columns = [result.batch[key].split() for key in outputs if key != "finished"]
         columns.append(result.batch["finished"])
@@ -279,7 +277,7 @@ def _generated_and_trained(world, directory, layout):
         engine.load_adapters(seed=0)  # With the optimizer's copy.
     part = (world.rank, target.dp)
     rows = generated(engine, part=part, temperature=1.3, top_k=40, top_p=0.95)
-    metrics = engine.run(TRAIN, [batch_of(ROWS, part=part)], micro_batch_tokens=24).metrics
+    metrics = engine.train(TRAIN, [batch_of(ROWS, part=part)], micro_batch_tokens=24)
     return rows, metrics, {name: shard.clone() for name, shard in engine.model.shards().items()}
 
 
@@ -314,7 +312,7 @@ def test_native_and_transformers_engines_agree(tmp_path):
             assert (mine[0], mine[1], mine[3]) == (others[0], others[1], others[3])
             assert mine[2] == pytest.approx(others[2], abs=1e-5)
     mine, others = (
-        engine.run(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24).metrics for engine in (ours, theirs))
+        engine.train(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24) for engine in (ours, theirs))
     assert mine == pytest.approx(others, rel=1e-5)
     for name, shard in ours.model.shards().items():
         torch.testing.assert_close(theirs.model.shards()[name], shard, rtol=0, atol=2e-6, msg=name)

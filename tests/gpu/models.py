@@ -134,4 +134,4 @@ def generate(
         "actor_generate", "generate", ("prompt_ids",), OUTPUTS, role="actor",
         work=Generate(SamplingConfig(**sampling), **(settings or {})))
     batch = Batch(list(range(len(prompts))), {"prompt_ids": Packed.of(prompts)})
-    return engine.run(call, [batch], micro_batch_tokens=1000).batch
+    return engine.generate(call, batch).batch

@@ -84,4 +84,4 @@ def test_bfloat16_log_probs_are_those_of_a_forward_pass(directories, device, nam
 def _forward(engine, made, *, temperature=1.0):
     work = LogProbs(temperature=temperature)
     call = FunctionCall("ref_forward", "forward", OUTPUTS[:2], ("logprobs",), role="ref", work=work)
-    return engine.run(call, [made], micro_batch_tokens=600).batch["logprobs"].values
+    return engine.forward(call, made, micro_batch_tokens=600)["logprobs"].values

@@ -43,7 +43,7 @@ def _train(engine, *, loss=None, recompute=False):
     batch = _batch()
     call = FunctionCall("actor_train", "train_step", tuple(batch.fields), role="actor", work=work)
     steps = [
-        engine.run(call, [batch], micro_batch_tokens=100, recompute=recompute).metrics
+        engine.train(call, [batch], micro_batch_tokens=100, recompute=recompute)
         for _ in range(NUM_STEPS)]
     return {name: torch.tensor([step[name] for step in steps]) for name in steps[0]}
 

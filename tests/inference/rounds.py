@@ -133,9 +133,8 @@ def generate_in_rounds(world, text, case, *, engine=None, number=0):
             place = {i: at for at, i in enumerate(unfinished.ids)}
             mine = deal(sorted(unfinished.ids), layout, dp, number)
             unfinished = unfinished.select([place[i] for i in mine])
-        result = engine.run(
-            case.call, [batch], micro_batch_tokens=1000, unfinished=unfinished, budget=case.budget(number),
-            version=number)
+        result = engine.generate(
+            case.call, batch, unfinished=unfinished, budget=case.budget(number), version=number)
         rows |= rows_of(result.batch)
         shared = [Batch.unpack(data) for data in control.all_gather_bytes(result.unfinished.pack())]
         unfinished = Batch.concat([part for part in shared if part.fields] or [Batch([])])

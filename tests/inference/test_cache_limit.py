@@ -81,7 +81,7 @@ def _generated(world, layout, free):
         prompts = Packed.of([torch.full((70 + i // 3,), 4 + i // 3) for i in range(start, stop)])
         batch = Batch(list(range(start, stop)), {"prompts": prompts})
         for _ in range(2):
-            made = engine.run(call, [batch], micro_batch_tokens=1000).batch
+            made = engine.generate(call, batch).batch
         rows = dict(zip(made.ids, made["s"].split(), strict=True)) if made.fields else {}
         return {i: row.tolist() for i, row in rows.items()}, engine.cache_limits.of("gen").num_bytes
     finally:

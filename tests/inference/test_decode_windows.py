@@ -123,7 +123,7 @@ def _count(world, layout):
         [10 * world.rank + i for i in range(len(share))],
         {"prompts": Packed.of(prompts), "limits": [limit for _, limit in share]})
     try:
-        made = engine.run(call, [batch], micro_batch_tokens=1000, report=steps.append).batch
+        made = engine.generate(call, batch, report=steps.append).batch
     finally:
         del group.all_gather_json
     lengths = [int(mask.sum()) for mask in made["mask"].split()] if made.fields else []

@@ -49,7 +49,7 @@ def _generate(
     )
     ids = list(range(first_id, first_id + len(prompts)))
     batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts], empty=NO_TOKENS)})
-    result = engine.run(call, [batch], micro_batch_tokens=1000).batch
+    result = engine.generate(call, batch).batch
     if not result.fields:
         return None, result
     responses = []
@@ -122,7 +122,7 @@ def test_logprobs_of_sampled_tokens_are_those_of_transformers_and_of_the_forward
         role="ref",
         work=LogProbs(temperature=0.7),
     )
-    again = engine.run(call, [result], micro_batch_tokens=50).batch["logprobs"]
+    again = engine.forward(call, result, micro_batch_tokens=50)["logprobs"]
     torch.testing.assert_close(again.values, result["gen_logprobs"].values, rtol=1e-10, atol=1e-10)
     columns = zip(result["sequence_ids"].split(), result["gen_logprobs"].split(), responses, strict=True)
     for tokens, logprobs, response in columns:
@@ -199,7 +199,7 @@ def _refused(world, layout, directory):
     call = FunctionCall(
         "g", "generate", ("prompt_ids",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate())
     with pytest.raises(UserError) as error:
-        engine.run(call, [Batch(mine, fields)], micro_batch_tokens=10)
+        engine.generate(call, Batch(mine, fields))
     return str(error.value)
 
 
@@ -215,7 +215,7 @@ def test_no_prompts_give_empty_columns(case):
         "g", "generate", ("p",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate()
     )
     empty = Batch([], {"p": Packed(torch.zeros(0, dtype=torch.long), [])})
-    result = engine.run(call, [empty], micro_batch_tokens=10).batch
+    result = engine.generate(call, empty).batch
     assert len(result) == 0 and set(result.fields) == {"ids", "mask", "logp", "finished"}
 
 
@@ -236,7 +236,7 @@ def test_forward_calls_give_every_sample_its_own_result(case):
         for work in (Scores(), Values()):
             keys = tuple(batch.fields)
             call = FunctionCall("c", "forward", keys, ("out",), role="critic", work=work)
-            results.append(engine.run(call, [batch], micro_batch_tokens=max_tokens).batch["out"])
+            results.append(engine.forward(call, batch, micro_batch_tokens=max_tokens)["out"])
         scores, values = results
         torch.testing.assert_close(scores, torch.stack([e[-1] for e in expected]).detach())
         for value, all_states, row_mask in zip(values.split(), expected, mask.split(), strict=True):

@@ -68,9 +68,8 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
             unfinished = Batch.unpack(rows_of_ranks[layout.ranks.index(layout.result_ranks[dp])])
         ids = case.ids(number)
         batch = case.batch(number, ids[dp :: layout.dp])
-        result = engine.run(
-            case.call, [batch], micro_batch_tokens=1000, budget=case.budget(number), version=number,
-            unfinished=unfinished)
+        result = engine.generate(
+            case.call, batch, budget=case.budget(number), version=number, unfinished=unfinished)
         rows |= rows_of(result.batch)
         held = result.unfinished
         left = control.all_gather_json(len(result.unfinished))
@@ -191,19 +190,18 @@ def test_evaluations_and_a_new_engine_do_not_disturb_the_rows(versions):
     evaluated = []
 
     def evaluate(engine):
-        result = engine.run(case.call, [case.batch(0, range(4))], micro_batch_tokens=1000)
+        result = engine.generate(case.call, case.batch(0, range(4)))
         evaluated.append(result)
 
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     check_rows(_kept(engine, case, World(), disturb=evaluate), expected, case)
     assert all(result.batch.ids == [0, 1, 2, 3] and not result.unfinished.ids for result in evaluated)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
-    run = {"micro_batch_tokens": 1000, "budget": 5}
-    first = engine.run(case.call, [case.batch(0, case.ids(0))], **run, version=0)
+    first = engine.generate(case.call, case.batch(0, case.ids(0)), budget=5, version=0)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     engine.load(case.model.format(1), seed=0)
-    second = engine.run(
-        case.call, [case.batch(1, case.ids(1))], **run, version=1,
+    second = engine.generate(
+        case.call, case.batch(1, case.ids(1)), budget=5, version=1,
         unfinished=Batch.unpack(first.unfinished.pack()))
     whole = {**rows_of(first.batch), **rows_of(second.batch), **rows_of(second.unfinished)}
     flushed = expected_rows(case, versions[0], keep=True, flushed=[1])
@@ -226,8 +224,8 @@ def test_merged_adapters_change_with_the_rounds(versions, keep):
         while number < 3 or unfinished.ids:
             generator = torch.Generator().manual_seed(number if changes else 0)
             engine.adapter_flat.normal_(0.0, 0.1, generator=generator)
-            made = engine.run(
-                case.call, [case.batch(number, case.ids(number))], micro_batch_tokens=1000, budget=5,
+            made = engine.generate(
+                case.call, case.batch(number, case.ids(number)), budget=5,
                 unfinished=None if keep else unfinished, version=number)
             rows |= rows_of(made.batch)
             unfinished = made.unfinished
@@ -256,7 +254,7 @@ def test_what_cannot_be_kept_is_refused(versions):
     engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float64")
     engine.load(None, seed=0)
     with pytest.raises(UserError, match="a longrope model must compute its cache again at .* tokens"):
-        engine.run(case.call, [case.batch(0, [0])], micro_batch_tokens=1000, budget=5)
+        engine.generate(case.call, case.batch(0, [0]), budget=5)
 
 
 def _refusals(world):
@@ -265,7 +263,7 @@ def _refusals(world):
     case = Case([[[5] * 100] * 20], [5], MAX_NEW, KEEP | {"kv_cache_gib": 8 * BLOCK_GIB}, None)
     engine = make_engine(case, world, layout)
     with pytest.raises(UserError) as error:
-        engine.run(case.call, [case.batch(0, [range(19), [19]][world.rank])], micro_batch_tokens=9, budget=5)
+        engine.generate(case.call, case.batch(0, [range(19), [19]][world.rank]), budget=5)
     return str(error.value)
 
 

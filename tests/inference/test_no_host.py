@@ -46,7 +46,7 @@ def _steps(
         ids = [100 * world.rank + i for i in range(len(limits))]
         batch = Batch(ids, {"prompt_ids": prompts, "limits": list(limits)})
         for _ in range(calls - 1):
-            engine.run(call, [batch], micro_batch_tokens=1000)
+            engine.generate(call, batch)
         group = engine.groups.ep_control
         gather = group.all_gather_json
         patched = patch.object(group, "all_gather_json", lambda x: agreed.append(x) or gather(x))
@@ -56,7 +56,7 @@ def _steps(
                 counts = traffic.transfers, traffic.replays, traffic.launches, len(agreed)
                 found.append((list(traffic.waits), *counts))
 
-            engine.run(call, [batch], micro_batch_tokens=1000, report=report)
+            engine.generate(call, batch, report=report)
     return found
 
 

@@ -87,13 +87,12 @@ def test_pages_live_across_calls_and_are_given_back(versions):
     """A cache that is kept has its pages until it is flushed; the other pages serve other calls."""
     case = Case(BATCHES, [5, 5, None], 24, {"cache_on_update": "keep"}, versions, paged=True)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
-    run = {"micro_batch_tokens": 1000}
-    kept = engine.run(case.call, [case.batch(0, range(4))], budget=5, **run)
+    kept = engine.generate(case.call, case.batch(0, range(4)), budget=5)
     assert len(kept.unfinished) > 0
-    first = engine.run(case.call, [case.batch(0, range(8))], **run)
+    first = engine.generate(case.call, case.batch(0, range(8)))
     cache = engine.pages.cache
     size = cache.num_blocks
-    again = engine.run(case.call, [case.batch(0, range(8))], **run)
+    again = engine.generate(case.call, case.batch(0, range(8)))
     _same_rows(rows_of(again.batch), rows_of(first.batch))
     assert engine.pages.cache is cache and cache.num_blocks == size
     token_bytes = engine.model.cache_token_bytes
@@ -103,7 +102,7 @@ def test_pages_live_across_calls_and_are_given_back(versions):
     engine.flush_cache("gen")
     engine.pages.release()
     assert engine.pages.num_bytes == 0
-    _same_rows(rows_of(engine.run(case.call, [case.batch(0, range(8))], **run).batch), rows_of(first.batch))
+    _same_rows(rows_of(engine.generate(case.call, case.batch(0, range(8))).batch), rows_of(first.batch))
 
 
 def test_recorded_passes_are_dropped_with_what_they_read(versions):
@@ -143,7 +142,7 @@ def test_the_backend_decides_on_the_size_of_a_page(versions, page_tokens, tokens
 class _Refusing(PagedReference):
     name = "a kernel"
 
-    def refuses(self, kind, *, dim, value_dim, dtype, paged):
+    def refuses(self, shape, *, paged):
         return "it is too wide" if paged else None
 
 

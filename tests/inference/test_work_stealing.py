@@ -77,7 +77,7 @@ def _generate(world, text, lengths, options, family="qwen2"):
     prompts, call = _prompts(lengths), _call(**options)
     batch = Batch(ids, {"prompts": Packed.of([prompts[i] for i in ids])})
     num_keys = [] if world.size == 1 else [_num_keys(engine)]
-    made = [engine.run(call, [batch], micro_batch_tokens=1000).batch]
+    made = [engine.generate(call, batch).batch]
     again, num_stolen = _generate_counting(engine, call, batch)
     num_keys += [] if world.size == 1 else [_num_keys(engine)]
     columns = [{key: _rows(column) for key, column in batch.fields.items()} for batch in (*made, again)]
@@ -182,7 +182,7 @@ def _refusal(world, text, lengths, gib):
     batch = Batch(list(range(len(mine))), {"prompts": Packed.of([torch.full((n,), 4) for n in mine])})
     call = _call(kv_cache_gib=gib, max_new=MANY_NEW)
     with pytest.raises(UserError) as refused:
-        _engine(world, layout).run(call, [batch], micro_batch_tokens=1000)
+        _engine(world, layout).generate(call, batch)
     return str(refused.value)
 
 

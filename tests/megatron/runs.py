@@ -66,8 +66,7 @@ def train(engine: Engine, *, steps: int, recompute: bool = False) -> list[dict[s
     found = []
     for seed in range(steps):
         batch = minibatch(ragged_rows(6, seed=seed)[dp::size])
-        result = engine.run(CALL, [batch], micro_batch_tokens=16, recompute=recompute)
-        found.append(result.metrics)
+        found.append(engine.train(CALL, [batch], micro_batch_tokens=16, recompute=recompute))
         if isinstance(engine, MegatronEngine):
             engine.release("gradients")
             assert "gradients" not in engine.memory()
@@ -92,7 +91,7 @@ def outputs(world: World, kind: str, hf: dict[str, Any], text: str, call: Functi
         return None
     dp = engine.groups.at.dp
     batch = minibatch(ragged_rows(6, seed=0)[dp :: engine.groups.layout.dp])
-    found = engine.run(call, [batch], micro_batch_tokens=16).batch
+    found = engine.forward(call, batch, micro_batch_tokens=16)
     return [found[name].values.tolist() for name in call.outputs] if found.fields else None
 
 
@@ -208,7 +207,7 @@ def exported(world: World, hf: dict[str, Any], text: str, directory: Path) -> li
     writer.write(directory, engine.export_shards(), beside={})
     call = FunctionCall(
         "logprobs", "forward", ("sequence_ids",), ("logprobs",), role="actor", work=LogProbs())
-    found = engine.run(call, [minibatch(ragged_rows(6, seed=0))], micro_batch_tokens=16).batch
+    found = engine.forward(call, minibatch(ragged_rows(6, seed=0)), micro_batch_tokens=16)
     return found["logprobs"].values.tolist() if found.fields else None
 
 
@@ -252,7 +251,7 @@ def in_flight(world: World, hf: dict[str, Any], text: str, counts: tuple[int, ..
     most = []
     for number in counts:
         rows = [row for seed in range(number) for row in ragged_rows(1, seed=seed)]
-        engine.run(CALL, [minibatch(rows)], micro_batch_tokens=1)
+        engine.train(CALL, [minibatch(rows)], micro_batch_tokens=1)
         most.append(max(waiting))
         assert waiting[-1] == 0
         del waiting[1:]

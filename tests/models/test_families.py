@@ -86,7 +86,7 @@ def _generate(engine, layout, rank):
         work=Generate(SamplingConfig(max_new_tokens=NUM_NEW, temperature=0)),
     )  # fmt: skip
     batch = Batch(share, {"prompt_ids": Packed.of([prompts[i] for i in share])})
-    result = engine.run(call, [batch], micro_batch_tokens=1000).batch
+    result = engine.generate(call, batch).batch
     if rank not in layout.result_ranks:
         return {}
     return {i: row.tolist() for i, row in zip(share, result["ids"].split(), strict=True)}

@@ -116,9 +116,9 @@ def _train_and_generate(name, dtype, lora):
     call = FunctionCall("g", "generate", ("prompts",), ("s", "m", "l", "f"), role="actor", work=work)
     with _Products() as products:
         batches = [minibatch(rows[:2]), minibatch(rows[2:])]
-        metrics = engine.run(CALL, batches, micro_batch_tokens=1000).metrics
+        metrics = engine.train(CALL, batches, micro_batch_tokens=1000)
         gradients = engine._trained.grad_buffer.clone()
-        engine.run(call, [prompts], micro_batch_tokens=1000)
+        engine.generate(call, prompts)
     return products.found, metrics, gradients
 
 

@@ -115,9 +115,14 @@ def _measure(world: Any, case: Case) -> Any:
     outputs = {"generate": ("out", "mask", "logprobs", "finished"), "forward": ("out", "more")}
     call = FunctionCall("call", case.kind, inputs, outputs.get(case.kind, ()), role="role", work=_work(case))
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
-    options = {"micro_batch_tokens": case.micro_batch_tokens, "recompute": case.recompute}
+    tokens = case.micro_batch_tokens
     with Storages() as storages:
-        engine.run(call, batches, **options)
+        if case.kind == "generate":
+            engine.generate(call, batches[0])
+        elif case.kind == "forward":
+            engine.forward(call, batches[0], micro_batch_tokens=tokens)
+        else:
+            engine.train(call, batches, micro_batch_tokens=tokens, recompute=case.recompute)
     training = 0
     if optimizer is not None:
         held = [engine._trained.grad_buffer, *engine._optimizer.held]

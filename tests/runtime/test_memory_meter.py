@@ -50,14 +50,14 @@ class Calls:
 
     def generate(self):
         with self.meter.of_call(Run(GENERATE, LAYOUT), {}):
-            self.made = self.actor.run(GENERATE, [self.batch], micro_batch_tokens=100).batch
+            self.made = self.actor.generate(GENERATE, self.batch).batch
 
     def forward(self, peak):
         """Run the other call, at whose peak torch has given out `peak` bytes; return its event."""
         event = {}
         measured = patch.object(torch.cuda, "max_memory_allocated", lambda device: peak)
         with measured, self.meter.of_call(Run(FORWARD, LAYOUT), event):
-            self.ref.run(FORWARD, [self.made], micro_batch_tokens=100)
+            self.ref.forward(FORWARD, self.made, micro_batch_tokens=100)
         return event
 
 

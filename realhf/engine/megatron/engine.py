@@ -4,7 +4,7 @@ The native engine generates for such a role, from a copy of its weights.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from realhf.calls import Generate, OptimizerConfig
+from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import read_shards
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings
-from realhf.engine.chunked_loss import loss_by_parts
+from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.megatron.configuration import make_config
 from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.optimizer import MegatronTrainer
@@ -29,14 +29,11 @@ from realhf.engine.megatron.process_groups import make_collection
 from realhf.engine.megatron.schedule import PipelineSchedule
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
-from realhf.graph import FunctionCall
-from realhf.inference.rounds import Round
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
 from realhf.realloc.pieces import Shards
-from realhf.sample_ids import groups_of
 from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
@@ -84,11 +81,6 @@ class MegatronEngine(Engine):
             parts |= {"gradients": self._trainer.grad_bytes, "optimizer": self._trainer.state_bytes}
         return {part: size for part, size in parts.items() if size}
 
-    def release(self, *what: str) -> None:
-        """Free gradients, if `what` names them; they come back with the next train step."""
-        if "gradients" in what and self._trainer is not None:
-            self._trainer.release_grads()
-
     @cached_property
     def _shards(self) -> Shards:
         return by_name((block.name, block.piece()) for block in self._blocks)
@@ -107,14 +99,6 @@ class MegatronEngine(Engine):
             missing = read_shards(directory, spec, self._shards, announce=is_first)
         draw_parameters(spec, self._shards, seed=seed, names=missing)
 
-    def _generate(
-        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> tuple[Batch, Batch]:
-        raise NotImplementedError(f"{call.name}: the native engine generates for this role")
-
-    def flush_cache(self, call: str) -> None:
-        """Do nothing, as this engine has no cache."""
-
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
     ) -> list[list[int]]:
@@ -132,34 +116,20 @@ class MegatronEngine(Engine):
             count = max(self.groups.ep_control.all_gather_json(count))
         return parts + [[]] * (count - len(parts))
 
-    def _run_micro_batch(
-        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
-        *, layer_done: Callable[[int], None] | None,
-    ) -> torch.Tensor:  # fmt: skip
-        raise NotImplementedError("Megatron-Core's schedule runs the micro-batches")
+    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+        packed = [samples[settings.key] for samples in micro_batches]
 
-    def _pipeline(
-        self, batch: Batch, settings: PassSettings, report: Report
-    ) -> tuple[list[int], list[Any]]:
-        key = settings.key
-        parts = self._micro_batches(
-            batch[key].lengths, groups_of(batch.ids, settings.group_size), settings.max_tokens)
-        micro = [batch.select(part) for part in parts]
-
-        def finish(number: int, hidden: torch.Tensor) -> Any:
-            report(f"micro-batch {number + 1} of {len(micro)}")
-            samples = micro[number]
-            hidden_TH = self.model.rows(hidden)[: len(samples[key].values)]
-            return loss_by_parts(
-                self.model, hidden_TH, samples, settings.finish, key=key,
+        def result_of(number: int, hidden: torch.Tensor) -> Any:
+            report(f"micro-batch {number + 1} of {len(micro_batches)}")
+            hidden_TH = self.model.rows(hidden)[: len(packed[number].values)]
+            return loss_by_chunks(
+                self.model, hidden_TH, micro_batches[number], settings.result_of, key=settings.key,
                 group_size=settings.group_size, **settings.outputs)
 
         if torch.is_grad_enabled():
             assert self._trainer is not None
             self._trainer.start()
-        packed = [samples[key] for samples in micro]
-        results = self._schedule.run(packed, finish, recompute=settings.recompute)
-        return [i for part in parts for i in part], results
+        return self._schedule.run(packed, result_of, recompute=settings.recompute)
 
 
 def _start_globals() -> None:

@@ -58,14 +58,14 @@ class MegatronNorm(torch.nn.Module):
         self.eps = eps
         self.offset = float(config.layernorm_zero_centered_gamma)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        made = [torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))]
+        params = [torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))]
         if config.normalization == "LayerNorm":
-            made.append(torch.nn.Parameter(torch.empty_like(made[0])))
-        for param in made:
+            params.append(torch.nn.Parameter(torch.empty_like(params[0])))
+        for param in params:
             # Each rank has a part of the sequence: finalize_model_grads sums these gradients over tp.
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.weight = made[0]
-        self.bias = made[1] if len(made) > 1 else None
+        self.weight = params[0]
+        self.bias = params[1] if len(params) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:

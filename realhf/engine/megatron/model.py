@@ -83,8 +83,8 @@ class MegatronModel(MegatronModule):
 
     def _matrix(self, num_rows: int) -> torch.nn.Parameter:
         shape = (num_rows, self.shape.hidden_size)
-        made = torch.empty(shape, dtype=self.config.params_dtype, device=self.groups.world.device)
-        return torch.nn.Parameter(made)
+        empty = torch.empty(shape, dtype=self.config.params_dtype, device=self.groups.world.device)
+        return torch.nn.Parameter(empty)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Take the hidden states of the stage before; Megatron-Core's schedule calls this."""

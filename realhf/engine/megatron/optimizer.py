@@ -1,6 +1,5 @@
 """Training with Megatron-Core's gradient buffers and its distributed optimizer (ZeRO-1)."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from realhf.calls import OptimizerConfig as AdamWConfig
 from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.pieces import MatrixBlock, by_name
+from realhf.engine.optimizer import count_skipped
 from realhf.learning_rates import learning_rate
 from realhf.realloc.pieces import Piece, Shards
 
@@ -60,8 +60,8 @@ class MegatronTrainer:
         kinds = (
             {i: wrapped.buffers for i, wrapped in enumerate(self.wrapped)},
             {i: wrapped.expert_parallel_buffers for i, wrapped in enumerate(self.wrapped)})
-        found = [self._make(buffers) for buffers in kinds if any(buffers.values())]
-        self._optimizer = ChainedOptimizer(found)
+        self._optimizer = ChainedOptimizer(
+            [self._make(buffers) for buffers in kinds if any(buffers.values())])
 
     def _make(self, by_chunk: Mapping[int, list[Any]]) -> DistributedOptimizer:
         """Return the optimizer of the parameters in some gradient buffers. Vectors have no weight decay.
@@ -69,7 +69,7 @@ class MegatronTrainer:
         `get_megatron_optimizer` is not used, because it communicates with all ranks of the run.
         """
         config = self.config
-        buffers = [buffer for some in by_chunk.values() for buffer in some]
+        buffers = [buffer for of_chunk in by_chunk.values() for buffer in of_chunk]
         params = [param for buffer in buffers for param in buffer.params]
         matrices = [param for param in params if param.dim() > 1]
         vectors = [param for param in params if param.dim() == 1]
@@ -79,19 +79,19 @@ class MegatronTrainer:
         settings = OptimizerConfig(
             optimizer="adam", lr=0.0, use_distributed_optimizer=True, clip_grad=config.max_grad_norm,
             bf16=params[0].dtype == torch.bfloat16, params_dtype=params[0].dtype)
-        made = DistributedOptimizer(
+        optimizer = DistributedOptimizer(
             adam, settings, None, lambda *_: None, model_chunks=self.wrapped,
             per_model_buffers=by_chunk, data_parallel_group=buffers[0].data_parallel_group,
             data_parallel_group_gloo=None, data_parallel_group_idx=self._groups.layout.ranks.index(
                 self._groups.rank), distributed_optimizer_instance_id=0)  # fmt: skip
-        made.grad_stats_parallel_group = self._collection.intra_dist_opt
-        made.tp_group = self._collection.tp
-        for group in made.optimizer.param_groups:
+        optimizer.grad_stats_parallel_group = self._collection.intra_dist_opt
+        optimizer.tp_group = self._collection.tp
+        for group in optimizer.optimizer.param_groups:
             for param in group["params"]:
-                made.optimizer.state[param] = {
+                optimizer.optimizer.state[param] = {
                     "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param),
                     "step": torch.zeros(())}  # fmt: skip
-        return made
+        return optimizer
 
     def _no_sync(self) -> ExitStack:
         """Return a context in which backward passes start no sums of gradients."""
@@ -154,12 +154,6 @@ class MegatronTrainer:
             wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def finish_sums(self) -> None:
-        """Do nothing: the schedule has summed the gradients."""
-
-    def layer_is_done(self, layer: int) -> None:
-        """Do nothing: Megatron-Core begins its sums by buckets of gradients."""
-
     def reload(self) -> None:
         """Copy weights that were written from outside to the optimizer's copy."""
         self._optimizer.reload_model_params()
@@ -173,26 +167,19 @@ class MegatronTrainer:
         optimizer = self._optimizer
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            self._skip(grad_norm)
+        self.num_skipped = count_skipped(
+            grad_norm, self.config, num_steps=self.num_steps, num_skipped=self.num_skipped)
+        if self.num_skipped:
             return {"skipped_updates": 1.0}
-        self.num_skipped = 0
-        rate = learning_rate(self.config, self.num_steps)
+        lr = learning_rate(self.config, self.num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate
-        for part in optimizer.chained_optimizers:
+            group["lr"] = lr
+        for member in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
-                part.get_parameters(), max_norm=self.config.max_grad_norm, total_norm=grad_norm)
+                member.get_parameters(), max_norm=self.config.max_grad_norm, total_norm=grad_norm)
         optimizer.step_with_ready_grads()
         self.num_steps += 1
-        return {"grad_norm": grad_norm, "lr": rate, "skipped_updates": 0.0}
-
-    def _skip(self, grad_norm: float) -> None:
-        self.num_skipped += 1
-        if self.num_skipped > self.config.max_skipped:
-            what = f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}"
-            skipped = f", and {self.num_skipped - 1} updates before were skipped for such norms"
-            raise FloatingPointError(what + (skipped if self.config.max_skipped else ""))
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
     @cached_property
     def state(self) -> Mapping[str, Shards]:
@@ -202,10 +189,10 @@ class MegatronTrainer:
     def _boxes(self, name: str) -> Iterator[tuple[str, Piece]]:
         """Yield parameter name and box of all that this replica owns of one of the optimizer's tensors."""
         for block in self._blocks:
-            for part in self._optimizer.chained_optimizers:
-                if block.tensor in part.model_param_gbuf_map:
-                    owned = part._get_model_param_range_map(block.tensor)["param"]
-                    values = part._get_main_param_and_optimizer_states(block.tensor)[name].detach()
+            for member in self._optimizer.chained_optimizers:
+                if block.tensor in member.model_param_gbuf_map:
+                    owned = member._get_model_param_range_map(block.tensor)["param"]
+                    values = member._get_main_param_and_optimizer_states(block.tensor)[name].detach()
                     for box in block.elements(owned.start, owned.end, values):
                         yield block.name, box
 
@@ -213,12 +200,12 @@ class MegatronTrainer:
         """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
-        for part in self._optimizer.chained_optimizers:
-            for group in part.optimizer.param_groups:
+        for member in self._optimizer.chained_optimizers:
+            for group in member.optimizer.param_groups:
                 group["step"] = num_steps  # FusedAdam, of Transformer Engine and Apex, counts steps here.
                 for param in group["params"]:
-                    part.optimizer.state[param]["step"].fill_(num_steps)
-            part._copy_main_params_to_model_params()
+                    member.optimizer.state[param]["step"].fill_(num_steps)
+            member._copy_main_params_to_model_params()
         for wrapped in self.wrapped:
             wrapped.start_param_sync(force_sync=True)
 

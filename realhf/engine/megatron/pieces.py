@@ -82,21 +82,21 @@ class MatrixBlock:
 
 def blocks_of(chunks: Sequence[MegatronModel]) -> list[MatrixBlock]:
     """Return the blocks of all parameters of this rank, in no particular order."""
-    found = [block for chunk in chunks for block in _Finder(chunk).blocks()]
+    blocks = [block for chunk in chunks for block in _Finder(chunk).blocks()]
     regions = chunks[0].spec.held_by(chunks[0].groups.layout, chunks[0].groups.rank)
     held: dict[str, int] = {}
-    for block in found:
+    for block in blocks:
         held[block.name] = held.get(block.name, 0) + region_size(block.region)
     assert held == {name: region_size(region) for name, region in regions.items()}
-    return found
+    return blocks
 
 
 def by_name(pieces: Iterable[tuple[str, Piece]]) -> Shards:
     """Return parameter name -> its pieces."""
-    found: dict[str, tuple[Piece, ...]] = {}
+    pieces_of: dict[str, tuple[Piece, ...]] = {}
     for name, piece in pieces:
-        found[name] = (*found.get(name, ()), piece)
-    return found
+        pieces_of[name] = (*pieces_of.get(name, ()), piece)
+    return pieces_of
 
 
 class _Finder:
@@ -206,9 +206,9 @@ class _Finder:
         for group in range(len(tensor) // sum(sizes.values())):
             for part, size in sizes.items():
                 name = self._name(f"{part}.{kind}")
-                (low, _), *rest = self._regions[name]
+                (low, _), *other_dims = self._regions[name]
                 rows = (low + group * size, low + (group + 1) * size)
-                yield MatrixBlock(name, (rows, *rest), tensor, (start, start + size))
+                yield MatrixBlock(name, (rows, *other_dims), tensor, (start, start + size))
                 start += size
 
     def _name(self, part: str) -> str:

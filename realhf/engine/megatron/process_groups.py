@@ -160,14 +160,14 @@ class StageMessages(P2PCommunicator):
         return torch.empty(shape, requires_grad=True, device=device, dtype=self.config.pipeline_dtype)
 
 
-def _backend_of(options: Any, given: Any) -> Any:
-    """Return what `new_group` was given: a communicator, or a group to watch. Without, return the default
+def _backend_of(options: Any, communicator: Any) -> Any:
+    """Return the communicator that `new_group` was given, or the group to watch. Without, return the default
     group."""
-    if given is None:
+    if communicator is None:
         return _NoCollectives(options.group_rank, options.group_size)
-    if not isinstance(given, tuple):
-        return given
-    group, activity = given
+    if not isinstance(communicator, tuple):
+        return communicator
+    group, activity = communicator
     inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     custom = dist.ProcessGroup.BackendType.CUSTOM
     inner._set_default_backend(custom)
@@ -189,11 +189,11 @@ def _start(world: World) -> None:
 def _register(world: World, ranks: Sequence[int], *, is_watched: bool) -> dist.ProcessGroup:
     """Return the registered group of these ranks, which rise."""
     group = world.group(ranks)
-    given = group.backend or _alone(world)
+    options = group.backend or _alone(world)
     if is_watched and group.size > 1:
-        given = group, world.activity
+        options = group, world.activity
     registered = dist.new_group(
-        list(ranks), backend=_BACKEND, pg_options=given, use_local_synchronization=True)
+        list(ranks), backend=_BACKEND, pg_options=options, use_local_synchronization=True)
     assert isinstance(registered, dist.ProcessGroup)
     return registered
 
@@ -229,7 +229,7 @@ def make_collection(groups: ParallelGroups) -> ProcessGroupCollection:
         "tp_dp_cp": grid[at.pp, :, 0, :],
         "intra_dist_opt": grid,
     }
-    made = {
+    process_groups = {
         name: _register(groups.world, members.ravel().tolist(), is_watched=name != "pp")
         for name, members in ranks.items()
     }
@@ -237,5 +237,5 @@ def make_collection(groups: ParallelGroups) -> ProcessGroupCollection:
     # would ask its globals.
     same = {"embd": "cp", "pos_embd": "cp"}
     same |= {"tp_cp": "tp", "expt_tp": "tp", "dp_cp": "dp", "intra_dp_cp": "dp", "intra_expt_dp": "expt_dp"}
-    made |= {name: made[other] for name, other in same.items()}
-    return ProcessGroupCollection(**made, **dict.fromkeys(_UNUSED))
+    process_groups |= {name: process_groups[other] for name, other in same.items()}
+    return ProcessGroupCollection(**process_groups, **dict.fromkeys(_UNUSED))

@@ -16,7 +16,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine.megatron.process_groups import StageMessages
 from realhf.sizes.micro_batch import interleaved_group
 
-Finish = Callable[[int, Tensor], Any]
+ResultOf = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
 
 
@@ -37,7 +37,7 @@ class PipelineSchedule:
         self._messages = (
             {"p2p_communicator": StageMessages(groups, collection.pp, config)} if layout.pp > 1 else {})
 
-    def run(self, micro_batches: Sequence[Packed], finish: Finish, *, recompute: bool) -> list[Any]:
+    def run(self, micro_batches: Sequence[Packed], result_of: ResultOf, *, recompute: bool) -> list[Any]:
         """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
 
         With `recompute`, every layer keeps only its input for the backward pass.
@@ -56,7 +56,7 @@ class PipelineSchedule:
             return model(ids_T, seq_lens), partial(collect, number)
 
         def collect(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            result = finish(number, hidden)
+            result = result_of(number, hidden)
             results.append(result.detach() if train else result)
             # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
             return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
@@ -83,7 +83,7 @@ class PipelineSchedule:
 
 def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
     """Return packed tokens with a last sequence of padding up to this size, and the sequences' lengths."""
-    rest = size - len(tokens.values)
-    if not rest:
+    num_padding = size - len(tokens.values)
+    if not num_padding:
         return tokens.values, list(tokens.lengths)
-    return torch.nn.functional.pad(tokens.values, (0, rest)), [*tokens.lengths, rest]
+    return torch.nn.functional.pad(tokens.values, (0, num_padding)), [*tokens.lengths, num_padding]

@@ -145,7 +145,7 @@ class Executor:
             call = action.call
             if call.role is not None and self._unfinished.has(call):
                 if self._world.rank in action.layout:
-                    self._models.engines[call.role, action.layout].flush_cache(call.name)
+                    self._models.engines.generating((call.role, action.layout)).flush_cache(call.name)
                 self._unfinished.engine_has_forgotten(call)
 
     def note(self, number: int, text: str, digest: str) -> None:
@@ -270,17 +270,13 @@ class Executor:
         rank = self._world.rank
         record = self._record
         assert call.role is not None
-        plan = self._program.plan[call.name]
         weights = self._weights(action)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
         explained = explaining(call, rank, self._context.step)
         with doing, weights, explained, timed as event, self._memory.of_call(action, event):
-            engine = self._models.engines[call.role, layout]
             before = self._unfinished.of(call)
-            result = engine.run(
-                call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=self._world.activity.note, **self._generation_options(call))
+            result = self._run_engine(action, minibatches)
             self._arrivals.delay(event)
             if call.kind == "train_step" and rank in layout.result_ranks:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
@@ -307,11 +303,23 @@ class Executor:
             call, flops, minibatches[0], group_size=self._program.group_size, before=before,
             after=[result.batch, result.unfinished])
 
-    def _generation_options(self, call: FunctionCall) -> dict[str, Any]:
-        """Return the arguments of Engine.run that only a generating call has."""
-        if call.kind != "generate":
-            return {}
-        return {"version": self._context.updates.get(call.role or "", 0), **self._unfinished.options(call)}
+    def _run_engine(self, action: Run, minibatches: list[Batch]) -> CallResult:
+        """Let the engine of a call generate, train or run forward passes."""
+        call = action.call
+        plan = self._program.plan[call.name]
+        engines = self._models.engines
+        key = (call.role or "", action.layout)
+        report = self._world.activity.note
+        if call.kind == "generate":
+            options = {"version": self._context.updates.get(key[0], 0), **self._unfinished.options(call)}
+            return engines.generating(key).generate(call, minibatches[0], report=report, **options)
+        if call.kind == "train_step":
+            metrics = engines[key].train(
+                call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
+                gather=False, report=report)
+            return CallResult(Batch([]), metrics)
+        return CallResult(engines[key].forward(
+            call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=report), {})
 
     def _take_waited(self) -> float:
         waited = self._waited

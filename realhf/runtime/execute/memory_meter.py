@@ -46,7 +46,7 @@ class MemoryMeter:
         yield
         parts = self._engines.memory()
         if action.call.kind == "generate":
-            engine = self._engines[self._engine_key(action)]
+            engine = self._engines.generating(self._engine_key(action))
             parts["kv_cache"] = max(0, engine.last_cache_bytes - parts.get("cache", 0))
         event["memory"] = {part: size for part, size in parts.items() if size}
         event["memory_bytes"] = sum(parts.values())

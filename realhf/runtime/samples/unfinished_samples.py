@@ -31,7 +31,7 @@ class UnfinishedSamples:
         return self._samples.unfinished.get(call.name, Batch([]))
 
     def options(self, call: FunctionCall) -> dict[str, Any]:
-        """Return the options of Engine.run for the next round of a call."""
+        """Return the options of `generate` for the next round of a call."""
         if not self.has(call):
             return {}
         budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)

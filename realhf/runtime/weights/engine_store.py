@@ -10,7 +10,7 @@ import torch
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import PeerError
 from realhf.dist.world import World
-from realhf.engine.base import Engine
+from realhf.engine.base import Engine, GeneratingEngine
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
@@ -142,6 +142,12 @@ class EngineStore:
         """Return the engine that holds this rank's shards of a role in a layout."""
         return self._engines[key]
 
+    def generating(self, key: EngineKey) -> GeneratingEngine:
+        """Return the engine of a call that generates."""
+        engine = self._engines[key]
+        assert isinstance(engine, GeneratingEngine), f"the engine of {key[0]} does not generate"
+        return engine
+
     def get(self, key: EngineKey) -> Engine | None:
         """Return the engine, or None if this rank is not in the layout."""
         return self._engines.get(key)
@@ -196,14 +202,15 @@ class EngineStore:
         """Return the agreed limits of caches as JSON, by role, layout and call."""
         limits: dict[str, dict[str, dict[str, int]]] = {}
         for (role, layout), engine in self._engines.items():
-            if engine.cache_limits.agreed:
+            if isinstance(engine, GeneratingEngine) and engine.cache_limits.agreed:
                 limits.setdefault(role, {})[str(layout)] = engine.cache_limits.agreed
         return limits
 
     def restore_cache_limits(self, limits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
         """Take over the limits of a checkpoint under the same plan."""
         for (role, layout), engine in self._engines.items():
-            engine.cache_limits.restore(limits.get(role, {}).get(str(layout), {}))
+            if isinstance(engine, GeneratingEngine):
+                engine.cache_limits.restore(limits.get(role, {}).get(str(layout), {}))
 
     def shards(self, name: str, layout: Layout, *, sharded: bool = False) -> Shards | None:
         """Return this rank's part of a parameter set in a layout, or of the optimizer's copy if `sharded`."""
