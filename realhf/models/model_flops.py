@@ -15,7 +15,7 @@ from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """Positions of a sequence, from the first to before the last, whose tokens a pass computes."""
 
 
@@ -62,20 +62,20 @@ class ModelFlops:
             trains_head=lora is None or config.head == "score",
             generates_merged=lora is not None and lora.merge)
 
-    def forward(self, spans: Iterable[Span], num_outputs: int) -> int:
+    def forward(self, spans: Iterable[TokenSpan], num_outputs: int) -> int:
         """Return the FLOPs of a forward pass over some sequences; tokens before a span are not computed."""
         spans = list(spans)
         params = (self.matrices + self.adapters) * _num_tokens(spans) + self.head * num_outputs
         return 2 * params + self._attention(spans)
 
-    def train(self, spans: Iterable[Span], num_outputs: int) -> int:
+    def train(self, spans: Iterable[TokenSpan], num_outputs: int) -> int:
         """Return the FLOPs of a forward and a backward pass over some sequences."""
         spans = list(spans)
         frozen = self.matrices * _num_tokens(spans) if self.adapters else 0
         frozen += 0 if self.trains_head else self.head * num_outputs
         return 3 * self.forward(spans, num_outputs) - 2 * frozen
 
-    def _attention(self, spans: list[Span]) -> int:
+    def _attention(self, spans: list[TokenSpan]) -> int:
         pairs = (
             count * (_num_pairs(stop, window) - _num_pairs(start, window))
             for start, stop in spans for window, count in self.num_layers_by_window
@@ -83,7 +83,7 @@ class ModelFlops:
         return self.attention * sum(pairs)
 
 
-def _num_tokens(spans: list[Span]) -> int:
+def _num_tokens(spans: list[TokenSpan]) -> int:
     return sum(stop - start for start, stop in spans)
 
 

@@ -19,7 +19,7 @@ from realhf.planner.search.local_search import LocalSearch, leanest
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.search.simulate import Simulation, simulate
 from realhf.planner.search.starts_by_kind import starts_by_kind
-from realhf.planner.search.tree_search import Progress, SearchResult, search
+from realhf.planner.search.tree_search import ReportProgress, SearchResult, search
 from realhf.planner.workload.problem import Problem
 from realhf.user_input.units import format_bytes
 
@@ -53,7 +53,7 @@ class Planned:
 
 def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
-    progress: Progress | None = None, should_stop: Callable[[], bool] | None = None,
+    progress: ReportProgress | None = None, should_stop: Callable[[], bool] | None = None,
     explain: bool = True,
 ) -> Planned:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower

@@ -15,7 +15,7 @@ from realhf.planner.cost.rates import Rates
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.search.local_search import leanest
 from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.tree_search import Progress, search
+from realhf.planner.search.tree_search import ReportProgress, search
 from realhf.planner.workload.problem import Problem
 from realhf.user_input.units import format_bytes, format_seconds
 
@@ -25,7 +25,7 @@ class SearchLimits(NamedTuple):
 
     time_limit: float
     gap: float
-    progress: Progress | None = None
+    progress: ReportProgress | None = None
     should_stop: Callable[[], bool] | None = None
 
 

@@ -73,7 +73,7 @@ class MegatronNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
-class PackedAttention(torch.nn.Module):
+class MegatronAttention(torch.nn.Module):
     """Causal attention within each of the packed sequences, over this rank's heads."""
 
     def __init__(self, model: ModelConfig, *, layer_number: int, **_: Any) -> None:
@@ -106,7 +106,7 @@ def _layer_spec(model: ModelConfig, config: TransformerConfig, has_experts: bool
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     head_norm = MegatronNorm if model.qk_norm == "head" else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=partial(PackedAttention, model),
+        linear_qkv=ColumnParallelLinear, core_attention=partial(MegatronAttention, model),
         linear_proj=RowParallelLinear, q_layernorm=head_norm, k_layernorm=head_norm)
     mlp = ModuleSpec(module=MLP, submodules=linears)
     if has_experts:

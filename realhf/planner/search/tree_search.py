@@ -32,7 +32,7 @@ _DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 
-Progress = Callable[[float, float, float], None]
+ReportProgress = Callable[[float, float, float], None]
 """Called with the best step seconds, the lower bound and the seconds spent."""
 
 
@@ -52,7 +52,7 @@ class SearchResult:
 
 def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
-    max_iterations: int | None = None, progress: Progress | None = None,
+    max_iterations: int | None = None, progress: ReportProgress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> SearchResult | None:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or

@@ -10,7 +10,7 @@ from realhf.data.responses import response_lengths
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
-from realhf.models.model_flops import ModelFlops, Span
+from realhf.models.model_flops import ModelFlops, TokenSpan
 from realhf.models.param_spec import model_spec
 from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.records.step_record import StepRecord
@@ -73,7 +73,7 @@ def pass_flops(call: FunctionCall, flops: ModelFlops, minibatches: Sequence[Batc
         num_outputs = len(batch.ids)
         if call.work.output != "scores":
             num_outputs = int(wanted(tokens, batch.fields.get("response_mask")).sum())
-        spans: list[Span] = [(0, length) for length in tokens.lengths]
+        spans: list[TokenSpan] = [(0, length) for length in tokens.lengths]
         if call.kind == "train_step":
             total += call.work.epochs * flops.train(spans, num_outputs)
         else:
