@@ -140,8 +140,8 @@ def _stored_tensor(path: Path, name: str, fields: Any, begin: int) -> StoredTens
 
 
 def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return the first bytes of a file with these tensors (name, dtype in headers, shape) end to end, and the
-    byte at which each tensor begins; the name "" stands for the end of the file."""
+    """Return the header of a file that holds these tensors (name, dtype in headers, shape) end to end, and
+    the byte of the file at which each tensor begins; under the name "", the size of the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, dtype, shape in tensors:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1000
-"""Prompts of a block of a mixture, in which each part has the same number."""
+"""Number of prompts in a block of a mixture. All blocks have equally many prompts of each part."""
 _MIN_ORDERS = 8
 _MAX_ORDER_BYTES = 128 << 20
 _MIXTURE = 0x6D6978
@@ -31,9 +31,9 @@ def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool
 
 
 class _EpochOrders:
-    """The orders of the epochs that were used last.
+    """A cache of the epochs' orders that were used last: eight, or more if they are small.
 
-    Those of a mixture's parts take turns. There are at least eight, and more if they are small.
+    It holds several because the parts of a mixture take turns.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ _epoch_order = _EpochOrders()
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the prompts of each part in a block of a mixture: the weights' shares, rounded to whole prompts.
+    """Return how many prompts of a block each part of a mixture has: its weight's share, rounded.
 
     Raises ValueError if a weight is not positive, or so small that its part would have no prompt.
     """

@@ -1,8 +1,8 @@
 """Which tokens of packed sequences belong to responses. Imports no torch.
 
-A response mask is 1 on the tokens that were sampled. A response begins at the first of them and goes on to
-the end of its sequence; tokens that were inserted instead (see `realhf.settings.interruption`) have a 0.
-The suffix T of a tensor means one entry per packed token.
+A response mask is 1 on the tokens that were sampled. A response begins at the first of these and goes on to
+the end of its sequence. Inside it, the mask is 0 on tokens that were inserted
+(`realhf.settings.interruption`). The suffix T of a tensor means one entry per packed token.
 """
 
 from __future__ import annotations

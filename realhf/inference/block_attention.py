@@ -1,8 +1,8 @@
 """BlockAttention: attention of the newest tokens over blocks of a cache, as a CPU computes it fastest.
 
-It reads the blocks in place and treats each block separately; it reads a shared block, or several joined
-ones, once for all rows that share it. The partial results are combined by log-sum-exp (Dao et al. 2023,
-"Flash-Decoding"; for shared prefixes, Hydragen, arXiv:2402.05099).
+It reads the blocks in place, one by one. A shared block, or several joined ones, it reads once for all rows
+that share it. It combines the partial results by log-sum-exp (Dao et al. 2023, "Flash-Decoding"; for shared
+prefixes, Hydragen, arXiv:2402.05099).
 
 Shape suffixes: B rows, N query heads, K key-value heads, G queries per key-value head, D head dim; P blocks
 (joined blocks count as one), L tokens in a block, S rows that share a block, M blocks of a row, X partial

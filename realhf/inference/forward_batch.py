@@ -75,14 +75,14 @@ def paged_rows(
     position_B = numbers["position_B"]
     table_BM = numbers["table_BM"]
     cu_q = torch.arange(len(position_B) + 1, dtype=torch.int32, device=position_B.device)
-    at = Pages(cu_q, 1, table_BM, numbers["lens_B"], longest or table_BM.shape[1] * page_size)
+    pages = Pages(cu_q, 1, table_BM, numbers["lens_B"], longest or table_BM.shape[1] * page_size)
     return PagedTokens(
-        backends, at, position_T=position_B, length_T=position_B + 1,
+        backends, pages, position_T=position_B, length_T=position_B + 1,
         cache_positions_T=numbers["cache_position_B"])
 
 
 def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArray[Any]]:
-    """Return the numbers of some pieces of prompts: of all tokens T and of pieces B."""
+    """Return the arrays of `paged_chunks`: with an entry for each token, or for each piece of a prompt."""
     counts = np.array([chunk.stop - chunk.start for chunk in chunks])
     pages = max(len(chunk.prompt.blocks) for chunk in chunks)
     table_BM = np.zeros((len(chunks), pages), np.int32)
@@ -103,22 +103,22 @@ def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArra
 def paged_chunks(
     backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
 ) -> Segment:
-    """Return pieces of prompts, several of which may have been begun, from `chunk_arrays` on the device."""
+    """Return the segment of these pieces of prompts; `numbers` are the `chunk_arrays` on the device."""
     expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
     if expanding is not None:
         return ExpandedPieces(expanding, numbers, chunks)
     longest_piece = max(chunk.stop - chunk.start for chunk in chunks)
-    at = Pages(
+    pages = Pages(
         numbers["chunk_cu"], longest_piece, numbers["chunk_table"], numbers["chunk_lens"],
         max(chunk.stop for chunk in chunks))
     return PagedTokens(
-        backends, at, position_T=numbers["chunk_position_T"], length_T=numbers["chunk_length_T"],
+        backends, pages, position_T=numbers["chunk_position_T"], length_T=numbers["chunk_length_T"],
         cache_positions_T=numbers["chunk_cache_position_T"],
         longest=max(len(chunk.prompt.tokens) for chunk in chunks))
 
 
 class _Context(NamedTuple):
-    """Cached tokens that precede some consecutive pieces of prompts, all or a part of them."""
+    """A range of the cached tokens before some consecutive pieces of prompts, computed at a time."""
 
     tokens: slice  # The pieces' own tokens in the segment.
     queries: Sequences  # The pieces.
@@ -129,8 +129,8 @@ class _Context(NamedTuple):
 class ExpandedPieces(Segment):
     """Later pieces of prompts with latent attention, for which keys and values are computed from latents.
 
-    Their tokens attend to one another, and then to the earlier tokens of their prompts, a part at a time, so
-    that the keys and values of no more than EXPANDED_TOKENS of those exist together.
+    Their tokens attend to one another, and then to the earlier tokens of their prompts, EXPANDED_TOKENS at a
+    time, so that keys and values exist for no more of these at once.
     """
 
     from_cache = False
@@ -165,22 +165,23 @@ class ExpandedPieces(Segment):
         return out_TND.to(q_TND.dtype)
 
     def _split(self, page_size: int, device: torch.device) -> list[_Context]:
-        """Return what precedes the pieces, laid end to end and cut into parts."""
-        at = [np.arange(chunk.start) for chunk in self._chunks]
+        """Lay the cached tokens before the pieces end to end, and cut them into ranges."""
+        positions = [np.arange(chunk.start) for chunk in self._chunks]
         blocks = [np.array(chunk.prompt.blocks, np.int64) for chunk in self._chunks]
-        cached = [of[i // page_size] * page_size + i % page_size for of, i in zip(blocks, at, strict=True)]
+        pairs = zip(blocks, positions, strict=True)
+        cached = [table[i // page_size] * page_size + i % page_size for table, i in pairs]
         cached_J = upload(np.concatenate(cached), device)
         spans = list(pairwise(accumulate((chunk.start for chunk in self._chunks), initial=0)))
         places = list(accumulate(self._at.lens, initial=0))
-        found = []
+        contexts = []
         for first in range(0, len(cached_J), chunk_sizes.EXPANDED_TOKENS):
             last = min(first + chunk_sizes.EXPANDED_TOKENS, len(cached_J))
             here = [i for i, (start, stop) in enumerate(spans) if start < last and stop > first]
             lens = [min(spans[i][1], last) - max(spans[i][0], first) for i in here]
             tokens = slice(places[here[0]], places[here[-1] + 1])
             queries = Sequences.of([self._at.lens[i] for i in here], device)
-            found.append(_Context(tokens, queries, Sequences.of(lens, device), cached_J[first:last]))
-        return found
+            contexts.append(_Context(tokens, queries, Sequences.of(lens, device), cached_J[first:last]))
+        return contexts
 
 
 class ChunkedPrefill(Segment):
@@ -227,7 +228,7 @@ class Prefill(Segment):
 
 
 def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
-    """Return one new token of every running row, for the paged path or (None) for a CPU's."""
+    """Return one new token of every running row, for the paged path or (`backends` is None) for a CPU."""
     if backends is None:
         return Decode(tables.advance())
     arrays = tables.advance_pages(len(tables.running()), tables.blocks_per_row)

@@ -36,9 +36,9 @@ class Generation:
     """The samples of one replica. All of its ranks call its methods alike.
 
     Weights may change between two calls of `advance`. With `keeps`, the keys and values of unfinished samples
-    stay cached, and the object continues these samples by itself, on the cohort on which they began. Without
-    it, `take` hands unfinished samples over; `resume` brings samples back, whose tokens are all computed
-    again.
+    stay cached, and the next call continues these samples on the cohort on which they began. Without it,
+    `take` hands unfinished samples over to the caller, who brings them back by `resume`; then all their
+    tokens are computed again.
 
     With `in_turns` (which needs `keeps`), an end-of-sequence token ends a turn of its sample. The sample is
     then parked: its tokens stay cached until an environment adds more by `append`, or ends it by `drop`.
@@ -48,9 +48,9 @@ class Generation:
         self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit,
         pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
     ) -> None:  # fmt: skip
-        """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
-        `limit` does. The cache consists of pages of `pool`; without one, every cohort has a cache of its own.
-        Raises UserError if the model cannot keep its cache."""
+        """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
+        `work` does. The cache consists of pages of `pool`; without a pool, every cohort has a cache of its
+        own. Raises UserError if the model cannot keep its cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
         assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
         reads_response = work.sampling.stop or work.sampling.penalizes
@@ -70,14 +70,14 @@ class Generation:
         """One cache for each cohort, once there are any."""
         self._in_turns = in_turns
         self._block_size: int | None = None
-        self._made: list[RolloutBuffer] = []
+        self._last_buffers: list[RolloutBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the caches that stay between rounds."""
-        return sum(kept.pool.num_bytes for kept in self._kept or [])
+        return sum(cache.pool.num_bytes for cache in self._kept or [])
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""
@@ -105,20 +105,21 @@ class Generation:
     def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
-        Raises UserError when a prompt is empty, when a sample cannot fit in the model's positions or in the
-        budget of the KV cache, or when not all samples fit in a cache that is kept: on all replicas among
-        which prompts move, or on all replicas.
+        Raises UserError if a prompt is empty, or if a sample does not fit in the model's positions or in the
+        KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
+        in a cache that is kept.
         """
         limits = self._agree_on_limits(queue, budget)
-        kept: Sequence[KeptCache | None] = [None] * limits.num_cohorts
+        caches: Sequence[KeptCache | None] = [None] * limits.num_cohorts
         if self._kept is None:
             parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
-            self._kept = self._kept or [KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in kept]
+            self._kept = self._kept or [
+                KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in range(limits.num_cohorts)]
             parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
             self._check_kept(parts, limits)
-            kept = self._kept
-        num_own = sum(len(cache.rows) for cache in kept if cache is not None)
+            caches = self._kept
+        num_own = sum(len(cache.rows) for cache in caches if cache is not None)
         num_own += len(self._new) + len(self._resumed)
         seed = stream_seed(self._work.seed, self._stream)
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
@@ -126,7 +127,7 @@ class Generation:
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, kept=cache,
                     pool=self._cohort_pool() if cache is None else cache.pool)
-                for groups, cache in zip(parts, kept, strict=True)]
+                for groups, cache in zip(parts, caches, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._kept is None:
                 self._limit.require_recorded(self._stream, self.cache_bytes)
@@ -140,7 +141,7 @@ class Generation:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
-        self._made = [cohort.samples for cohort in cohorts]
+        self._last_buffers = [cohort.samples for cohort in cohorts]
         self._new = []
         self._resumed = []
 
@@ -148,14 +149,15 @@ class Generation:
         return self._pool or PagePool(self._model)
 
     def take(self) -> tuple[list[int], list]:
-        """Return the ids of the samples that this replica continued in the last round, and on one of its
-        ranks (last stage, first of tp) the first columns of `Generate`, in which only tokens of that round
-        count as the response."""
-        made = self._made
-        self._made = []
-        ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
+        """Return the ids of the samples that this replica continued in the last round, and their columns.
+
+        Only one rank of the replica (last stage, first of tp) gets the columns, the first ones of `Generate`.
+        Only tokens of that round count as the response."""
+        buffers = self._last_buffers
+        self._last_buffers = []
+        ids = [i for samples in buffers for i in samples.ids[: len(samples.prompts)].tolist()]
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
-        return ids, output_columns(made, wide=self._model.wide) if has_columns else []
+        return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
     def _agree_on_limits(self, queue: PromptQueue, budget: int | None) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
@@ -207,7 +209,7 @@ class Generation:
 def _split(
     unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
 ) -> list[list[PromptGroup]]:
-    """Split unfinished samples, and new ones, into equal parts."""
+    """Split unfinished samples, and new ones, into equal lists, one for each cohort."""
     parts = []
     for i in range(num_parts):
         old = unfinished[slice(*even_split(len(unfinished), num_parts, i))]
@@ -226,7 +228,7 @@ def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[Pro
 
 
 def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
-    """Return how many samples of this replica have ended; it may have taken more than its own."""
+    """Return in words how many samples of this replica have ended, those that it has stolen included."""
     ended = sum(samples.num_ended for samples in parts)
     tokens = sum(samples.num_tokens for samples in parts)
     begun = sum(len(samples.prompts) for samples in parts)

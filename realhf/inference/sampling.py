@@ -54,8 +54,8 @@ def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
     They are computed on the host, where sample ids and positions are known before the logits are.
     """
     ids = sample_ids.astype(np.uint64)
-    at = positions.astype(np.uint64)
-    counter = [ids & _MASK, ids >> _HALF, at, np.zeros_like(at)]
+    position_words = positions.astype(np.uint64)
+    counter = [ids & _MASK, ids >> _HALF, position_words, np.zeros_like(position_words)]
     words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
     return bits.astype(np.float64) / 2.0**53

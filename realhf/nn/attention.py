@@ -20,16 +20,16 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Attend:
     """The attention of one layer over all or some tokens of a pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
-    With `from_cache`, the tokens attend to the cache's contents, and the keys and values have the cache's
-    format. Else `cached` holds the keys and values to store in the cache, if they differ from `k_TKD` and
-    `v_TKD`; and if it `expands`, the tokens attend to earlier ones as well, whose keys and values `expand`
-    computes from what the cache holds.
+    With `from_cache`, the tokens attend to the cache, and `k_TKD` and `v_TKD` have the cache's format.
+    Without it, the tokens attend to one another. `cached` are then the keys and values to store, if the
+    cache's format is another one. If it also `expands`, the tokens attend to earlier tokens as well, whose
+    keys and values `expand` computes from the cache.
     """
 
     compute: Callable[..., Tensor]
     store: Callable[[Tensor, Tensor], None] | None = None  # Writes keys and values to a cache.
     from_cache: bool = False
-    tokens: slice | None = None  # Position of its tokens in the pass; None: all.
+    tokens: slice | None = None  # Which tokens of the pass; None: all.
     expands: bool = False
 
     def __call__(
@@ -46,8 +46,8 @@ def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *
     """Call `compute(attend, *tensors)` on the tokens of each Attend, and return out_TND of all tokens."""
     if len(attends) == 1:
         return compute(attends[0], *tensors)
-    parts = ((attend, [x[attend.tokens or slice(None)] for x in tensors]) for attend in attends)
-    return torch.cat([compute(attend, *part) for attend, part in parts])
+    slices = ((attend, [x[attend.tokens or slice(None)] for x in tensors]) for attend in attends)
+    return torch.cat([compute(attend, *own_tensors) for attend, own_tensors in slices])
 
 
 def packed_attention(

@@ -29,11 +29,11 @@ from realhf.nn.rope import Angles, rotate
 class Norm:
     """RMSNorm or LayerNorm over the last dim, or the identity where the family has no such norm."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, part: str) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, module: str) -> None:
         self.eps = config.norm_eps
         self.offset = config.norm_offset
-        self.weight = weights.get(f"{part}.weight")
-        self.bias = weights.get(f"{part}.bias")
+        self.weight = weights.get(f"{module}.weight")
+        self.bias = weights.get(f"{module}.bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -95,7 +95,7 @@ class Attention:
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
         self.kind = AttentionKind.of(config, layer)
-        # A kind that no kernel computes is refused now, and not in the middle of a run.
+        # If no kernel computes this kind, this raises now, and not in the middle of a run.
         attention_backend(
             self.qkv.device, self.kind, dim=config.head_dim, value_dim=config.head_dim, dtype=self.qkv.dtype,
             paged=False)

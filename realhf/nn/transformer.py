@@ -42,8 +42,8 @@ class Transformer(ShardedParameters):
     Call the model for a forward pass over whole sequences, and `advance` for tokens that extend a KV cache.
     Either takes token ids on the first stage and hidden states on the others, and returns hidden states. The
     last stage turns those into `logits` or `scores`, or into log-probabilities with the `head`. `adapters`
-    are LoRA parameters of their own, whose outputs are added to those of the linear layers. With
-    `float32_head`, the products of a 16-bit `head` are computed in float32.
+    are separate LoRA parameters, whose outputs are added to those of the linear layers. With `float32_head`,
+    the products of a 16-bit `head` are computed in float32.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Transformer(ShardedParameters):
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
-        param = next(p for p in spec.params if p.part == "embedding.weight")
+        param = next(p for p in spec.params if p.short_name == "embedding.weight")
         self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
 
@@ -224,16 +224,15 @@ class Transformer(ShardedParameters):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """The addresses of the weights with which `advance` computes; recorded passes are valid while they
-        stay the same."""
+        """The addresses of the weights that `advance` reads; while they stay, recorded passes are valid."""
         flats = [self.flat] if self.adapters is None else [self.flat, self.adapters.flat]
         merged = [adapter.merged_weight for adapter in self._adapted if adapter.merged_weight is not None]
         return tuple(x.data_ptr() for x in (*flats, *merged))
 
     @property
     def rope_boundary(self) -> int | None:
-        """Number of tokens beyond which all cached ones of a sequence must be computed anew, as longrope
-        rotates them differently; None without longrope."""
+        """The length beyond which longrope rotates all tokens of a sequence differently, so that cached ones
+        must be computed anew; None without longrope."""
         return None if self._rope is None else self._rope.boundary
 
     @cached_property
@@ -266,7 +265,7 @@ class Transformer(ShardedParameters):
 
     @property
     def _score_weight(self) -> Tensor | None:
-        """The weight of the score head, on the last stage; one that is trained with adapters replaces it."""
+        """The weight of the score head, on the last stage: that of the adapters if they train one."""
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 

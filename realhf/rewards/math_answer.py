@@ -36,8 +36,8 @@ class MathAnswer:
 
     answer_key: str = "answer"  # The column with the right answer.
     anchored: bool = False
-    r"""Whether only LaTeX counts that is in `\boxed{}` or follows words like `the answer is`; else plain
-    numbers and expressions count as well, the last one of the text if nothing is boxed."""
+    r"""Whether only LaTeX in `\boxed{}` or after words like `the answer is` counts. Otherwise plain numbers
+    and expressions count as well, and if nothing is boxed, the last one in the text is the answer."""
     unparsed_gold: float | None = None
     """The reward if the right answer cannot be parsed; None: the reward does not apply."""
     timeout_seconds: float = 10.0  # Longest time of a comparison, counted on the processor.
@@ -96,7 +96,7 @@ class _Workers:
             self._free.put(_Worker(seconds))
 
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Return the result of each job; None for those that have ended their process."""
+        """Return the result of each job; None if its process ended over it (see math_worker.py)."""
         jobs = [job | {"anchored": self._anchored} for job in jobs]
         if len(jobs) == 1:
             return [self._answer(jobs[0])]

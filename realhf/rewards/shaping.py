@@ -30,7 +30,8 @@ class ScoreShaping(Protocol):
 class TokenReward(Protocol):
     """A function of the token ids of each response that returns a reward for every token.
 
-    A token's return is the sum of the rewards from it on, where the reward l tokens later counts discount^l.
+    A token's return is the sum of its reward and all later ones, times discount^l for a reward l tokens
+    later.
     """
 
     @property
@@ -149,20 +150,20 @@ def token_returns(
     """
     totals = [[0.0] * len(tokens) for tokens in responses]
     for token_reward in token_rewards:
-        made = token_reward(responses)
-        _check_token_rewards(token_reward, made, responses)
-        for i, rewards in enumerate(made):
+        by_response = token_reward(responses)
+        _check_token_rewards(token_reward, by_response, responses)
+        for i, rewards in enumerate(by_response):
             returns = discounted_returns(rewards, token_reward.discount)
             totals[i] = [total + more for total, more in zip(totals[i], returns, strict=True)]
     return totals
 
 
-def _check_token_rewards(token_reward: TokenReward, made: Any, responses: Sequence[list[int]]) -> None:
+def _check_token_rewards(token_reward: TokenReward, by_response: Any, responses: Sequence[list[int]]) -> None:
     """Raise UserError unless there is a finite number for each token."""
     rule = "it must return a list of numbers per response, one for each token"
     try:
-        sizes = [len(rewards) for rewards in made]
-        is_finite = all(math.isfinite(reward) for rewards in made for reward in rewards)
+        sizes = [len(rewards) for rewards in by_response]
+        is_finite = all(math.isfinite(reward) for rewards in by_response for reward in rewards)
     except TypeError as error:
         raise UserError(f"token reward {name_of(token_reward)}: {error}; {rule}") from error
     if sizes != [len(tokens) for tokens in responses] or not is_finite:

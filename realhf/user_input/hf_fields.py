@@ -67,7 +67,7 @@ MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 18
 """Largest size, number of layers, and number of experts in all layers.
 
-Tables have an entry for each part of a model, and sizes are multiplied as 64-bit integers.
+Tables have an entry for each module of a model, and sizes are multiplied as 64-bit integers.
 """
 _LARGEST = {
     **{key: MAX_SIZE for key, (_, legal) in LEGAL.items() if legal.startswith("a whole number")},
@@ -76,7 +76,7 @@ _LARGEST = {
 
 
 class CheckedFields(UserDict[str, Any]):
-    """The fields of a config.json. To read one whose value is not legal raises ValueError."""
+    """The fields of a config.json. Reading a field raises ValueError if its value is not legal."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
