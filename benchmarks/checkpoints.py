@@ -53,7 +53,7 @@ def run(task: Path, out: Path, *, period: str, steps: int) -> list[float]:
         "plan": "grpo-4", "out": out, "steps": steps, "eval-every": 0, "checkpoint-every": period,
         "dataset.path": task / "prompts.jsonl", "eval-dataset.path": task / "held_out.jsonl",
         "actor.model": task / "model",
-    }  # fmt: skip
+    }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "realhf", "run", "examples/grpo.py", *words, "--actor.random-init"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -131,7 +131,7 @@ def main() -> int:
     document: dict[str, Any] = {
         "benchmark": "checkpoints", "machine": hardware | {"loads": loads}, "settings": vars(args),
         "seconds": seconds, "ratios": ratios, "checkpoint_bytes": num_bytes, "copies_in_memory": copies,
-    }  # fmt: skip
+    }
     if not args.json:
         harness.progress(f"a checkpoint has {num_bytes:,} bytes")
     return harness.report(document, tables=[table(seconds, ratios)], goals=goals, as_json=args.json)

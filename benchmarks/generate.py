@@ -86,7 +86,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "generate", "model": str(model_of(scene)), "data": str(data), "dtype": scene.dtype,
         "group": workload.group, "rows": ROWS,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def summary(
             for name, rate in rates.items() if name != "ours"
         }
         for rates in (speeds, cpu)
-    )  # fmt: skip
+    )
     return {
         "tokens_per_second": {name: statistics.median(speed) for name, speed in speeds.items()},
         "mean_tokens": {
@@ -141,7 +141,7 @@ def summary(
             for name, found in answers.items()},
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "ratio": ratios, "ratio_of_cpu_seconds": cpu_ratios, "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def decode(scene: Scene, ours: Replicas, *, most: int, repeats: int) -> dict[str, float]:
@@ -158,7 +158,7 @@ def decode(scene: Scene, ours: Replicas, *, most: int, repeats: int) -> dict[str
     return {
         **limits, "step_seconds": seconds, "attainable_by_flops": by_flops, "attainable_by_bytes": by_bytes,
         "efficiency": max(by_flops, by_bytes) / seconds,
-    }  # fmt: skip
+    }
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:

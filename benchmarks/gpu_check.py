@@ -63,7 +63,7 @@ CHECKS = {
         "64 rows beside `generate`, and beside the bandwidth", 45, program=(_SPEED, "generation")),
     "train": Check("share of the fastest product; memory against the prediction", 60,
                    program=(_SPEED, "training")),
-}  # fmt: skip
+}
 NEED_TWO_GPUS = {
     "nccl-two-gpus": "collectives and reallocation between two GPUs",
     "tp-graphs": "recorded decoding steps under tensor parallelism",
@@ -91,7 +91,7 @@ def run_check(name: str, device: str, scratch: Path) -> dict[str, Any]:
     python = [sys.executable, "-u"]
     if check.tests:
         command = [*python, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider",
-                   f"tests/gpu/{check.tests}", f"--junitxml={found}"]  # fmt: skip
+                   f"tests/gpu/{check.tests}", f"--junitxml={found}"]
     else:
         program, kind = check.program
         command = [*python, f"benchmarks/{program}", kind, device, str(found)]
@@ -144,7 +144,7 @@ def _environment(device: str, directory: Path) -> dict[str, str]:
         "PYTHONPATH": path, "TMPDIR": str(directory), "REALHF_GPU_DEVICE": device.split(":")[0],
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+    }
     if device == "cpu":
         more |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | more
@@ -161,7 +161,7 @@ def _tests(report: Path) -> Iterator[dict[str, Any]]:
             "outcome": outcomes[notes[0].tag] if notes else "passed",
             **({"figures": figures} if figures else {}),
             **({"message": (notes[0].get("message") or "")[:400]} if notes else {}),
-        }  # fmt: skip
+        }
 
 
 def figures(found: dict[str, Any], prefix: str = "") -> str:
@@ -188,7 +188,7 @@ def goals_missed(name: str, found: dict[str, Any]) -> list[str]:
     elif name == "decode":
         ratio, share = found["ratio"], found["decode"]["efficiency"]
         goals = [(ratio >= 3, f"generation is {ratio:.1f} times as fast as `generate`, below 3"),
-                 (share >= 0.6, f"a decoding step is at {share:.2f} of the limit, below 0.6")]  # fmt: skip
+                 (share >= 0.6, f"a decoding step is at {share:.2f} of the limit, below 0.6")]
     else:
         goals = []
     return [sentence for is_reached, sentence in goals if not is_reached]

@@ -37,7 +37,7 @@ _LATENT = "latent"
 _KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 100}, "soft cap": {"softcap": 50.0},
     "soft cap and window": {"softcap": 50.0, "window": 100}, _LATENT: {},
-}  # fmt: skip
+}
 Found = dict[str, Any]
 
 
@@ -75,7 +75,7 @@ def attention(device: Device) -> Found:
 def _paged(
     interface: Any, backend: Any, qkv: list[Tensor], lens: tuple[int, ...], kind: Any, exact: Tensor,
     device: Device,
-) -> Found:  # fmt: skip
+) -> Found:
     """Compare the last tokens of each row, over pages in random order, with the same of the packed rows."""
     where = qkv[0].device
     page = max(16, backend.page_tokens)
@@ -154,7 +154,7 @@ def long_tail(device: Device) -> Found:
         "longest_answer": max(answers), "mean_answer": sum(answers) / len(answers),
         "same_without_graphs": sum(torch.equal(a, b) for a, b in pairs) / len(lengths),
         **_apart(engine, batch),
-    }  # fmt: skip
+    }
     return _with_small_mismatch(found)
 
 
@@ -229,7 +229,7 @@ def _with_small_mismatch(found: Found) -> Found:
 
 KINDS = {
     "attention": attention, "long-prompts": long_prompts, "long-tail": long_tail, "no-waits": no_waits,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     kind_name, device_name, out = sys.argv[1:4]

@@ -121,13 +121,13 @@ def environment(device: Device) -> dict[str, Any]:
         "python": sys.version.split()[0], "torch": torch.__version__,
         "transformers": transformers.__version__, "flash_attn": find_spec("flash_attn") is not None,
         "tyro": find_spec("tyro") is not None,
-    }  # fmt: skip
+    }
     if device.is_cuda:
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "gpu": properties.name, "memory_gib": properties.total_memory / 2**30, "driver": _driver(),
             "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }  # fmt: skip
+        }
         source = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty_like(source, device=device.name)
         seconds = median_seconds(partial(target.copy_, source, non_blocking=True), device=device.name)
@@ -155,7 +155,7 @@ def generation(device: Device) -> dict[str, Any]:
     lengths = [first + i % (last - first + 1) for i in range(scale.rows)]
     prompts = sequences(lengths, vocab_size=config.vocab_size)
     sides = {"ours": partial(_our_generation, device, directory, prompts),
-             "generate": partial(_their_generation, device, directory, prompts)}  # fmt: skip
+             "generate": partial(_their_generation, device, directory, prompts)}
     made = {}
     own = {}
     for name, side in sides.items():
@@ -179,7 +179,7 @@ def generation(device: Device) -> dict[str, Any]:
         "decode": {"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
                    **limits},
         "profile": device.profile(lambda: made["ours"](scale.few_tokens)),
-    }  # fmt: skip
+    }
 
 
 def _our_generation(
@@ -258,7 +258,7 @@ def training(device: Device) -> dict[str, Any]:
                 "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)},
         "mfu": least / _median(answers), **limits,
         "profile": device.profile(step),
-    }  # fmt: skip
+    }
 
 
 def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict[str, Any]]:
@@ -308,7 +308,7 @@ def _speeds(answers: dict[str, list[dict[str, Any]]], rival: str) -> dict[str, A
         "peak_gib": {
             name: max(a["peak_bytes"] for a in found) / 2**30 for name, found in answers.items()},
         "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def _median(answers: list[dict[str, Any]]) -> float:

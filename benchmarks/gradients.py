@@ -114,7 +114,7 @@ def main() -> int:
     row = {
         "seconds": seconds, "wire_seconds": wire, "num_sections": sections, "ratio": ratio,
         "beside_computing": {"after": statistics.median(apart), "during": statistics.median(left)},
-    }  # fmt: skip
+    }
     found = Table(title=f"Seconds of a train step; the link alone needs {wire:.2f}")
     for column in ("gradients", "sections", "seconds", "of these beside computing"):
         found.add_column(column, justify="left" if column == "gradients" else "right")

@@ -71,7 +71,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "grpo", "model": str(model), "data": str(data), "dtype": scene.dtype, "optimizer": _OPTIMIZER,
         "prompts": _PROMPTS, "group": _GROUP, "max_new_tokens": _MAX_NEW, "steps": 100, "continuous": False,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
             b[key] / b["response_length"] / a[key] * a["response_length"]
             for a, b in zip(answers["ours"], answers["trl"], strict=True))
         for key in ("seconds", "cpu_seconds")
-    )  # fmt: skip
+    )
     calls = answers["ours"][0]["calls"]
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
@@ -114,7 +114,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
             name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
             for name, found in answers.items()},
         "equal_data": compare_losses(scene, settings), "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def median(answers: Sequence[dict[str, Any]], key: str) -> float:
@@ -134,7 +134,7 @@ def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str
         {"prompt": prompt, "completion": answer, "advantage": rng.gauss(0, 1),
          "logprobs": [usual + rng.gauss(0, 0.1) for _ in answer]}
         for prompt, answer in zip(prompts, answers, strict=True)
-    ]  # fmt: skip
+    ]
     path = scene.directory / "batch.json"
     path.write_text(json.dumps(rows))
     found = {}
@@ -165,7 +165,7 @@ def scaling(directory: Path, *, repeats: int, steps: int) -> dict[str, Any]:
             key.removeprefix("timing_s/"): statistics.median(row.get(key, 0.0) for run in runs for row in run)
             for key in timings}
         for name, runs in found.items()
-    }  # fmt: skip
+    }
     by_run = {name: [median(run, "timing_s/step") for run in runs] for name, runs in found.items()}
     ratios = (one / two for one, two in zip(by_run["one"], by_run["two"], strict=True))
     return {"seconds": medians, "runs": by_run, "throughput": statistics.median(ratios)}
@@ -178,7 +178,7 @@ def _realhf(directory: Path, example: str, nproc: int, out: Path, words: list[st
     environment = os.environ | {"OMP_NUM_THREADS": str(2 // nproc), "PYTHONPATH": path}
     subprocess.run(
         [*command, "--out", str(out), *words], check=True, cwd=directory, env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 # Reports
@@ -256,7 +256,7 @@ def main() -> int:
     document = {
         "benchmark": "grpo_step", "machine": hardware, "settings": vars(args), "rows": rows,
         "scaling": scaled,
-    }  # fmt: skip
+    }
     return report(document, tables=tables(rows, scaled), goals=goals(rows, scaled), as_json=args.json)
 
 

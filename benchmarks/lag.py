@@ -97,7 +97,7 @@ def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
             "least_idle": statistics.median(state.least_idle for state in states),
             **{f"idle_{rank}": statistics.median(s.idle[rank] for s in states) for rank in range(NUM_RANKS)},
             "runs": len(states),
-        }  # fmt: skip
+        }
     for row in rows.values():
         for key, base in (("ratio", BASE), ("ratio_to_colocated", "synchronous, colocated")):
             row[key] = row["tokens_per_second"] / rows[base]["tokens_per_second"]
@@ -115,7 +115,7 @@ def table_of(rows: dict[str, dict[str, float]]) -> Table:
         "generate s": ("generation_seconds", ".3f"), "score, train s": ("training_seconds", ".3f"),
         "calls": ("call_ratio", ".2f"), "idle rank 0": ("idle_0", ".0%"), "idle rank 1": ("idle_1", ".0%"),
         "runs": ("runs", "d"),
-    }  # fmt: skip
+    }
     table = Table(title="Steady state, medians over runs")
     table.add_column("steps")
     for column in columns:
@@ -131,7 +131,7 @@ def goals_of(rows: dict[str, dict[str, float]]) -> list[Goal]:
         *(Goal(f"{name}: throughput to {BASE}", rows[name]["ratio"], at_least=1.5) for name in lagged),
         *(Goal(f"{name}: idle share of the slower side", rows[name]["least_idle"], at_most=0.1)
           for name in lagged),
-    ]  # fmt: skip
+    ]
 
 
 def main(options: Options) -> int:
@@ -143,7 +143,7 @@ def main(options: Options) -> int:
     document = {
         "benchmark": "lag", "machine": before, "setting": asdict(Setting()), "rows": rows,
         "repetitions": {name: [asdict(state) for state in states] for name, states in found.items()},
-    }  # fmt: skip
+    }
     return report(document, tables=[table_of(rows)], goals=goals_of(rows), as_json=options.json)
 
 

@@ -91,7 +91,7 @@ def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[Stead
                 plan, max_lag = RIVALS[rival]
                 state = measure(
                     directory / name.replace(" ", "-"), plan=plan, max_lag=max_lag, repeat=repeat,
-                    steps=options.steps)  # fmt: skip
+                    steps=options.steps)
                 found[name][rival].append(state)
                 progress(f"run {repeat + 1}, {name}, {rival}: {state.step_seconds:.3f} s")
     return found
@@ -106,7 +106,7 @@ def row_of(
     host = [call.name for call in experiment.graph().calls if call.kind == "host"]
     expected = dataclasses.replace(
         experiment.expected, response_tokens=round(statistics.fmean(s.response_tokens for s in every)),
-        host_seconds=statistics.fmean(state.calls[call] for state in every for call in host))  # fmt: skip
+        host_seconds=statistics.fmean(state.calls[call] for state in every for call in host))
     measured = {rival: lower_quartile(group) for rival, group in states.items()}
     medians = {rival: statistics.median(x for s in group for x in s.steps) for rival, group in states.items()}
     predicted, calls = {}, {}
@@ -131,7 +131,7 @@ def row_of(
         "measured": measured, "medians": medians, "calls": calls, "response_tokens": expected.response_tokens,
         "faster_predicted": min(predicted, key=predicted.__getitem__),
         "faster_measured": min(measured, key=measured.__getitem__),
-    }  # fmt: skip
+    }
 
 
 def is_close(row: dict[str, Any]) -> bool:

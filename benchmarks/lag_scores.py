@@ -73,7 +73,7 @@ def train(options: Options, seed: int, lag: int) -> list[tuple[int, float]]:
     settings = {
         "actor.model": directory / "sft" / "hf" / "step_700", "dataset.path": task / "prompts.jsonl",
         "max-lag": lag, "steps": options.steps, "actor.optimizer.lr": options.lr,
-    }  # fmt: skip
+    }
     run("async_grpo", directory / f"lag{lag}", seed, task, settings)
     return scores(directory / f"lag{lag}")
 

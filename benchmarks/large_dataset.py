@@ -160,7 +160,7 @@ def main() -> int:
     document: dict[str, Any] = {
         "machine": harness.machine(), "rows": num_rows, "gb": options.gb,
         "files": {name: asdict(measured) for name, measured in found.items()},
-    }  # fmt: skip
+    }
     return harness.report(document, tables=[table], goals=goals, as_json=options.json)
 
 

@@ -63,7 +63,7 @@ def llama(mib: int) -> ModelSpec:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16 * width,
         "hidden_size": width, "intermediate_size": width * 7 // 2, "num_attention_heads": 16,
         "num_key_value_heads": 4,
-    }  # fmt: skip
+    }
     sizes = [model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2)]
     layers = max(4, 1 + -(-((mib << 19) - sizes[0]) // (sizes[1] - sizes[0])))
     return model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": layers}))
@@ -144,7 +144,7 @@ def row(layout: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "extra_mib": [round(r["extra_mib"], 1) for r in by_rank],
         "seconds": {name: harness.median_of_slowest([r["seconds"][name] for r in by_rank]) for name in names},
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs), "repetitions": repetitions,
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -181,7 +181,7 @@ def main() -> int:
     document = {
         "benchmark": "load", "machine": hardware, "settings": vars(args),
         "checkpoint_bytes": llama(args.mib).numel * 2, "rows": rows,
-    }  # fmt: skip
+    }
     return harness.report(document, tables=[table(rows)], goals=goals, as_json=args.json)
 
 

@@ -224,7 +224,7 @@ def _program(settings: dict[str, Any]) -> Program:
         dataset=DatasetConfig(settings["data"], shuffle=False), reward_function=reward,
         sampling=SamplingConfig(max_new_tokens=settings["max_new_tokens"]),
         batch_size=settings["prompts"], group_size=settings["group"], steps=settings["steps"],
-    )  # fmt: skip
+    )
     layout = Layout.parse(f"d{ranks}@0-{ranks - 1}" if ranks > 1 else "d1@0")
     calls = {call.name: CallPlan(layout) for call in experiment.graph().calls if call.kind != "host"}
     calls["actor_train"] = CallPlan(layout, micro_batch_tokens=settings["micro_batch"])

@@ -69,7 +69,7 @@ def experiment_of(row: PublishedStep) -> GRPO:
         expected=Expected(prompt_tokens=PROMPT_TOKENS, response_tokens=row.mean_tokens - PROMPT_TOKENS),
         batch_size=row.samples // row.group_size, group_size=row.group_size,
         minibatches=row.samples // UPDATE_SAMPLES, max_lag=int(row.is_lagged),
-    )  # fmt: skip
+    )
 
 
 def problem_for(row: PublishedStep) -> Problem:
@@ -85,7 +85,7 @@ def problem_for(row: PublishedStep) -> Problem:
             problem.workloads[call.name], response_lengths=lengths, response_tokens=lengths.mean,
             work_stealing=False)
         for call in problem.model_calls
-    }  # fmt: skip
+    }
     return replace(problem, workloads={**problem.workloads, **workloads})
 
 
@@ -123,7 +123,7 @@ def call_plans(row: PublishedStep, problem: Problem) -> dict[str, CallPlan]:
         "actor_forward": trained,
         "ref_forward": trained,
         "actor_train": replace(trained, recompute=row.recompute),
-    }  # fmt: skip
+    }
 
 
 def cached_rows(row: PublishedStep, problem: Problem) -> int:
@@ -160,7 +160,7 @@ def peer_seconds(row: PublishedStep, efficiencies: Efficiencies | None = None) -
             per_host=per_host,
         ).seconds
         for call in problem.model_calls
-    }  # fmt: skip
+    }
     strategy = plans["actor_train"].layout.strategy
     shard = weights_bytes(role, strategy, 0)
     # The reference's weights wait in host memory: they come to the device, the policy's go and come back.
@@ -219,7 +219,7 @@ def predicted(row: PublishedStep) -> dict[str, Any]:
     return {
         "name": row.name, "published_seconds": row.seconds, "predicted_seconds": seconds,
         "ratio": seconds / row.seconds, "parts": parts,
-    }  # fmt: skip
+    }
 
 
 def sensitivity() -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def sensitivity() -> list[dict[str, Any]]:
             changed = replace(usual, **{name: getattr(usual, name) * factor})
             ratios = [step_seconds(row, peer_seconds(row, changed)) / row.seconds for row in ROWS]
             found.append({"figure": name, "factor": factor, "mean": geometric_mean(ratios),
-                          "least": min(ratios), "most": max(ratios)})  # fmt: skip
+                          "least": min(ratios), "most": max(ratios)})
     return found
 
 
@@ -259,7 +259,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of all rows; gains are those over the peer's predicted step."""
     found = Table(title="Steps of NeMo RL v0.4 on DGX-H100", padding=(0, 1, 0, 0))
     titles = ("published s", "predicted s", "ratio", "generation", "training side", "other", "gain",
-              "the planner's layouts")  # fmt: skip
+              "the planner's layouts")
     for title in ("row", *titles):
         found.add_column(title, justify="left" if title in (titles[-1], "row") else "right")
     for row in rows:
@@ -269,7 +269,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         found.add_row(
             row["name"], f"{row['published_seconds']:g}", f"{row['predicted_seconds']:.1f}",
             f"{row['ratio']:.2f}", *(f"{side:.1f}" for side in sides), *_planned_cells(row),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -299,7 +299,7 @@ def main() -> int:
     document = {
         "benchmark": "published_steps", "machine": machine(), "settings": vars(args), "rows": rows,
         "sensitivity": changed,
-    }  # fmt: skip
+    }
     tables = [table(rows), *([_sensitivity_table(changed)] if changed else [])]
     return report(document, tables=tables, goals=goals(rows), as_json=args.json)
 

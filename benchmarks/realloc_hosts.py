@@ -114,7 +114,7 @@ def measure(move: Move, *, repeats: int) -> dict[str, Any]:
         "wrong": [name for one in everyones for name in one["wrong"]],
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in everyones), strict=True)],
         "came_bytes": [list(both) for both in zip(*came, strict=True)],
-    }  # fmt: skip
+    }
 
 
 def _sent_bytes() -> int:
@@ -130,7 +130,7 @@ def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any
         **row, "must_cross_bytes": needed, "least_seconds": least,
         "over_bytes": max(map(sum, row["came_bytes"])) / sum(needed),
         "over_seconds": statistics.median(row["seconds"]) / least,
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -142,7 +142,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         megabytes = (f"{needed / 1e6:.2f}" for needed in row["must_cross_bytes"])
         values = (
             row["over_bytes"], statistics.median(row["seconds"]), row["least_seconds"], row["over_seconds"]
-        )  # fmt: skip
+        )
         found.add_row(row["pair"], str(row["num_waves"]), *megabytes, *(f"{value:.3f}" for value in values))
     return found
 
@@ -180,7 +180,7 @@ def main() -> int:
     settings = {name: value for name, value in vars(args).items() if name not in ("rank", "address")}
     document = {
         "benchmark": "realloc_hosts", "machine": hardware, "settings": {**settings, "mtu": MTU}, "rows": rows,
-    }  # fmt: skip
+    }
     return report(document, tables=[table(rows)], goals=goals, as_json=args.json)
 
 

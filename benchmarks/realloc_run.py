@@ -52,7 +52,7 @@ def dense(mib: int) -> ModelSpec:
     shape = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 16 * width, "hidden_size": width,
         "intermediate_size": width * 7 // 2, "num_attention_heads": 32, "num_key_value_heads": 8,
-    }  # fmt: skip
+    }
     return _sized(shape, mib)
 
 
@@ -64,7 +64,7 @@ def experts(mib: int) -> ModelSpec:
         "intermediate_size": 3 * width, "moe_intermediate_size": width * 3 // 8, "num_experts": 64,
         "num_experts_per_tok": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": width // 8,
         "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
-    }  # fmt: skip
+    }
     return _sized(shape, mib)
 
 
@@ -126,15 +126,15 @@ def measure(rank: int, nproc: int, store: dist.Store, settings: Settings) -> lis
     """Return a row per model and pair of layouts, on every rank."""
     world = World(
         rank=rank, size=nproc, store=dist.PrefixStore("realhf", store), timeout_seconds=_TIMEOUT_SECONDS
-    )  # fmt: skip
+    )
     wires = World(
         rank=rank, size=nproc, store=dist.PrefixStore("messages", store), timeout_seconds=_TIMEOUT_SECONDS,
         shared_memory=False,
-    )  # fmt: skip
+    )
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("baselines", store), rank=rank, world_size=nproc,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
-    )  # fmt: skip
+    )
     rows = []
     for model in settings.models:
         spec = MODELS[model](settings.mib)
@@ -176,7 +176,7 @@ def measure_move(move: Move, settings: Settings) -> dict[str, Any]:
         "repetitions": {
             name: [max(times) for times in zip(*(t[name] for t in everyones), strict=True)] for name in rivals
         },
-    }  # fmt: skip
+    }
 
 
 class Truth:
@@ -277,10 +277,10 @@ def main() -> int:
     document = {
         "benchmark": "realloc_run", "machine": hardware, "settings": vars(args), "rows": rows,
         "geometric_means": {method: geometric_mean(ratios(rows, method)) for method in rivals},
-    }  # fmt: skip
+    }
     return report(
         document, tables=tables(rows, args.methods), goals=goals(rows, args.methods), as_json=args.json
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

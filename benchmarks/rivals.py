@@ -250,7 +250,7 @@ class Raw(Rival):
 RIVALS: dict[str, type[Rival]] = {
     "ours": Ours, "messages": Messages, "broadcast": Broadcast, "all_gather": AllGather, "unpacked": Unpacked,
     "checkpoint": Checkpoint, "raw": Raw,
-}  # fmt: skip
+}
 
 
 def message_elements(reallocator: Reallocator) -> Counter[tuple[int, int]]:

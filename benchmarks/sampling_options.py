@@ -28,7 +28,7 @@ OPTIONS = {
         "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
         "bad_word_ids": ((1, 2),), "min_new_tokens": 10, "logit_bias": ((1, 1.0),),
     },
-}  # fmt: skip
+}
 
 
 def seconds_per_step(options: dict, *, rows: int, vocabulary: int) -> float:

@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     document = {
         "machine": machine(), "errors": errors, "median_error": statistics.median(map(abs, errors.values())),
         "laws": {name: dataclasses.asdict(fit.sigmoid) for name, fit in zip(NAMES, pooled, strict=True)},
-        "comparison": comparison.verdict}  # fmt: skip
+        "comparison": comparison.verdict}
     laws.caption = comparison.verdict
     sys.exit(report(document, tables=[table, laws], goals=goals, as_json=options.json))
 

@@ -93,7 +93,7 @@ def main() -> int:
     for rank, found in samples.items():
         mib, files = slopes(found)
         ranks[rank] = {"samples": len(found), "mib": found[-1][1], "mib_per_1000_steps": mib,
-                       "files": found[-1][2], "files_per_1000_steps": files}  # fmt: skip
+                       "files": found[-1][2], "files_per_1000_steps": files}
         cells = (f"{found[-1][1]:.0f}", f"{mib:.2f}", str(found[-1][2]), f"{files:.2f}")
         table.add_row(str(rank), str(len(found)), *cells)
     goals = [
@@ -103,7 +103,7 @@ def main() -> int:
              at_most=GOAL_MIB),
         Goal("largest growth, files per 1,000 steps", max(r["files_per_1000_steps"] for r in ranks.values()),
              at_most=0.5),
-    ]  # fmt: skip
+    ]
     seconds = time.monotonic() - start
     document = {"machine": machine(), "steps": args.steps, "seconds": seconds, "ranks": ranks}
     return report(document, tables=[table], goals=goals, as_json=args.json)

@@ -46,7 +46,7 @@ def generate(desk: Desk) -> None:
     config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=settings["group"],
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
-    )  # fmt: skip
+    )
     share = settings["rows"] // settings["group"]
     batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
     run = padded
@@ -127,7 +127,7 @@ def train(desk: Desk) -> None:
         trainer = Trainer(
             model=model, train_dataset=rows * settings["steps"], data_collator=padded_rows,
             args=_arguments(TrainingArguments, settings, len(rows), out, **more), callbacks=[Pace(desk)],
-        )  # fmt: skip
+        )
         desk.answer(base_bytes=base)
         trainer.train()
 
@@ -154,7 +154,7 @@ def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **m
         adam_beta1=optimizer["betas"][0], adam_beta2=optimizer["betas"][1], max_grad_norm=1.0,
         lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, remove_unused_columns=False, seed=0, **more,
-    )  # fmt: skip
+    )
 
 
 def grpo(desk: Desk) -> None:
@@ -183,13 +183,13 @@ def grpo(desk: Desk) -> None:
             temperature=1.0, top_k=0, top_p=1.0, beta=0.0, num_iterations=1, loss_type="grpo",
             gradient_checkpointing=False, shuffle_dataset=False,
             use_transformers_continuous_batching=settings["continuous"],
-        )  # fmt: skip
+        )
         trainer = Told(
             model=model, reward_funcs=_reward, args=arguments,
             train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines]),
             processing_class=AutoTokenizer.from_pretrained(settings["model"]),
             callbacks=[] if "batch" in settings else [Pace(desk, lambda: {"response_length": lengths[-1]})],
-        )  # fmt: skip
+        )
         desk.answer(base_bytes=base)
         if "batch" in settings:
             return _policy_loss(desk, trainer)

@@ -75,7 +75,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "train", "model": str(model), "data": str(data), "dtype": scene.dtype,
         "optimizer": _OPTIMIZER, "steps": 100,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
         **summary(answers, base, num_tokens=sum(lengths)), **limits, "attainable_seconds": least,
         "efficiency": {name: least / median(found, "seconds") for name, found in answers.items()},
-    }  # fmt: skip
+    }
 
 
 def summary(
@@ -128,7 +128,7 @@ def summary(
             name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
             for name, found in answers.items()},
         "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def median(answers: Sequence[dict[str, Any]], key: str) -> float:
@@ -163,7 +163,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         cells = [format(row[key][name], form) for name in ("ours", "trainer") for key, form in forms.items()]
         made.add_row(
             row["size"], row["dtype"], row["workload"], str(row["ranks"]), *cells, f"{row['ratio']:.2f}",
-            f"{row['peak_flops'] / 1e9:.0f}")  # fmt: skip
+            f"{row['peak_flops'] / 1e9:.0f}")
     return made
 
 

@@ -109,7 +109,7 @@ def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
             settings = {
                 "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # Hosts need no names.
-            }  # fmt: skip
+            }
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
         text, _ = processes[0].communicate()

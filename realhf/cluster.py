@@ -248,7 +248,7 @@ def join_kinds(kinds: Iterable[Cluster]) -> Cluster:
         device_type=first.device_type, host_memory=_slowest_link([kind.host_memory for kind in kinds]),
         accelerator=slowest.accelerator_name, host_kinds=kinds,
         **{name: getattr(first, name) for name in _SWITCHES},
-    )  # fmt: skip
+    )
 
 
 def _slowest_link(links: Iterable[Link | None]) -> Link | None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
-    "stdlib", "platstdlib", "purelib", "platlib")})  # fmt: skip
+    "stdlib", "platstdlib", "purelib", "platlib")})
 
 _MAX_MESSAGE = 1600
 

@@ -78,7 +78,7 @@ def load_adapters(directory: str | Path, adapters: Adapters) -> None:
 def save_weights(
     directory: str | Path, model: Transformer | Adapters,
     *, base: str = "", beside: Mapping[str, Beside] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     """Write a directory that transformers or PEFT can open, in the model's dtype, on the first rank's host.
 
     All ranks of the layout must call this; see CheckpointWriter. `base` names the base model of adapters.
@@ -87,7 +87,7 @@ def save_weights(
     writer = CheckpointWriter(
         model.spec, groups.layout, groups.world, dtype=model.flat.dtype, leader=groups.layout.ranks[0],
         max_shard_bytes=max_shard_bytes, lora=model.lora if isinstance(model, Adapters) else None, base=base,
-    )  # fmt: skip
+    )
     writer.write(Path(directory), model.pieces(), beside=beside or {})
 
 

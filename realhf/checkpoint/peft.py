@@ -53,7 +53,7 @@ _LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
     "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-)  # fmt: skip
+)
 """Fields that have no effect on a trained adapter. All fields in neither table must be false or null."""
 
 
@@ -118,7 +118,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return {
         "rank": values["r"], "alpha": float(values["lora_alpha"]), "use_rslora": values["use_rslora"],
         "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
-    }  # fmt: skip
+    }
 
 
 def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:

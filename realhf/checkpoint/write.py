@@ -32,7 +32,7 @@ Beside = Path | str
 """A further file of an export: a path to copy, or the text of the file."""
 _EXPORTED = (
     "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
-)  # fmt: skip
+)
 """Patterns of the files of an export, without the further files."""
 _BLOCK_BYTES = 16 << 20
 """Bytes of a tensor to make contiguous, or to send to a writer, at a time."""
@@ -121,7 +121,7 @@ class CheckpointWriter:
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES,
         fields: Mapping[str, object] = MappingProxyType({}), lora: LoraConfig | None = None, base: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank = world.rank
         self._leader = leader
         self._dtype = dtype

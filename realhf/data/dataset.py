@@ -21,7 +21,7 @@ COLUMN = "column/"
 _TEMPLATE_ARGUMENTS = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
-)  # fmt: skip
+)
 """Arguments of a chat template that `chat_template_kwargs` may not set."""
 
 
@@ -93,7 +93,7 @@ class DatasetConfig:
         is_set = {
             "chat": self.chat, "system_prompt": self.system_prompt is not None, "tools": bool(self.tools),
             "tools_key": self.tools_key is not None, "chat_template_kwargs": bool(self.chat_template_kwargs),
-        }  # fmt: skip
+        }
         return [name for name, is_given in is_set.items() if is_given]
 
     @property

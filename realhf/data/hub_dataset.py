@@ -94,7 +94,7 @@ def _prepare(path: str, name: str | None, revision: str | None) -> HubDataset:
     splits = {
         str(split): (tuple(file["filename"] for file in rows.cache_files), rows.num_rows)
         for split, rows in loaded.items()
-    }  # fmt: skip
+    }
     first = next(files[0] for files, _ in splits.values())
     return HubDataset(commit or Path(first).parent.name, splits)
 

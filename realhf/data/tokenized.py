@@ -216,7 +216,7 @@ class TokenizedRows:
             mask = [0] * len(before) + [1] * len(learned)
             samples.append({
                 "prompt_ids": cut_ids, "sequence_ids": [*before, *learned], "response_mask": mask,
-                IS_CHOSEN: i == 0})  # fmt: skip
+                IS_CHOSEN: i == 0})
         self.num_unlike_prompt += is_unlike
         return samples
 

@@ -107,7 +107,7 @@ class Group:
     def __init__(
         self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
         purpose: str = "data",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)

@@ -135,7 +135,7 @@ class Heartbeat:
         self, store: dist.Store, board: FailureBoard, activity: Activity,
         *, rank: int, size: int, timeout_seconds: float, silence_seconds: float | None = None,
         grace_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`store` and `board` must have connections of their own, as the main thread may block on its own.
 
         A rank is dead after `silence_seconds` (None: after the timeout). After a failure elsewhere, the main

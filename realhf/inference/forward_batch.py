@@ -50,7 +50,7 @@ class PagedTokens(Segment):
     def __init__(
         self, backends: PagedBackends, at: Pages, *, position_T: Tensor, length_T: Tensor,
         cache_positions_T: Tensor, longest: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(position_T, length_T, cache_positions_T, longest=longest)
         self._backends = backends
         self._at = at
@@ -97,7 +97,7 @@ def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArra
         "chunk_cache_position_T": block_T * page_size + position_T % page_size,
         "chunk_cu": np.concatenate(([0], counts.cumsum())).astype(np.int32),
         "chunk_table": table_BM, "chunk_lens": np.array([chunk.stop for chunk in chunks], np.int32),
-    }  # fmt: skip
+    }
 
 
 def paged_chunks(
@@ -150,7 +150,7 @@ class ExpandedPieces(Segment):
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind,
         expand: Expand | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert expand is not None, "only latents are expanded"
         self._contexts = self._contexts or self._split(cache.block_size, q_TND.device)
         latents = cache.pages(layer)[0].flatten(0, 1)
@@ -242,7 +242,7 @@ def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> 
     positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
     whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
     return Prefill([chunk.stop for chunk in fresh], upload(np.array(positions, np.int64), device),
-                   whole_lens=whole_lens)  # fmt: skip
+                   whole_lens=whole_lens)
 
 
 def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size: int) -> Iterator[Segment]:

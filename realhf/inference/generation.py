@@ -47,7 +47,7 @@ class Generation:
     def __init__(
         self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit,
         pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
         `work` does. The cache consists of pages of `pool`; without a pool, every cohort has a cache of its
         own. Raises UserError if the model cannot keep its cache."""

@@ -47,7 +47,7 @@ class GenerationLimits:
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
         cache_bytes: int | None = None, budget: int | None = None, fixed_block_size: int | None = None,
         page_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
         `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;

@@ -24,7 +24,7 @@ class KVCache:
     def __init__(
         self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         num_tensors = 1 if value_dim else 2
         self.layers = [_zeros((num_tensors, *shape), dtype, device) for _ in range(num_layers)]
         self.value_dim = value_dim

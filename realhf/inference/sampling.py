@@ -103,7 +103,7 @@ def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group,
     processing: Callable[[Tensor], Tensor] | None = None, widest_shard: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return token ids (int64) and their log-probs (float64), on all ranks of `group`.
 
     The ranks hold shards of the vocabulary; this rank's shard begins at token `vocab_start`, and the largest

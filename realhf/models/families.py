@@ -176,12 +176,12 @@ COMMON: Mapping[str, Reader] = {
 COMMON_DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
     "mlp_bias": False, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-}  # fmt: skip
+}
 _ATTENTION_BIAS: Mapping[str, Reader] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
+}
 _GEMMA_READS: Mapping[str, Reader] = {
     **_ATTENTION_BIAS,
     "activation": "hidden_activation",
@@ -325,4 +325,4 @@ FAMILIES: Mapping[str, Family] = {
             "topk_group": 4,
         },
     ),
-}  # fmt: skip
+}

@@ -148,4 +148,4 @@ def _factor(p: ParamSpec, kind: Literal["lora_A", "lora_B"], rank: int) -> Param
         file + suffix, shape, p.layer, dim if is_split else None, p.num_units if is_split else 1,
         short_name=p.short_name.replace(".weight", f".{kind}"), partial=p.split_dim == 1 - dim,
         in_file=InFile(file, 0 if is_down else p.in_file.start),
-    )  # fmt: skip
+    )

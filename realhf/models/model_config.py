@@ -20,7 +20,7 @@ ROPE_KEYS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH),
     "longrope": ("short_factor", "long_factor"),
-}  # fmt: skip
+}
 """Rotary embeddings that `nn` computes -> the keys that config.json must have for each."""
 _ARCHITECTURES = {
     architecture: (name, head)

@@ -317,7 +317,7 @@ class _Table:
         self, short_name: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
         num_units: int = 1, *, expert: int | None = None, partial: bool = False, trainable: bool = True,
         num_terms: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         module, _, kind = short_name.rpartition(".")
         stored_module = self._names[module]
         in_file = f"{stored_module.format(layer=layer, expert=expert)}.{kind}"
@@ -387,7 +387,7 @@ def _routing(table: _Table, layer: int) -> None:
 def _mlp(
     table: _Table, prefix: str, width: int, layer: int,
     *, expert: int | None = None, modules: tuple[str, ...] = ("gate", "up", "down"),
-) -> None:  # fmt: skip
+) -> None:
     c = table.config
     for module in modules:
         if module == "down":

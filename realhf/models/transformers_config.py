@@ -90,7 +90,7 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
         "intermediate_size": _first(hf, _WIDTHS) or 4 * hidden,
         "activation": act if act in ACTIVATION_NAMES else "gelu", "gated": act in ("silu", "swish"),
         "tie_word_embeddings": hf.get("tie_word_embeddings") is True,
-    }  # fmt: skip
+    }
     return sizes, why
 
 

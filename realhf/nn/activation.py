@@ -33,7 +33,7 @@ _GELU_TANH = Curve(
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
     "relu": Curve(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
-}  # fmt: skip
+}
 
 
 def activation(config: ModelConfig) -> Activation:

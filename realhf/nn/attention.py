@@ -35,7 +35,7 @@ class Attend:
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
         *, cached: tuple[Tensor, Tensor] | None = None, expand: Expand | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if self.store is not None:
             self.store(*(cached or (k_TKD, v_TKD)))
         options = {"expand": expand} if self.expands else {}

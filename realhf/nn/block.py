@@ -67,7 +67,7 @@ class Block:
     def __call__(
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         # Intermediate results have no names, so that they are freed at once: memory peaks here.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
         return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))

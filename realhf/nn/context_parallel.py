@@ -29,7 +29,7 @@ def token_range(num_tokens: int, group: Group) -> tuple[int, int]:
 def attend_over_group(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], q_tND: Tensor, k_tKD: Tensor, v_tKE: Tensor,
     *, group: Group, num_tokens: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return out_tNE of this rank's tokens; each rank runs `attention` on all tokens and N / C query heads.
 
     A key-value head goes to every rank that has one of its query heads, and its gradients are added up.
@@ -50,7 +50,7 @@ def attend_over_group(
     got_TW = exchange_rows(  # Sends (C, t, W): t rows to each rank.
         torch.cat([x.reshape(t, C, width).transpose(0, 1) for x, width in sent], dim=2).flatten(0, 1),
         group, mine, whole,
-    )  # fmt: skip
+    )
     q_TnD, k_TkD, v_TkE = (
         x.unflatten(1, shape) for x, shape in zip(got_TW.split(widths, dim=1), shapes, strict=True))
     out_RW = exchange_rows(attention(q_TnD, k_TkD, v_TkE).flatten(1), group, whole, mine)

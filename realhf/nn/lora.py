@@ -109,7 +109,7 @@ class Adapters(ShardedParameters):
     def __init__(
         self, config: ModelConfig, lora: LoraConfig, groups: ParallelGroups, *, dtype: torch.dtype,
         memory: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(adapter_spec(config, lora), groups, dtype=dtype, memory=memory)
         self.lora = lora
 

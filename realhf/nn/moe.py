@@ -93,7 +93,7 @@ class Moe:
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, groups: ParallelGroups,
         *, activation: Activation, shared: Callable[[Tensor], Tensor] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert config.moe is not None
         self.moe = config.moe
         self.layer = layer

@@ -49,7 +49,7 @@ class Transformer(ShardedParameters):
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None,
         adapters: Adapters | None = None, float32_head: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self.float32_head = float32_head
         self.adapters = adapters
@@ -118,7 +118,7 @@ class Transformer(ShardedParameters):
     def __call__(
         self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
         router_losses: RouterLosses | None = None, layer_done: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run packed sequences through this stage, and return hidden_TH.
 
         `x` is ids_T of all tokens on the first stage, else hidden_TH of the stage before. With context
@@ -142,7 +142,7 @@ class Transformer(ShardedParameters):
             x, position_T[mine], length_T[mine], lambda layer: [attend],
             recompute=recompute, router_losses=router_losses,
             layer_done=layer_done if torch.is_grad_enabled() else None,
-        )  # fmt: skip
+        )
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
@@ -183,7 +183,7 @@ class Transformer(ShardedParameters):
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
         layer_done: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the embedding (first stage), the blocks, and the final norm (last stage)."""
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)

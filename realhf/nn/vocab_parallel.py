@@ -81,7 +81,7 @@ class Head:
 def head_logprobs(
     hidden_TH: Tensor, labels: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False,
     chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return the labels' log-probs and entropy_T, the same on every rank; entropy_T is None unless `entropy`.
 
     The labels are global token ids: one per token (labels_T), or several (labels_TK). Their log-probabilities
@@ -102,7 +102,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_TK: Tensor, head: Head, temperature: float,
         entropy: bool, chunk: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         here_TK = (labels_TK >= 0) & (labels_TK < len(weight_VH))
         at_TK = torch.where(here_TK, labels_TK, 0)
         parts = []
@@ -191,7 +191,7 @@ def _gathered(parts: list[Tensor], here_TK: Tensor, group: Group) -> list[Tensor
 def _to_gradient(
     logits_tV: Tensor, grad_tK: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor],
     of_entropy: tuple[Tensor, Tensor] | None, head: Head, temperature: float,
-) -> None:  # fmt: skip
+) -> None:
     """Turn logits in place into their gradient.
 
     With p = softmax, it is the sum over labels of the gradient of the log-prob times (one-hot - p) and, if

@@ -63,7 +63,7 @@ class ExactMatch:
         """Return the reward of each completion."""
         answers = [self.answer_of(text_of(completion)) for completion in completions]
         return [None if right is None else float(answer == (self._normal(str(right)) or None))
-                for answer, right in zip(answers, columns[self.answer_key], strict=True)]  # fmt: skip
+                for answer, right in zip(answers, columns[self.answer_key], strict=True)]
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text; None if there is none, or an empty one."""

@@ -62,7 +62,7 @@ def limit_resources(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     limits = {
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
-    }  # fmt: skip
+    }
     for kind, wanted in limits.items():
         resource.setrlimit(kind, (wanted, wanted))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
@@ -180,10 +180,10 @@ def _filter_program(
 ) -> list[tuple[int, int, int, int]]:
     """Return the instructions of the filter, in classic BPF: code, jump if true, jump if false, operand."""
     refused = {"PROCESSES": PROCESS_ERRNO, "NETWORK": NETWORK_ERRNO, "FORBIDDEN": errno.EPERM,
-               "MISSING": errno.ENOSYS} | ({} if writes else {"WRITES": _WRITE_ERRNO})  # fmt: skip
+               "MISSING": errno.ENOSYS} | ({} if writes else {"WRITES": _WRITE_ERRNO})
     program = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL),
                (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, NEWEST + 1),
-               (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # fmt: skip
+               (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     for group, number in refused.items():
         for call in numbers[group].values():
             program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | number)]
@@ -213,7 +213,7 @@ def _filter_program(
 def _argument_check(
     index: int, code: int, operands: Sequence[int], number: int, *, mask: int = 0xFFFFFFFF,
     inverted: bool = False,
-) -> list[tuple[int, int, int, int]]:  # fmt: skip
+) -> list[tuple[int, int, int, int]]:
     """Return instructions that allow a call if an argument passes the test with any operand, else refuse it.
 
     With `inverted` they refuse it if it passes, else allow it. The test sees the lower half of the argument,

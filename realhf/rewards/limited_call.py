@@ -73,7 +73,7 @@ class LimitedCall:
     def __init__(
         self, function: Callable[..., Any], *, seconds: float | None,
         setting: str = "reward_limits.timeout_seconds",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._function = function
         self._seconds = seconds
         self._setting = setting

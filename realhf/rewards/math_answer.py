@@ -57,10 +57,10 @@ class MathAnswer:
     def __call__(
         self, completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
-    ) -> list[float | None]:  # fmt: skip
+    ) -> list[float | None]:
         """Return the reward of each completion."""
         jobs = [{"text": text_of(completion), "gold": None if gold is None else str(gold)}
-                for completion, gold in zip(completions, columns[self.answer_key], strict=True)]  # fmt: skip
+                for completion, gold in zip(completions, columns[self.answer_key], strict=True)]
         results = self._workers.answers(jobs)
         if log_metric is not None:
             log_metric("math_answer/timeout", sum(result is None for result in results) / len(results))

@@ -29,7 +29,7 @@ _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _EVENTS = ("ready", "unprotected", "note", "code", "test")
 _SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
-                 "/etc/localtime")  # fmt: skip
+                 "/etc/localtime")
 """Paths that libraries read, beside the interpreter's own directory."""
 _OUTCOMES = ("passed", "wrong", "error", "memory", "network", "processes", "files")
 """The reasons that a report of the runner may give."""
@@ -113,12 +113,12 @@ class Sandbox:
         packages = list(dict.fromkeys(paths))
         interpreter = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)}
         limits = {"memory_bytes": self.memory_mib << 20, "cpu_seconds": self.cpu_seconds,
-                  "file_bytes": self.files_mib << 20}  # fmt: skip
+                  "file_bytes": self.files_mib << 20}
         return {
             "folder": folder, "package_root": str(_ROOT), "packages": packages, "limits": limits,
             "readable": [*sorted(interpreter - {"/"}), *_SYSTEM_PATHS, *packages],
             "landlock": self.landlock, "may_delete": may_look(),
-        }  # fmt: skip
+        }
 
 
 @contextmanager
@@ -164,7 +164,7 @@ class _Watch:
         finally:
             os.close(report_fd)
         sources = {"report": report, "stdout": self.process.stdout.fileno(),
-                   "stderr": self.process.stderr.fileno()}  # fmt: skip
+                   "stderr": self.process.stderr.fileno()}
         try:
             self._watch(sources)
         finally:
@@ -274,5 +274,5 @@ def _environment(folder: str) -> dict[str, str]:
     libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder,
-             "PYTHONHASHSEED": "0"}  # fmt: skip
+             "PYTHONHASHSEED": "0"}
     return libraries | threads | fixed

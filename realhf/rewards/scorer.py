@@ -96,7 +96,7 @@ class Scorer:
         standard = {
             "prompts": answers.prompts, "completion_ids": answers.completion_ids, "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}  # fmt: skip
+                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}
         arguments = {name: standard[name] for name in self._standard}
         arguments |= {name: answers.columns[name] for name in self.columns}
         if self.reward.concurrency is not None:
@@ -114,9 +114,9 @@ class Scorer:
         skipped = [isinstance(value, float) and math.isnan(value) for value in scored.values]
         share = f"reward/{self.reward.label}/failed"
         metrics = [logged | {share: float(failed)}
-                   for logged, failed in zip(scored.metrics, skipped, strict=True)]  # fmt: skip
+                   for logged, failed in zip(scored.metrics, skipped, strict=True)]
         values = [None if failed else value
-                  for value, failed in zip(scored.values, skipped, strict=True)]  # fmt: skip
+                  for value, failed in zip(scored.values, skipped, strict=True)]
         return Scored(values, metrics, scored.extra, skipped)
 
     def _together(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
@@ -186,7 +186,7 @@ class Scorer:
     def _callables(self, log: _Log, step: int) -> dict[str, Any]:
         """Return the arguments of EXTRAS that the function names."""
         callables = {"log_metric": log.log_metric, "log_extra": log.log_extra,
-                "trainer_state": SimpleNamespace(global_step=step)}  # fmt: skip
+                "trainer_state": SimpleNamespace(global_step=step)}
         return {name: callables[name] for name in self.extras}
 
     def _scored(self, values: list[Any], log: _Log) -> Scored:

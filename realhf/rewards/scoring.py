@@ -59,7 +59,7 @@ class RewardCall:
     def __init__(
         self, functions: RewardFunctions, columns: Sequence[str], limits: RewardLimits | None = None,
         *, sequence: tuple[str, str] = _SEQUENCE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rewards = rewards_of(functions)
         self.columns = tuple(columns)
         self.sequence = sequence
@@ -91,13 +91,13 @@ class RewardCall:
         outputs = {
             "score": batch[self.sequence[1]].values.new_tensor(scores.totals), "completion": completions,
             "reward_scores": scores.by_name, "reward_metrics": scores.metrics, "reward_extra": scores.extra,
-        }  # fmt: skip
+        }
         return {key: outputs[key] for key in self.outputs}
 
     def scores(
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
-    ) -> list[float]:  # fmt: skip
+    ) -> list[float]:
         """Return the score of each sample, NaN for those to drop. Raises UserError if a function fails."""
         return self.scored(Answers(ids, prompts, completions, completion_ids, columns)).totals
 
@@ -121,7 +121,7 @@ class RewardCall:
             by_name.append(dict(zip(names, shown, strict=True)))
         self._warn_of_none(answers.ids, results)
         return AnswerScores(totals, by_name, _merged([result.metrics for result in results]),
-                      _merged([result.extra for result in results]))  # fmt: skip
+                      _merged([result.extra for result in results]))
 
     def _warn_of_none(self, ids: Sequence[int], results: Sequence[Scored]) -> None:
         """Warn the first time that no reward applies to some samples."""

@@ -49,7 +49,7 @@ class UnitTests:
     def __call__(
         self, completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any,
-    ) -> list[float | None]:  # fmt: skip
+    ) -> list[float | None]:
         """Return the reward of each completion; None where the row has no tests.
 
         `log_extra` gets the column `unit_tests/reason` with the first failure of each completion, and

@@ -132,7 +132,7 @@ def _require_points(curve: Curve, count: int) -> None:
 def _bootstrap(
     fitter: SigmoidFitter, law: SigmoidLaw, compute: np.ndarray, score: np.ndarray,
     *, num_starts: int, settings: FitSettings,
-) -> tuple[SigmoidLaw, ...]:  # fmt: skip
+) -> tuple[SigmoidLaw, ...]:
     """Return laws fitted to resampled scores (residual bootstrap, Efron & Tibshirani 1993, section 9.5).
 
     Residuals are drawn, not points, because the compute of the evaluations is chosen and not random: each
@@ -220,13 +220,13 @@ def document(fit: Fit, name: str, at: Sequence[float], settings: FitSettings) ->
             "A": power.asymptote, "B": power.exponent, "D": power.scale,
             "rmse": rmse(power, fit.compute, fit.score)},
         "at": [], "later_points": None, "warnings": fit.warnings(settings.margin),
-    }  # fmt: skip
+    }
     for compute in at:
         band = fit.band(np.array([compute]))
         interval = None if band is None else [float(edge[0]) for edge in band]
         values["at"].append({
             "compute": compute, "sigmoid": float(sigmoid(compute)), "interval_95": interval,
-            "power_law": float(power(compute))})  # fmt: skip
+            "power_law": float(power(compute))})
     if len(fit.later[0]):
         values["later_points"] = {"points": len(fit.later[0]), **{
             key: _errors(law, *fit.later) for key, law in (("sigmoid", sigmoid), ("power_law", power))}}

@@ -97,7 +97,7 @@ def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int,
 def tokens_for(
     length: int, samples_per_prompt: int, *, num_slots: int, num_samples: int, max_new_tokens: int,
     page_tokens: int | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Return how many tokens fit in the blocks that `blocks_for` returns if all prompts are alike."""
     shares = samples_per_prompt > 1
     size = block_size(

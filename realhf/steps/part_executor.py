@@ -34,7 +34,7 @@ class PartExecutor(Protocol):
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
         updates: Mapping[str, int], state: Mapping[str, Json],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run a part on these samples. `send` has already sent the outputs of the calls in `sent` (None: the
         columns of the dataset). `updates` counts the train steps of each role so far, and `state` is that of
         the step program, which host functions may read."""

@@ -54,7 +54,7 @@ class StepRunner:
     def __init__(
         self, graph: DataflowGraph, parts: Mapping[str, Sequence[str]], executor: PartExecutor,
         *, num_rounds: int = 1, max_lag: int = 0, steps: int, seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number = 0
         """Calls of `step` before this one."""
         self.state: dict[str, Json] = {}
@@ -247,7 +247,7 @@ class StepRunner:
             "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,
             "steps": self._steps,
             "pools": {name: [pool.keeps, list(pool.prompts)] for name, pool in self._pools.items()},
-        }  # fmt: skip
+        }
 
     @property
     def _program(self) -> dict[str, Json]:
@@ -256,7 +256,7 @@ class StepRunner:
             "max_lag": self._max_lag, "rounds": self._num_rounds,
             "sampling.max_new_tokens": longest_response(self._graph),
             "parts": {part: sorted(calls) for part, calls in self._parts.items()},
-        }  # fmt: skip
+        }
 
     def require_continuable(self, saved: Mapping[str, Json]) -> None:
         """Raise UserError if this program cannot go on with the samples of a checkpoint."""

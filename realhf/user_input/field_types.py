@@ -15,7 +15,7 @@ from realhf.user_input.suggest import did_you_mean
 
 _WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None",
-}  # fmt: skip
+}
 
 
 def check_types(config: Any, prefix: str = "") -> None:

@@ -21,11 +21,11 @@ from realhf.errors import UserError
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "tokenizer.model*", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
-)  # fmt: skip
+)
 TERMS_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
 _SMALL_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES, *TERMS_FILES,
-)  # fmt: skip
+)
 """Patterns of the files that checks and plans need."""
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.py")
 """Patterns of pickles and code, which are not downloaded at all."""

@@ -20,7 +20,7 @@ _HOLDERS = {
     "loss": "loss=PolicyLossConfig({}=...)", "reward_kl": "reward_kl=RewardKL({}=...)",
     "dataset": "dataset=DatasetConfig({}=...)", "eval_dataset": "eval_dataset=Evaluation(..., {}=...)",
     "rollouts": "rollouts=RolloutLog({}=...)",
-}  # fmt: skip
+}
 """First part of an option's name -> how an experiment file sets the fields in it."""
 _DEVICES = "it counts the prompts of a step on all devices; `micro_batch_tokens` of the plan bounds one pass"
 _REWARDS = "write reward_function=[f, Reward(g, weight=...)] in the experiment file"
@@ -145,7 +145,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "tensor_model_parallel_size"), Ours(instead=_RANKS)),
     **dict.fromkeys(
         ("use_vllm", "gpu_memory_utilization", "rollout.name", "rollout.mode"), Ours(instead=_NOT_NEEDED)),
-}  # fmt: skip
+}
 """An option of another library, or the last parts of its name -> what we have for it."""
 
 
