@@ -148,9 +148,9 @@ def supervise(options: Options, name: str) -> tuple[float, float]:
 
 def first_and_last(records: list[dict[str, Any]], metric: str) -> tuple[float, float]:
     """Return the first and the last value of a metric."""
-    found = [record[metric] for record in records if metric in record]
-    progress(f"{metric}: {found[-1]:.3f}")
-    return found[0], found[-1]
+    values = [record[metric] for record in records if metric in record]
+    progress(f"{metric}: {values[-1]:.3f}")
+    return values[0], values[-1]
 
 
 def metrics(options: Options, name: str) -> list[dict[str, Any]]:

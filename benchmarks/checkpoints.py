@@ -73,9 +73,9 @@ def copies_in_memory(directory: Path) -> float:
     """Return how much memory a checkpoint of a large tensor takes, in multiples of its size."""
 
     def status_bytes(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
+        match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert match is not None
+        return int(match[1]) * 1024
 
     tensor = torch.ones(_TENSOR_BYTES // 4)
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
@@ -88,11 +88,11 @@ def copies_in_memory(directory: Path) -> float:
 
 
 def table(seconds: dict[str, list[float]], ratios: dict[str, float]) -> Table:
-    made = Table("checkpoints", "median s/step", "fastest", "slowest", "ratio", title="Time of a step")
+    times_table = Table("checkpoints", "median s/step", "fastest", "slowest", "ratio", title="Time of a step")
     for name, times in seconds.items():
         cells = [f"{value:.3f}" for value in (statistics.median(times), min(times), max(times))]
-        made.add_row(name, *cells, f"{ratios[name]:.3f}")
-    return made
+        times_table.add_row(name, *cells, f"{ratios[name]:.3f}")
+    return times_table
 
 
 def main() -> int:

@@ -114,8 +114,8 @@ def _fuzz(kind: str, directory: Path, *, cases: int, first_seed: int) -> dict[st
         codes[str(code)] += 1
         if fault is not None:
             counts[fault.cause] += 1
-            known = smallest.get(fault.cause)
-            if known is None or _size(fault.case) < _size(known.case):
+            so_far = smallest.get(fault.cause)
+            if so_far is None or _size(fault.case) < _size(so_far.case):
                 smallest[fault.cause] = fault
 
     for number in range(first_seed, first_seed + 1000):

@@ -128,7 +128,7 @@ def _layouts() -> st.SearchStrategy[Case]:
     ranges = st.integers(0, 10**10).map(lambda last: f"d{last + 1}@0-{last}")
     text = st.one_of(
         damaged_text(LAYOUTS).map(lambda data: data.decode(errors="replace")), letters, ranges,
-        st.builds(lambda size, rest: f"{size}@{rest}", sizes, st.sampled_from(("0", "0-3", "0,1", "99999"))),
+        st.builds(lambda size, mesh: f"{size}@{mesh}", sizes, st.sampled_from(("0", "0-3", "0,1", "99999"))),
         SCALARS.map(str),
     )
     text = text.map(lambda text: text[:200].replace("\x00", ""))

@@ -125,11 +125,11 @@ def damaged_text(draw: Any, texts: Sequence[str]) -> bytes:
     for _ in range(draw(st.sampled_from((1, 1, 2, 3)))):
         start = draw(st.integers(0, len(data)))
         stop = min(len(data), start + draw(st.sampled_from((0, 1, 3, 10, 100))))
-        some = draw(st.one_of(
+        inserted = draw(st.one_of(
             st.sampled_from([text.encode() for text in _SNIPPETS]),
             st.sampled_from(_RAW), st.binary(max_size=4), st.just(b""), st.just(data[start:stop] * 2),
         ))
-        data = data[:start] + some + data[stop:]
+        data = data[:start] + inserted + data[stop:]
     return data
 
 

@@ -80,7 +80,7 @@ def profiles(directory: Path) -> dict[int, ProfiledRates]:
 
 def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[SteadyState]]]:
     """Run all configurations with both plans, in turns."""
-    found: dict[str, dict[str, list[SteadyState]]] = {
+    states: dict[str, dict[str, list[SteadyState]]] = {
         name: {rival: [] for rival in RIVALS} for name in CONFIGURATIONS
     }
     for name, setting in CONFIGURATIONS.items():
@@ -92,9 +92,9 @@ def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[Stead
                 state = measure(
                     directory / name.replace(" ", "-"), plan=plan, max_lag=max_lag, repeat=repeat,
                     steps=options.steps)
-                found[name][rival].append(state)
+                states[name][rival].append(state)
                 progress(f"run {repeat + 1}, {name}, {rival}: {state.step_seconds:.3f} s")
-    return found
+    return states
 
 
 def row_of(
@@ -169,10 +169,10 @@ def main(options: Options) -> int:
         directory = Path(scratch) if options.keep is None else options.keep
         directory.mkdir(parents=True, exist_ok=True)
         rates = profiles(directory)
-        found = run_all(directory, options)
+        states = run_all(directory, options)
         rows = [
             row_of(
-                name, found[name], rates[setting.hidden], directory / name.replace(" ", "-"),
+                name, states[name], rates[setting.hidden], directory / name.replace(" ", "-"),
                 cpu_clock=options.cpu_clock)
             for name, setting in CONFIGURATIONS.items()
         ]

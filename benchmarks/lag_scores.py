@@ -47,8 +47,8 @@ def main(options: Options) -> None:
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(lambda seed: warm_up(options, seed), options.seeds))
         cases = [(seed, lag) for seed in options.seeds for lag in options.lags]
-        made = jobs.map(lambda case: train(options, *case), cases)
-        for (seed, lag), curve in zip(cases, made, strict=True):
+        runs = jobs.map(lambda case: train(options, *case), cases)
+        for (seed, lag), curve in zip(cases, runs, strict=True):
             curves[lag].append(curve)
             progress(f"seed {seed}, lag {lag}: {curve[-1][1]:.3f}")
     results = {lag: [curve[-1][1] for curve in of_lag] for lag, of_lag in curves.items()}

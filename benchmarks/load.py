@@ -87,9 +87,9 @@ def make(mib: int, world: World, layout: str) -> Transformer:
 
 def status_mib(key: str) -> float:
     """Return VmRSS (memory now) or VmHWM (its peak) of this process in MiB."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
 
 
 def measure(rank: int, nproc: int, store: dist.Store, settings: Settings, layout: str) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def row(layout: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Seconds to read; memory beside the model")
+    times_table = Table(title="Seconds to read; memory beside the model")
     for column in ("layout", "shard MiB", "extra MiB, worst rank", *rows[0]["seconds"], "ours / get_slice"):
-        made.add_column(column, justify="left" if column == "layout" else "right")
-    for one in rows:
-        seconds = [f"{value:.3f}" for value in one["seconds"].values()]
-        sizes = f"{max(one['shard_mib']):.0f}", f"{max(one['extra_mib']):.1f}"
-        made.add_row(one["layout"], *sizes, *seconds, f"{one['ratio']:.2f}")
-    return made
+        times_table.add_column(column, justify="left" if column == "layout" else "right")
+    for measured in rows:
+        seconds = [f"{value:.3f}" for value in measured["seconds"].values()]
+        sizes = f"{max(measured['shard_mib']):.0f}", f"{max(measured['extra_mib']):.1f}"
+        times_table.add_row(measured["layout"], *sizes, *seconds, f"{measured['ratio']:.2f}")
+    return times_table
 
 
 def main() -> int:

@@ -69,8 +69,8 @@ def generate(desk: Desk) -> None:
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
-            made = engine.run(call, [batch], micro_batch_tokens=4096).batch
-        desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
+            generated = engine.run(call, [batch], micro_batch_tokens=4096).batch
+        desk.answer(tokens=len(generated["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 
 class SecondRank:

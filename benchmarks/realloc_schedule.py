@@ -154,16 +154,18 @@ def _most_held(spec: ModelSpec, layout: Layout) -> int:
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """Return the goals that the rows at hand can decide, each with its worst row."""
-    found = [Goal("scheduled / bound, worst row", max(row["over_bound"] for row in rows), at_most=OVER_BOUND)]
+    over_bound = max(row["over_bound"] for row in rows)
+    row_goals = [Goal("scheduled / bound, worst row", over_bound, at_most=OVER_BOUND)]
     ratios = [max(row["over_planned"], 1 / row["over_planned"]) for row in rows]
-    found.append(Goal("scheduled / planned or planned / scheduled, worst row", max(ratios), at_most=PLANNED))
+    what = "scheduled / planned or planned / scheduled, worst row"
+    row_goals.append(Goal(what, max(ratios), at_most=PLANNED))
     fewer = 0
     for devices, most in SECONDS.items():
-        if some := [row["compute_seconds"] for row in rows if fewer < row["devices"] <= devices]:
+        if seconds := [row["compute_seconds"] for row in rows if fewer < row["devices"] <= devices]:
             what = f"seconds to compute, {fewer + 1} to {devices} devices, worst row"
-            found.append(Goal(what, max(some), at_most=most))
+            row_goals.append(Goal(what, max(seconds), at_most=most))
         fewer = devices
-    return found
+    return row_goals
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

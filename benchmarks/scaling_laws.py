@@ -49,8 +49,8 @@ def main(options: Options) -> None:
     seeds = {seed: algorithms.Options(seed=seed, out=options.out / f"seed{seed}") for seed in options.seeds}
     settings: dict[str, Any] = {
         "steps": options.steps, "eval-every": options.eval_every, "actor.optimizer.lr": options.lr}
-    for one in seeds.values():
-        algorithms.make_data(one)
+    for of_seed in seeds.values():
+        algorithms.make_data(of_seed)
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(algorithms.warm_up, seeds.values()))
         cases = [(seed, name) for seed in options.seeds for name in NAMES]

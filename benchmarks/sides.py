@@ -217,9 +217,9 @@ class Measured:
 
 def memory_bytes(key: str) -> int:
     """Return VmRSS (memory now) or VmHWM (its peak) of this process."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

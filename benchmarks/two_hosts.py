@@ -67,8 +67,8 @@ def two_hosts(*, mbit: int | None = None, mtu: int = 1500) -> Iterator[list[Host
 def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
     for host in hosts:
         _run("ip", "netns", "add", host.namespace)
-    one, other = (host.interface for host in hosts)
-    _run("ip", "link", "add", one, "mtu", mtu, "type", "veth", "peer", "name", other, "mtu", mtu)
+    first, other = (host.interface for host in hosts)
+    _run("ip", "link", "add", first, "mtu", mtu, "type", "veth", "peer", "name", other, "mtu", mtu)
     for host in hosts:
         ip = ("ip", "-n", host.namespace)
         name = host.interface

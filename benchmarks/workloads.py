@@ -106,11 +106,11 @@ def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
     others[:, END] = -torch.inf
     odds = others.logsumexp(-1)
     state = hidden[:, 0]
-    rest = logits[:, END] - state * weight[END, 0]
+    remainder = logits[:, END] - state * weight[END, 0]
     low, high = _NEVER, 30.0
     for _ in range(60 if probability > 0 else 0):
         middle = (low + high) / 2
-        mean = float((rest + state * middle - odds).sigmoid().mean())
+        mean = float((remainder + state * middle - odds).sigmoid().mean())
         low, high = (middle, high) if mean < probability else (low, middle)
     weight[END, 0] = low
 

@@ -285,8 +285,8 @@ class Group:
 
     def _rests(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return, for each tensor, the elements that the last chunk has beyond `chunk_body`, if any."""
-        rests = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
-        return [rest for rest in rests if len(rest)]
+        tails = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
+        return [tail for tail in tails if len(tail)]
 
     def _post_reduce_scatter(self, chunks: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Start to sum chunk `index` of all members into this member's chunk, in place, over gloo.

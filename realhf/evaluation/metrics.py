@@ -68,7 +68,7 @@ def sample_metrics(
         return metrics
     metrics[f"mean@{samples}"] = score
     for k in pass_sizes(samples):
-        counts = [(len(some), sum(answer.score > correct_above for answer in some)) for some in scored]
+        counts = [(len(answers), sum(a.score > correct_above for a in answers)) for answers in scored]
         metrics[f"pass@{k}"] = mean(pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k)
     metrics[f"majority@{samples}"] = mean(majority_score(answers) for answers in scored)
     metrics[f"best@{samples}"] = mean(max(answer.score for answer in answers) for answers in scored)

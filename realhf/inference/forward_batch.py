@@ -48,12 +48,12 @@ class PagedTokens(Segment):
     """
 
     def __init__(
-        self, backends: PagedBackends, at: Pages, *, position_T: Tensor, length_T: Tensor,
+        self, backends: PagedBackends, pages: Pages, *, position_T: Tensor, length_T: Tensor,
         cache_positions_T: Tensor, longest: int = 0,
     ) -> None:
         super().__init__(position_T, length_T, cache_positions_T, longest=longest)
         self._backends = backends
-        self._at = at
+        self._at = pages
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind

@@ -15,9 +15,9 @@ def region_size(region: Region) -> int:
     return math.prod(stop - start for start, stop in region)
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def overlap(region: Region, other: Region) -> Region | None:
     """Return the box that two regions of a parameter share, or None if they share nothing."""
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 

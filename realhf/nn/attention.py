@@ -51,9 +51,9 @@ def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *
 
 
 def packed_attention(
-    q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, kind: AttentionKind
+    q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: Sequences, kind: AttentionKind
 ) -> Tensor:
     """Return the causal grouped-query attention within each sequence, out_TND, by the device's backend."""
     backend = attention_backend(
         q_TND.device, kind, dim=q_TND.shape[-1], value_dim=v_TKD.shape[-1], dtype=q_TND.dtype, paged=False)
-    return backend.packed(q_TND, k_TKD, v_TKD, at, kind)
+    return backend.packed(q_TND, k_TKD, v_TKD, sequences, kind)

@@ -170,14 +170,14 @@ class Transformer(ShardedParameters):
         return self._stage(x, position_T, length_T, attends)
 
     def _attend(
-        self, at: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+        self, sequences: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
-        attention = partial(packed_attention, at=at, kind=kind)
+        attention = partial(packed_attention, sequences=sequences, kind=kind)
         if self.groups.cp.size == 1:
             return attention(q_TND, k_TKD, v_TKD)
         return attend_over_group(
-            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(at.lens))
+            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(sequences.lens))
 
     def _stage(
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],

@@ -153,8 +153,8 @@ def ours(name: str) -> Ours | None:
     """Return what we have for another library's option, whose name has dots; `-` and `_` are the same."""
     parts = name.replace("-", "_").split(".")
     for start in range(len(parts)):
-        if found := OTHER_NAMES.get(".".join(parts[start:])):
-            return found
+        if (answer := OTHER_NAMES.get(".".join(parts[start:]))) is not None:
+            return answer
     return Ours(instead=_NOT_NEEDED) if parts[-1].startswith("vllm_") else None
 
 
