@@ -125,7 +125,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner should expect of a run, lengths in tokens. Nothing but plans depends on it."""
+    """Expectations of a run, lengths in tokens. Only the planner uses them."""
 
     prompt_tokens: int | None = None  # The mean; None: measured on the dataset.
     longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to the mean above.

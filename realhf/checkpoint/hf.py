@@ -59,8 +59,7 @@ def read_shards(directory: Path, spec: ModelSpec, shards: Shards, *, announce: b
     if copy is not None and not all(_equals(copy, *piece) for piece in shards[embedding]):
         raise ValueError(
             f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
-            "tie_word_embeddings true; set it to false, or remove the tensor"
-        )
+            "tie_word_embeddings true; set it to false, or remove the tensor")
     return list(checkpoint.missing)
 
 

@@ -110,8 +110,7 @@ def _file_entry(name: str, fields: Mapping[str, Any]) -> FileEntry:
 def _saved(entry: Mapping[str, Any]) -> Saved:
     pieces = {
         name: [(file, tuple((start, stop) for start, stop in region)) for file, region in parts]
-        for name, parts in entry["pieces"].items()
-    }
+        for name, parts in entry["pieces"].items()}
     return Saved(**{**entry, "kinds": tuple(entry["kinds"]), "pieces": pieces})
 
 
@@ -184,8 +183,7 @@ class Snapshot:
         stored = {getattr(torch, torch_name): name for name, torch_name in STORED_DTYPES.items()}
         shapes = {name: tuple(stop - start for start, stop in box) for name, (box, _) in ordered.items()}
         self._header, starts = pack_header(
-            (name, stored[pieces[0][1].dtype], shapes[name]) for name, (_, pieces) in ordered.items()
-        )
+            (name, stored[pieces[0][1].dtype], shapes[name]) for name, (_, pieces) in ordered.items())
         self._data = torch.empty(starts[""] - len(self._header), dtype=torch.uint8)
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Parts of `_data`, each with the tensor to copy to it."""

@@ -54,8 +54,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs "
                 "code: open it once with transformers and call "
-                "save_pretrained(directory, safe_serialization=True)"
-            )
+                "save_pretrained(directory, safe_serialization=True)")
         raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}")
     files: dict[str, StoredTensor] = {}
     promised = _read_index(index)

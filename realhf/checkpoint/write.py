@@ -30,9 +30,7 @@ from realhf.realloc.pieces import Shards, assembled
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
 """A further file of an export: a path to copy, or the text of the file."""
-_EXPORTED = (
-    "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
-)
+_EXPORTED = ("config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors")
 """Patterns of the files of an export, without the further files."""
 _BLOCK_BYTES = 16 << 20
 """Bytes of a tensor to make contiguous, or to send to a writer, at a time."""

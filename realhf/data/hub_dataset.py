@@ -93,8 +93,7 @@ def _prepare(path: str, name: str | None, revision: str | None) -> HubDataset:
                 "files, such as refs/convert/parquet") from error
     splits = {
         str(split): (tuple(file["filename"] for file in rows.cache_files), rows.num_rows)
-        for split, rows in loaded.items()
-    }
+        for split, rows in loaded.items()}
     first = next(files[0] for files, _ in splits.values())
     return HubDataset(commit or Path(first).parent.name, splits)
 

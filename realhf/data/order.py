@@ -74,8 +74,7 @@ def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
     for i in by_remainder[: _BLOCK - sum(counts)]:
         counts[i] += 1
     if 0 in counts:
-        raise ValueError(
-            f"weights are {tuple(weights)}: each must be at least a thousandth of their sum")
+        raise ValueError(f"weights are {tuple(weights)}: each must be at least a thousandth of their sum")
     return tuple(counts)
 
 
@@ -91,9 +90,7 @@ def mixture_position(prompt: int, counts: tuple[int, ...], *, seed: int) -> tupl
 
 
 @lru_cache(maxsize=8)
-def _block(
-    block: int, counts: tuple[int, ...], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the part of each prompt of a block, and how many prompts before it have the same part."""
     parts = np.repeat(np.arange(len(counts)), counts)
     parts = np.random.default_rng([seed, block, _MIXTURE]).permutation(parts)

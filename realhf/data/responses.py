@@ -22,8 +22,7 @@ def in_response(mask: Packed) -> Tensor:
     before_T = count_T - sampled_T.long()
     lengths = count_T.new_tensor(mask.lengths)
     starts = (lengths.cumsum(0) - lengths)[lengths > 0]
-    before_sequence_T = before_T[starts].repeat_interleave(
-        lengths[lengths > 0], output_size=len(mask.values))
+    before_sequence_T = before_T[starts].repeat_interleave(lengths[lengths > 0], output_size=len(mask.values))
     return count_T > before_sequence_T
 
 

@@ -175,9 +175,7 @@ def _place_in(file: RowFile, number: int) -> Callable[[], str]:
     return lambda: f"dataset {file.name} {file.place(number)}"
 
 
-def mapped(
-    config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]
-) -> dict[str, Any] | None:
+def mapped(config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]) -> dict[str, Any] | None:
     """Return a row with the columns that the map function makes, or None if that leaves the row out.
 
     Raises UserError, which names the function and the row.

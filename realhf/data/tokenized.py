@@ -75,7 +75,7 @@ class TokenizedRows:
 
     @property
     def num_left_out(self) -> int:
-        """How many of the rows that were tokenised are left out."""
+        """Number of tokenised rows that are left out."""
         return self.num_unmapped + self.num_too_long + self.num_long_completions
 
     @property

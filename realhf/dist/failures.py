@@ -65,9 +65,7 @@ class FailureBoard:
         count = self._store.add("num_failures", 0)
         return [Failure(**json.loads(self._store.get(f"failure/{i}"))) for i in range(1, count + 1)]
 
-    def report(
-        self, sentence: str, *, code: int, text: str | None = None, names_rank: bool = False
-    ) -> None:
+    def report(self, sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
         """Post why this rank stops, and print it unless another rank of this host does.
 
         The printed sentence ends with the ranks that posted it, unless all ranks did or it `names_rank`

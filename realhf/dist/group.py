@@ -122,15 +122,11 @@ class Group:
         """The communicator of torch.distributed; None in a group of one."""
         return self._backend
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages"
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages") -> None:
         """Send and receive at the same time; messages between two ranks match in the order of the lists."""
         self.post(sends, recvs, tag=tag, name=name).wait()
 
-    def post(
-        self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages"
-    ) -> Pending:
+    def post(self, sends: Messages, recvs: Messages, *, tag: int = 0, name: str = "messages") -> Pending:
         """Start an `exchange`; the tensors must stay untouched until `Pending.wait`.
 
         Tensors without elements are not sent. On gloo, posts never wait for one another. On NCCL, posts of

@@ -74,9 +74,7 @@ class Watch:
     Times are in seconds of a monotonic clock.
     """
 
-    def __init__(
-        self, rank: int, *, timeout_seconds: float, silence_seconds: float | None = None
-    ) -> None:
+    def __init__(self, rank: int, *, timeout_seconds: float, silence_seconds: float | None = None) -> None:
         self._rank = rank
         self._timeout = timeout_seconds
         self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)

@@ -99,9 +99,7 @@ class CacheLimits:
     @property
     def agreed(self) -> dict[str, int]:
         """Return the limits that have been agreed on so far, in bytes by call."""
-        return {
-            call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None
-        }
+        return {call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None}
 
     def restore(self, agreed: Mapping[str, int]) -> None:
         """Take over the limits of a checkpoint."""

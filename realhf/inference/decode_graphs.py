@@ -63,9 +63,7 @@ class DecodeGraphs:
     (PagePool.drop_unequal_graphs).
     """
 
-    def __init__(
-        self, model: Transformer, cache: KVCache, backends: PagedBackends, record: Record
-    ) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, backends: PagedBackends, record: Record) -> None:
         """The model must be `recordable`, and the backends must work in graphs."""
         self._model = model
         self._cache = cache

@@ -100,9 +100,7 @@ def chunk_arrays(chunks: Sequence[Chunk], *, page_size: int) -> dict[str, NDArra
     }
 
 
-def paged_chunks(
-    backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]
-) -> Segment:
+def paged_chunks(backends: PagedBackends, numbers: Mapping[str, Tensor], chunks: Sequence[Chunk]) -> Segment:
     """Return the segment of these pieces of prompts; `numbers` are the `chunk_arrays` on the device."""
     expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
     if expanding is not None:
@@ -252,7 +250,6 @@ def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size
     for chunk in chunks:
         if chunk.start > 0:
             positions_L = torch.tensor(chunk.cache_positions(page_size))
-            yield ChunkedPrefill(
-                positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
+            yield ChunkedPrefill(positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
     if fresh := [chunk for chunk in chunks if chunk.start == 0]:
         yield prefill(fresh, page_size=page_size, device=torch.device("cpu"))

@@ -226,9 +226,7 @@ def rows_at_a_time(logits_BV: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _in_shard(
-    cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
-) -> tuple[Tensor, Tensor]:
+def _in_shard(cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int) -> tuple[Tensor, Tensor]:
     """Return the rank whose shard holds the drawn token, and the draw's value in the CDF of this shard.
 
     The value has a meaning on that rank only. `index` is that of this rank.

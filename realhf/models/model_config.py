@@ -159,8 +159,7 @@ class ModelConfig:
             raise ValueError(
                 f"architectures is {architecture!r}: supported are the causal and sequence classification "
                 f"models of {prefixes}; docs/adding-a-model.md shows how to add one, and engine transformers "
-                "(--actor.engine transformers) takes those of other families as they are"
-            )
+                "(--actor.engine transformers) takes those of other families as they are")
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]
         full = CheckedFields({**COMMON_DEFAULTS, **family.defaults, **hf})
@@ -222,8 +221,7 @@ class ModelConfig:
         if architecture is None:
             raise ValueError(
                 f"transformers has no sequence classification model of {self.describes.prefix}, as which a "
-                "model with a score head is exported: take one of another family"
-            )
+                "model with a score head is exported: take one of another family")
         return labelled({**self.hf, "architectures": [architecture], "model_type": self.family}, self.head)
 
     @property
@@ -333,8 +331,7 @@ def refuse_adapters(directory: Path) -> None:
             base = None
         raise ValueError(
             f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
-            f"model and set lora.adapter to {directory}, or merge the two and give the result"
-        )
+            f"model and set lora.adapter to {directory}, or merge the two and give the result")
 
 
 def check_eos(hf: Hf, generation: Hf | None) -> None:

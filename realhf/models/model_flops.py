@@ -78,8 +78,7 @@ class ModelFlops:
     def _attention(self, spans: list[Span]) -> int:
         pairs = (
             count * (_num_pairs(stop, window) - _num_pairs(start, window))
-            for start, stop in spans for window, count in self.num_layers_by_window
-        )
+            for start, stop in spans for window, count in self.num_layers_by_window)
         return self.attention * sum(pairs)
 
 

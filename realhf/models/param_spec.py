@@ -179,8 +179,7 @@ class ModelSpec:
         _, firsts, groups = np.unique(keys, return_index=True, return_inverse=True)
         distinct = [
             _placement(self.params[i], layout, stage, owner)
-            for i, stage, owner in zip(firsts, stages[firsts].tolist(), owners[firsts].tolist(), strict=True)
-        ]
+            for i, stage, owner in zip(firsts, stages[firsts].tolist(), owners[firsts].tolist(), strict=True)]
         return [distinct[group] for group in groups.tolist()]
 
     def _sharded_placements(self, layout: Layout) -> list[Placement]:
@@ -228,8 +227,7 @@ class ModelSpec:
         rows = [
             (kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)), self._layer_index(p),
              -1 if p.expert is None else p.expert)
-            for p in self.params
-        ]
+            for p in self.params]
         return np.array(rows).T
 
     def _layer_index(self, param: ParamSpec) -> int:

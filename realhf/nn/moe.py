@@ -203,8 +203,7 @@ class Moe:
         rows_RH = exchange_rows(rows_RH, self.ep, sends, recvs)
         # Rows arrive sorted by sender and, from each sender, by expert.
         expert_R = torch.arange(self.num_local, device=rows_RH.device).repeat(self.ep.size)
-        expert_R = expert_R.repeat_interleave(
-            counts_GE[:, first:stop].flatten(), output_size=len(rows_RH))
+        expert_R = expert_R.repeat_interleave(counts_GE[:, first:stop].flatten(), output_size=len(rows_RH))
         expert_R, order_R = expert_R.sort(stable=True)
         back_R = _inverse(order_R)
         rows_RH = _Take.apply(rows_RH, order_R, back_R, 1)

@@ -164,8 +164,7 @@ class Transformer(ShardedParameters):
                     partial(segment.attend, cache, layer),
                     partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part,
                     segment.expands)
-                for segment, part in zip(segments, tokens, strict=True)
-            ]
+                for segment, part in zip(segments, tokens, strict=True)]
 
         return self._stage(x, position_T, length_T, attends)
 

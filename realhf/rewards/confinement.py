@@ -68,9 +68,7 @@ def limit_resources(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-def confine(
-    folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True
-) -> bool:
+def confine(folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True) -> bool:
     """Take from this process all rights but to compute, to read `readable` and to write to `folder`.
 
     Without `may_delete`, it cannot delete files there: the space of deleted files that are still open could

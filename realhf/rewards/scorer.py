@@ -237,9 +237,7 @@ class Scorer:
             warn(f"reward function {self.name} {failure}: {cause}; {then}")
         return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
-    def _explain(
-        self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers
-    ) -> UserError:
+    def _explain(self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
         which = f"samples {answers.ids[0]} to {answers.ids[-1]}"
         deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self._seconds or 0.0))

@@ -65,8 +65,7 @@ class CosineReward:
         is_correct_S = score > self.correct_above
         start_S, end_S = (
             score.new_full(score.shape, of_correct).where(is_correct_S, of_wrong)
-            for of_correct, of_wrong in zip(self.correct, self.wrong, strict=True)
-        )
+            for of_correct, of_wrong in zip(self.correct, self.wrong, strict=True))
         wave_S = (1 + (math.pi * lengths / self.max_length).cos()) / 2
         reward_S = end_S + (start_S - end_S) * wave_S
         is_over_S = (finished == 0) | (lengths > self.max_length)
@@ -141,9 +140,7 @@ def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]
     return returns[::-1]
 
 
-def token_returns(
-    token_rewards: Sequence[TokenReward], responses: Sequence[list[int]]
-) -> list[list[float]]:
+def token_returns(token_rewards: Sequence[TokenReward], responses: Sequence[list[int]]) -> list[list[float]]:
     """Return the returns of each response's tokens, summed over the token rewards, each with its discount.
 
     These are the returns R_t = sum_m sum_l gamma_m^l r_(m, t+l) of Yeo et al. 2025 (arXiv:2502.03373).

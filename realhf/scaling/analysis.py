@@ -189,8 +189,7 @@ def compare(fits: Sequence[Fit], names: Sequence[str], *, margin: float) -> list
     """Compare every two curves."""
     return [
         _compare(a, b, (names[i], names[j]), margin)
-        for (i, a), (j, b) in combinations(enumerate(fits), 2)
-    ]
+        for (i, a), (j, b) in combinations(enumerate(fits), 2)]
 
 
 def _compare(a: Fit, b: Fit, names: tuple[str, str], margin: float) -> Comparison:

@@ -13,9 +13,7 @@ from realhf.errors import UserError
 from realhf.scaling.analysis import Fit
 
 
-def draw_fits(
-    fits: Sequence[Fit], names: Sequence[str], path: Path, *, until: float, x: str, y: str
-) -> None:
+def draw_fits(fits: Sequence[Fit], names: Sequence[str], path: Path, *, until: float, x: str, y: str) -> None:
     """Write a picture of all curves, extrapolated to a compute; `x` and `y` label the axes.
 
     Raises UserError if the file cannot be written.

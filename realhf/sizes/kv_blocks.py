@@ -100,8 +100,7 @@ def tokens_for(
 ) -> int:
     """Return how many tokens fit in the blocks that `blocks_for` returns if all prompts are alike."""
     shares = samples_per_prompt > 1
-    size = block_size(
-        [(length, samples_per_prompt)], max_new_tokens=max_new_tokens, page_tokens=page_tokens)
+    size = block_size([(length, samples_per_prompt)], max_new_tokens=max_new_tokens, page_tokens=page_tokens)
     whole = length // size * shares
     prompts = -(-num_samples // samples_per_prompt)
     prompts = min(prompts, -(-2 * num_slots * prompts // num_samples))
@@ -117,9 +116,7 @@ def padded_size(count: int) -> int:
     return -(-count // step) * step
 
 
-def cache_limit(
-    free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False
-) -> float:
+def cache_limit(free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False) -> float:
     """Return the most bytes that a cache takes, beside passes that need `pass_bytes` at their peak.
 
     With `takes_all` it may have all memory that the passes leave. The result is below 0 if they leave none.

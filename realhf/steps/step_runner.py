@@ -133,8 +133,7 @@ class StepRunner:
         outside = {self._producer(key) for key in inputs}.difference(self._parts[part])
         ready = frozenset(
             name for name in outside
-            if name is None or not self._ledger.lacking(self._part_of[name], samples.prompts)
-        )
+            if name is None or not self._ledger.lacking(self._part_of[name], samples.prompts))
         self._sent[part] = _SentInputs(samples.prompts, ready)
         self.count_operation(f"send part {part} of {named(samples.prompts)}")
         self._executor.send(part, samples.prompts, ready)

@@ -13,9 +13,7 @@ from typing import Any
 from realhf.user_input.other_libraries import keyword_hint
 from realhf.user_input.suggest import did_you_mean
 
-_WORDS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None",
-}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None"}
 
 
 def check_types(config: Any, prefix: str = "") -> None:

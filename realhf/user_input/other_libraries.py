@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """What we have for an option of another library."""
+    """An answer to an option of another library: ours, or what to do instead."""
 
     options: tuple[str, ...] = ()
     """Ends of the names of our fields, such as `optimizer.lr`, and options of `realhf run`, such as `--out`;
