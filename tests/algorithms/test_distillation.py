@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig, chunk_sizes
+from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig
 from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, TeacherWeights, reverse_kl
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
