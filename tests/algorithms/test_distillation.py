@@ -22,6 +22,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.execute.host_context import HostContext
+from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 from tests.runtime.tiny import role, write_task
