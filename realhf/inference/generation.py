@@ -112,12 +112,12 @@ class Generation:
         limits = self._agree_on_limits(queue, budget)
         caches: Sequence[KeptCache | None] = [None] * limits.num_cohorts
         if self._kept is None:
-            parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
+            by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
             self._kept = self._kept or [
                 KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in range(limits.num_cohorts)]
-            parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
-            self._check_kept(parts, limits)
+            by_cohort = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
+            self._check_kept(by_cohort, limits)
             caches = self._kept
         num_own = sum(len(cache.rows) for cache in caches if cache is not None)
         num_own += len(self._new) + len(self._resumed)
@@ -127,7 +127,7 @@ class Generation:
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, kept=cache,
                     pool=self._cohort_pool() if cache is None else cache.pool)
-                for groups, cache in zip(parts, caches, strict=True)]
+                for groups, cache in zip(by_cohort, caches, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._kept is None:
                 self._limit.require_recorded(self._stream, self.cache_bytes)
@@ -187,10 +187,10 @@ class Generation:
             limits.check(model.config.num_positions)
         return limits
 
-    def _check_kept(self, parts: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
+    def _check_kept(self, by_cohort: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
         assert self._kept is not None
-        needed = [cache.num_needed(part, limits) for cache, part in zip(self._kept, parts, strict=True)]
+        needed = [cache.num_needed(groups, limits) for cache, groups in zip(self._kept, by_cohort, strict=True)]
         most = max(needed)
         num_rows = sum(len(cache.rows) for cache in self._kept)
         num_rows += len(self._new) + len(self._resumed)
@@ -210,12 +210,12 @@ def _split(
     unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
 ) -> list[list[PromptGroup]]:
     """Split unfinished samples, and new ones, into equal lists, one for each cohort."""
-    parts = []
+    by_cohort = []
     for i in range(num_parts):
         old = unfinished[slice(*even_split(len(unfinished), num_parts, i))]
         fresh = new[slice(*even_split(len(new), num_parts, i))]
-        parts.append([*join_equal(old), *join_equal(fresh)])
-    return parts
+        by_cohort.append([*join_equal(old), *join_equal(fresh)])
+    return by_cohort
 
 
 def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
@@ -227,10 +227,10 @@ def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[Pro
     return [join_equal(groups[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
-def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
+def _progress(buffers: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
     """Return in words how many samples of this replica have ended, those that it has stolen included."""
-    ended = sum(samples.num_ended for samples in parts)
-    tokens = sum(samples.num_tokens for samples in parts)
-    begun = sum(len(samples.prompts) for samples in parts)
+    ended = sum(samples.num_ended for samples in buffers)
+    tokens = sum(samples.num_tokens for samples in buffers)
+    begun = sum(len(samples.prompts) for samples in buffers)
     done = "have ended" if budget is None else f"have ended or have {budget} new tokens"
     return f"{ended} of {max(begun, num_own)} samples of this rank {done}, {tokens} tokens"

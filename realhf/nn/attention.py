@@ -42,7 +42,7 @@ class Attend:
         return self.compute(q_TND, k_TKD, v_TKD, kind=kind, **options)
 
 
-def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def attend_each(attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Call `compute(attend, *tensors)` on the tokens of each Attend, and return out_TND of all tokens."""
     if len(attends) == 1:
         return compute(attends[0], *tensors)

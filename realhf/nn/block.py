@@ -17,7 +17,7 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.models.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
-from realhf.nn.attention import Attend, attend_in_parts
+from realhf.nn.attention import Attend, attend_each
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.moe import Moe, RouterLosses
@@ -113,7 +113,7 @@ class Attention:
         if angles is not None:
             qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-        out_TND = attend_in_parts(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
+        out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
         y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias

@@ -73,8 +73,8 @@ class _ByGroup(torch.autograd.Function):
         ctx.counts = counts
         y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
         num_rows = sum(counts)
-        parts = x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts)
-        for x, weight, y in zip(*parts, strict=True):
+        groups = zip(x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts), strict=True)
+        for x, weight, y in groups:
             half_matmul.product(x, weight.T, out=y)
         return y_RO
 

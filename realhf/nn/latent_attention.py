@@ -16,7 +16,7 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.half_precision import widened
 from realhf.models.model_config import ModelConfig
-from realhf.nn.attention import Attend, attend_in_parts
+from realhf.nn.attention import Attend, attend_each
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
@@ -60,7 +60,7 @@ class LatentAttention:
         if angles is not None:
             turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
             q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
-        out_TNV = attend_in_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
+        out_TNV = attend_each(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
         return sum_over_group(self._project("o", out_TNV.flatten(1)), self.tp)
 
     def _attended(

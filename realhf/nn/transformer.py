@@ -162,9 +162,9 @@ class Transformer(ShardedParameters):
             return [
                 Attend(
                     partial(segment.attend, cache, layer),
-                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part,
+                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, span,
                     segment.expands)
-                for segment, part in zip(segments, tokens, strict=True)]
+                for segment, span in zip(segments, tokens, strict=True)]
 
         return self._stage(x, position_T, length_T, attends)
 
