@@ -190,7 +190,8 @@ class Generation:
     def _check_kept(self, by_cohort: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
         assert self._kept is not None
-        needed = [cache.num_needed(groups, limits) for cache, groups in zip(self._kept, by_cohort, strict=True)]
+        pairs = zip(self._kept, by_cohort, strict=True)
+        needed = [cache.num_needed(groups, limits) for cache, groups in pairs]
         most = max(needed)
         num_rows = sum(len(cache.rows) for cache in self._kept)
         num_rows += len(self._new) + len(self._resumed)
