@@ -149,7 +149,7 @@ class Cluster:
         return self.intra_host if within_host else self.inter_host or self.intra_host
 
     def slowdown(self, num_hosts: int, *, in_ring: bool = False) -> float:
-        """Return by which factor leaf switches slow down traffic among this many hosts, leaf by leaf.
+        """Return the factor by which leaf switches slow down traffic among the first hosts of a cluster.
 
         In a ring, only one host of each leaf sends to another leaf.
         """

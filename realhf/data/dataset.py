@@ -104,7 +104,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class DatasetMixture(DatasetConfig):
-    """Several data sets, of which each prompt is drawn from one: `DatasetMixture(parts=..., weights=...)`.
+    """Several data sets that prompts are drawn from: `DatasetMixture(parts=..., weights=...)`.
 
     Every part has its own settings, order and epochs: set `shuffle` and the other fields there. Of every
     thousand prompts, each part has the share that `weights` gives it, in an order that the seed decides. The

@@ -99,7 +99,7 @@ class PromptQueue:
         return self._replicas.all_gather_json(document) if self._is_shared else [document]
 
     def put(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-        """Make `groups` this replica's line; return the groups of all lines, any of which `take` may return.
+        """Make `groups` this replica's line; return the groups of all lines, which `take` may return.
 
         All ranks call this, once.
         """

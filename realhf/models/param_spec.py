@@ -144,9 +144,9 @@ class ModelSpec:
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
         """Split the regions on `rank` into sections, each with the ranks that hold the same regions.
 
-        These ranks sum the section's gradients and share its optimizer. They are the replicas over dp and cp;
-        for experts, those of equal ep index. Large sections are split between layers, so that the gradients
-        of the last layers can be summed while the backward pass continues.
+        These ranks sum the section's gradients and share its optimizer. They are the replicas over dp and cp
+        (for experts, replicas with the same ep index). Large sections are split between layers, so that
+        gradients of the last layers can be summed while the backward pass continues.
         """
         held = self.held_by(layout, rank)
         if layout.ep == 1:

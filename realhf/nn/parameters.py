@@ -76,7 +76,7 @@ class ShardedParameters:
             self._partial.append((groups.ends, [p.name for p in held if p.short_name == "embedding.weight"]))
 
     def _weight_name(self, param: ParamSpec) -> str:
-        """Return the short name of the weight of which a parameter is a part, or which it is."""
+        """Return the short name of the weight that holds a parameter, alone or fused with others."""
         name = param.short_name
         if name.endswith("lora_B") and param.in_file.name == param.name:
             return name

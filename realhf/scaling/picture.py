@@ -59,7 +59,7 @@ def _draw_fit(axes: Axes, fit: Fit, name: str, color: Any, until: float) -> None
 
 
 def _draw_power_law(axes: Axes, fit: Fit, until: float) -> None:
-    """Draw the power law as far as it is above the start; below, it falls without limit."""
+    """Draw the power law where it is above the start; below that, it falls without limit."""
     grid = np.geomspace(fit.curve.compute.min(), max(until, fit.compute.max()), 300)
     score = fit.power(grid)
     above = score > fit.sigmoid.start

@@ -43,7 +43,7 @@ class PartExecutor(Protocol):
         """Start to send the outputs of these calls (None: the dataset's columns) to the ranks of a part."""
 
     def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts of which a filtering call has kept every sample in this operation."""
+        """Return the prompts whose samples were all kept by a filtering call in this operation."""
 
     def decision(self, call: str, operation: int) -> Json:
         """Return the decision of a call in this operation."""

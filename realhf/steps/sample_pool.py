@@ -34,7 +34,7 @@ class PoolOwner(Protocol):
         """Updates so far of the role that generates."""
 
     def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those of the prompts of which a filtering host call has kept every sample."""
+        """Return those prompts whose samples were all kept by a filtering host call."""
 
     def count_operation(self, text: str) -> None:
         """Count an operation. All ranks execute the same ones."""
@@ -56,7 +56,7 @@ class Pool:
         return len(self.prompts)
 
     def add(self, samples: Samples | None, *, where: str | None = None) -> None:
-        """Add samples; with `where`, only the prompts of which this filtering call has kept every sample.
+        """Add samples; with `where`, only those of prompts whose samples were all kept by this filter.
 
         `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its answer.
         """

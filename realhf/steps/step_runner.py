@@ -37,7 +37,7 @@ class _PartRun(NamedTuple):
 
 
 class _SentInputs(NamedTuple):
-    """Inputs of a part that have been sent ahead: what these calls (None: the dataset) have for prompts."""
+    """Inputs of a part that were sent ahead: outputs of `producers` (None: the dataset) for `prompts`."""
 
     prompts: tuple[int, ...] = ()
     producers: frozenset[str | None] = frozenset()
@@ -334,7 +334,7 @@ class StepRunner:
         return f"{self._seed}/{self._operation}"
 
     def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those of the prompts of which a filtering host call has kept every sample."""
+        """Return those prompts whose samples were all kept by a filtering host call."""
         run = self._last_run_of(call, "filters")
         if others := set(prompts).difference(run.prompts):
             raise UserError(
