@@ -171,8 +171,7 @@ class Experiment:
     rounds: int | None = None
     """How many rounds, one in each step, an answer may take; weights may change between rounds. With
     `max_lag` rounds, generation and training overlap if each has devices of its own. With one more, long
-    answers go on in the next step on the same devices. No other number is legal. None: `max_lag`, at least
-    1."""
+    answers go on in the next step on the same devices. Others are not legal. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory or hub name of the tokenizer; None: that of the first role.
 

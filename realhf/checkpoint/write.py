@@ -173,8 +173,7 @@ class CheckpointWriter:
         return sorted(jobs, key=lambda job: (file_index[job.param.in_file.name] - first) % num_files)
 
     def _blocks(self, job: WriteJob, shards: Shards) -> Iterator[tuple[int, Tensor]]:
-        """Yield the region in blocks of rows, each with the index of its first row, on the rank that writes
-        it.
+        """Yield a region in blocks of rows, with the index of each first row, on the rank that writes it.
 
         On the rank that holds the region, if that is another one, send the blocks instead.
         """

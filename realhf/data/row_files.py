@@ -53,8 +53,7 @@ class RowFile(ABC):
 
 
 class JsonlFile(RowFile):
-    """A file with a JSON object on each line. It keeps eight bytes per row, and reads a row when asked for
-    it.
+    """A file with a JSON object on each line. It keeps eight bytes per row, and reads single rows on demand.
 
     It does not map the file, because mapped pages would count as memory of the process.
     """

@@ -151,13 +151,11 @@ class Communicators:
 
     @contextmanager
     def in_order(self) -> Iterator[bool]:
-        """Make operations that the block posts begin after all earlier ones, of any communicator, are
-        complete.
+        """Let operations of the block begin only when all earlier ones, of any communicator, have completed.
 
         On CUDA, posts form a chain on a stream of their own, beside which computation goes on, and this
         yields True: the block must then wait for its work, which makes that stream wait and not the host.
-        Operations in a CUDA graph are not in the chain: a stream must `join` the chain before it replays the
-        graph.
+        Operations in a CUDA graph are not in the chain: a stream must `join` the chain before the replay.
         """
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             yield False

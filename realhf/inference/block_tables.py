@@ -245,8 +245,7 @@ class BlockTables:
 
 
 def _num_joined(rows_PS: Integers, numbers_P: Integers) -> int:
-    """Return how many adjacent blocks can be joined, such that all joined blocks have the same rows, in
-    order.
+    """Return how many adjacent blocks can be joined, so that joined blocks have the same rows in order.
 
     If all prompts have equally many shared blocks, it is that number.
     """

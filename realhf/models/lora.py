@@ -30,8 +30,7 @@ class LoraConfig:
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
     merge: bool = False  # Generate with W + scale B A, in memory of its own.
     adapter: str | None = None
-    """The PEFT directory, or the hub's `org/name`, to start from. Its rank, alpha, target modules and rslora
-    apply."""
+    """PEFT directory, or the hub's `org/name`, to start from; its rank, alpha, targets and rslora apply."""
     export_merged: bool = False  # Export whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:

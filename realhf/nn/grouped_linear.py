@@ -50,8 +50,7 @@ def takes_kernel(weight_LOI: Tensor) -> bool:
 
 
 def _kernel_takes(x: Tensor) -> bool:
-    """Return whether torch's grouped kernel takes an operand. Its base and its rows must be aligned to 16
-    bytes.
+    """Return whether torch's grouped kernel takes an operand, whose base and rows need 16-byte alignment.
 
     On CUDA, `grouped_linear` copies an operand whose base is not aligned, as the host would have to wait for
     the other way. Only a weight that lies behind a parameter of odd size can be such an operand; no shipped

@@ -138,8 +138,8 @@ class Moe:
         return _mixed(weights_TK, y_TKH)
 
     def _gathered(self, x_TH: Tensor) -> Tensor:
-        """Return the same as `_dispatched`: every rank gathers all ranks' tokens and computes its experts for
-        them.
+        """Return what `_dispatched` returns, but gather the tokens of all ranks and compute own experts on
+        all.
 
         There are no gradients. All sizes are known beforehand, so that the host need not wait for the GPU.
         """

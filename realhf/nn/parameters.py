@@ -180,8 +180,7 @@ class ShardedParameters:
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield [first, stop) of the rows to draw at a time. One small buffer is faster than fresh memory for
-    all.
+    """Yield [first, stop) of the rows to draw at a time: one small buffer is faster than much fresh memory.
 
     The numbers are the same as if all were drawn at once: the generator makes normal numbers 16 at a time, so
     blocks have a multiple of 16 rows, and the last block also has the rows that are left.

@@ -30,8 +30,7 @@ class ScoreShaping(Protocol):
 class TokenReward(Protocol):
     """A function of the token ids of each response that returns a reward for every token.
 
-    A token's return is the sum of its reward and all later ones, times discount^l for a reward l tokens
-    later.
+    A token's return is the sum of its reward and of all later ones, times discount^l if l tokens later.
     """
 
     @property

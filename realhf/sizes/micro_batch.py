@@ -15,8 +15,7 @@ def balance(
     """Split items into bins of nearly equal cost; return the indices of each bin's items, rising.
 
     This is Graham's LPT rule: the largest cost is at most 4/3 of the optimum. The sizes (None: the costs) of
-    a bin's items add up to `limit` at most, except for a single larger item. If an item fits in no bin, a bin
-    is added.
+    a bin's items add up to `limit` at most, except for a single larger item. If need be, bins are added.
     """
     sizes = costs if sizes is None else sizes
     bins: list[list[int]] = [[] for _ in range(num_bins)]
