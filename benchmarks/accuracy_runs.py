@@ -54,7 +54,7 @@ def _work(command: list[str], rank: int, processes: int, port: int, log: str) ->
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "GROUP_RANK": "0",
             "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "plan_accuracy",
-        }  # fmt: skip
+        }
     sys.exit(realhf_main(command))
 
 

@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 384, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 192,
         "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False, "vocab_size": 256,
     },
-}  # fmt: skip
+}
 """Fields of config.json by the name of a model shape."""
 
 
@@ -201,7 +201,7 @@ def _config(case: Case) -> Mapping[str, Any]:
         "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": True, "pad_token_id": 0,
         "eos_token_id": 1,
-    } | SHAPES[case.shape]  # fmt: skip
+    } | SHAPES[case.shape]
 
 
 _COMMON = """

@@ -46,7 +46,7 @@ def experiments(directory: Path) -> dict[str, Experiment]:
         "eval_dataset": DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
         "reward_function": exact_answer, "sampling": SamplingConfig(max_new_tokens=15), "steps": 60,
         "eval_every": 3, "checkpoint_every": 0, "minibatches": 2,
-    }  # fmt: skip
+    }
     groups = common | {"batch_size": SAMPLES // GROUP, "group_size": GROUP}
     singles = common | {"batch_size": SAMPLES, "group_size": 1}
     critic = replace(actor, head="score")
@@ -68,7 +68,7 @@ def experiments(directory: Path) -> dict[str, Experiment]:
         "ScaleRL": ScaleRL(**groups | {"actor": lagged}),
         "Distillation": Distillation(
             **taught, eval_function=exact_answer, teachers=(teacher,), variant="sampled"),
-    }  # fmt: skip
+    }
 
 
 if "ALGORITHM" in os.environ:

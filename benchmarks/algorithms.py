@@ -108,7 +108,7 @@ def summary(records: list[dict[str, Any]], budget: float) -> dict[str, float]:
         "before": scored[0]["eval/score"], "after": spent[-1]["eval/score"], "steps": len(trained),
         "seconds": spent[-1]["compute/device_seconds"],
         "clip_fraction": statistics.mean(record["actor/clip_fraction"] for record in trained),
-    }  # fmt: skip
+    }
 
 
 def make_data(options: Options) -> None:
@@ -123,7 +123,7 @@ def warm_up(options: Options) -> None:
     """Train the model from which all algorithms start."""
     task = options.out / "task"
     files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl",
-             "eval-dataset.path": task / "held_out.jsonl"}  # fmt: skip
+             "eval-dataset.path": task / "held_out.jsonl"}
     run(options, "examples/sft.py", "sft", files)
 
 
@@ -141,16 +141,16 @@ def supervise(options: Options, name: str) -> tuple[float, float]:
     example, role, data, metric = SUPERVISED[name]
     task = options.out / "task"
     files = {f"{role}.model": options.out / "sft" / "hf" / "step_700", "dataset.path": task / f"{data}.jsonl",
-             "eval-dataset.path": task / f"held_out_{data}.jsonl"}  # fmt: skip
+             "eval-dataset.path": task / f"held_out_{data}.jsonl"}
     run(options, f"examples/{example}.py", name, files)
     return first_and_last(metrics(options, name), metric)
 
 
 def first_and_last(records: list[dict[str, Any]], metric: str) -> tuple[float, float]:
     """Return the first and the last value of a metric."""
-    found = [record[metric] for record in records if metric in record]
-    progress(f"{metric}: {found[-1]:.3f}")
-    return found[0], found[-1]
+    values = [record[metric] for record in records if metric in record]
+    progress(f"{metric}: {values[-1]:.3f}")
+    return values[0], values[-1]
 
 
 def metrics(options: Options, name: str) -> list[dict[str, Any]]:
@@ -185,7 +185,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], budget: float, path: Path) -> No
         axes.plot(
             [record["compute/flops"] / 1e12 for record in scored],
             [record["eval/score"] for record in scored],
-            label=name, color=f"C{number % 10}", linestyle=("-", "--")[number // 10])  # fmt: skip
+            label=name, color=f"C{number % 10}", linestyle=("-", "--")[number // 10])
     axes.axvline(budget / 1e12, color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="model TFLOPs so far (dotted: the budget)", ylabel="held-out score")
     axes.set_xlim(0, 1.15 * budget / 1e12)

@@ -53,7 +53,7 @@ def run(task: Path, out: Path, *, period: str, steps: int) -> list[float]:
         "plan": "grpo-4", "out": out, "steps": steps, "eval-every": 0, "checkpoint-every": period,
         "dataset.path": task / "prompts.jsonl", "eval-dataset.path": task / "held_out.jsonl",
         "actor.model": task / "model",
-    }  # fmt: skip
+    }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "realhf", "run", "examples/grpo.py", *words, "--actor.random-init"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -73,9 +73,9 @@ def copies_in_memory(directory: Path) -> float:
     """Return how much memory a checkpoint of a large tensor takes, in multiples of its size."""
 
     def status_bytes(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
+        match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert match is not None
+        return int(match[1]) * 1024
 
     tensor = torch.ones(_TENSOR_BYTES // 4)
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
@@ -88,11 +88,11 @@ def copies_in_memory(directory: Path) -> float:
 
 
 def table(seconds: dict[str, list[float]], ratios: dict[str, float]) -> Table:
-    made = Table("checkpoints", "median s/step", "fastest", "slowest", "ratio", title="Time of a step")
+    times_table = Table("checkpoints", "median s/step", "fastest", "slowest", "ratio", title="Time of a step")
     for name, times in seconds.items():
         cells = [f"{value:.3f}" for value in (statistics.median(times), min(times), max(times))]
-        made.add_row(name, *cells, f"{ratios[name]:.3f}")
-    return made
+        times_table.add_row(name, *cells, f"{ratios[name]:.3f}")
+    return times_table
 
 
 def main() -> int:
@@ -131,7 +131,7 @@ def main() -> int:
     document: dict[str, Any] = {
         "benchmark": "checkpoints", "machine": hardware | {"loads": loads}, "settings": vars(args),
         "seconds": seconds, "ratios": ratios, "checkpoint_bytes": num_bytes, "copies_in_memory": copies,
-    }  # fmt: skip
+    }
     if not args.json:
         harness.progress(f"a checkpoint has {num_bytes:,} bytes")
     return harness.report(document, tables=[table(seconds, ratios)], goals=goals, as_json=args.json)

@@ -36,7 +36,7 @@ _MIN_HITS = 1
 _MUST_HIT = (
     "generation", "reallocation", "update", "checkpoint write", "manifest and rename", "evaluation", "export",
     "start",
-)  # fmt: skip
+)
 
 
 def torture_all(args: argparse.Namespace, directory: Path) -> tuple[Tally, dict[str, float]]:
@@ -58,7 +58,7 @@ def torture_all(args: argparse.Namespace, directory: Path) -> tuple[Tally, dict[
         torture(
             case, expected, directory / f"run_{tally.runs}", rng, tally,
             max_kills=min(12, args.kills - tally.kills), seconds=seconds[name],
-        )  # fmt: skip
+        )
         lost = len(tally.differences)
         harness.progress(f"{name}: {tally.kills - before} kills, {tally.kills} in all, {lost} differences")
     return tally, seconds
@@ -71,7 +71,7 @@ def tables(tally: Tally) -> list[Table]:
         **{f"kills that cost {n} completed steps": k for n, k in sorted(tally.repeated.items())},
         **{f"left on the disk: {what}": n for what, n in tally.on_disk.items()},
         **{f"others ended only by SIGTERM: {phase}": n for phase, n in tally.had_to_be_ended.items()},
-    }  # fmt: skip
+    }
     for what, number in rows.items():
         counts.add_row(what, str(number))
     hit = Table("phase", "kills that hit it", title="Phases")
@@ -110,7 +110,7 @@ def main() -> int:
         "phases": dict(tally.phases), "on_disk": dict(tally.on_disk), "killed": dict(tally.killed),
         "ended_only_by_sigterm": dict(tally.had_to_be_ended), "differences": tally.differences,
         "uninterrupted_seconds": seconds, "seconds": time.monotonic() - began,
-    }  # fmt: skip
+    }
     return harness.report(document, tables=tables(tally), goals=goals, as_json=args.json)
 
 

@@ -114,8 +114,8 @@ def _fuzz(kind: str, directory: Path, *, cases: int, first_seed: int) -> dict[st
         codes[str(code)] += 1
         if fault is not None:
             counts[fault.cause] += 1
-            known = smallest.get(fault.cause)
-            if known is None or _size(fault.case) < _size(known.case):
+            so_far = smallest.get(fault.cause)
+            if so_far is None or _size(fault.case) < _size(so_far.case):
                 smallest[fault.cause] = fault
 
     for number in range(first_seed, first_seed + 1000):
@@ -124,7 +124,7 @@ def _fuzz(kind: str, directory: Path, *, cases: int, first_seed: int) -> dict[st
         quiet = settings(
             max_examples=min(_BATCH, cases - len(times)), database=None, deadline=None,
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         seed(number)(quiet(given(KINDS[kind]())(try_one)))()
     return {
         "kind": kind, "cases": len(times), "accepted": codes["0"], "refused": codes["2"],
@@ -133,7 +133,7 @@ def _fuzz(kind: str, directory: Path, *, cases: int, first_seed: int) -> dict[st
             {"cause": cause, "times": counts[cause], "detail": fault.detail, "case": _shown(fault.case)}
             for cause, fault in smallest.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def _size(case: Case) -> int:

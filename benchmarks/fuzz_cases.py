@@ -39,7 +39,7 @@ _OVERRIDES = [
     "--sampling.temperature", "--sampling.top-p", "--sampling.top-k", "--sampling.max-new-tokens",
     "--loss.kl-coef", "--loss.average", "--loss.dual-clip", "--minibatches", "--epochs", "--max-rows",
     "--kv-cache-gib", "--prefill-tokens", "--plan", "--cluster", "--nproc", "--json", "--scale-by-std",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def write_task(directory: Path) -> None:
         "rows.py": {**EXPERIMENT, **rows}, "sft_rows.py": {**SFT, **rows},
         "native.py": {**EXPERIMENT, "actor": model},
         "transformers.py": {**EXPERIMENT, "actor": {**model, "engine": "transformers"}},
-    }  # fmt: skip
+    }
     for name, document in experiments.items():
         (directory / name).write_text(experiment_file(document).replace("{dir}", str(directory)))
 
@@ -128,9 +128,9 @@ def _layouts() -> st.SearchStrategy[Case]:
     ranges = st.integers(0, 10**10).map(lambda last: f"d{last + 1}@0-{last}")
     text = st.one_of(
         damaged_text(LAYOUTS).map(lambda data: data.decode(errors="replace")), letters, ranges,
-        st.builds(lambda size, rest: f"{size}@{rest}", sizes, st.sampled_from(("0", "0-3", "0,1", "99999"))),
+        st.builds(lambda size, mesh: f"{size}@{mesh}", sizes, st.sampled_from(("0", "0-3", "0,1", "99999"))),
         SCALARS.map(str),
-    )  # fmt: skip
+    )
     text = text.map(lambda text: text[:200].replace("\x00", ""))
 
     def case(text: str, way: int) -> Case:
@@ -158,23 +158,23 @@ def _datasets() -> st.SearchStrategy[Case]:
         ),
         st.sampled_from(("rows.py", "sft_rows.py")),
         files_like([ROWS], _as_lines),
-    )  # fmt: skip
+    )
 
 
 def _overrides() -> st.SearchStrategy[Case]:
     names = st.one_of(
         st.sampled_from(_OVERRIDES), st.sampled_from(_OVERRIDES),
         damaged_text(_OVERRIDES).map(lambda data: data.decode(errors="replace")[:60]),
-    )  # fmt: skip
+    )
     values = st.one_of(
         SCALARS.map(str),
         st.sampled_from(("None", "{dir}", "{dir}/data.jsonl", "tiny", "True", "float64", "8")),
         st.lists(SCALARS.map(str), max_size=3).map(" ".join),
-    )  # fmt: skip
+    )
     option = st.builds(
         lambda name, value, way: [name] if way == 0 else [f"{name}={value}"] if way == 1 else [name, value],
         names, values, st.integers(0, 4),
-    )  # fmt: skip
+    )
 
     def case(options: Sequence[Sequence[str]]) -> Case:
         words = [word[:300].replace("\x00", "") for option in options for word in option]

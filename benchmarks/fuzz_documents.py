@@ -16,21 +16,21 @@ TOKENIZER: dict[str, Any] = {
     "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
     "post_processor": None, "decoder": None,
     "model": {"type": "WordLevel", "vocab": _VOCABULARY, "unk_token": "<pad>"},
-}  # fmt: skip
+}
 """A tokenizer.json with one token per character."""
 TOKENIZER_CONFIG: dict[str, Any] = {
     "eos_token": "<eos>", "pad_token": "<pad>",
     "chat_template": "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}",
-}  # fmt: skip
+}
 MODEL: dict[str, Any] = {
     **json.loads((_REPO / "models/tiny.json").read_text()), "vocab_size": len(_VOCABULARY),
-}  # fmt: skip
+}
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+2=", "completion": "3", "answer": "3"},
     {"prompt": [{"role": "user", "content": "4+5="}], "completion": [{"role": "assistant", "content": "9"}],
      "answer": "9", "more": {"a": [1, None]}},
     {"prompt": "7+8=", "completion": "15", "answer": "15"},
-]  # fmt: skip
+]
 
 
 def _cluster(name: str) -> Any:
@@ -41,7 +41,7 @@ CLUSTERS = [_cluster("cpu-laptop"), _cluster("h100-2x8")]
 CLUSTERS[1]["peak_flops"]["float64"] = "34 TFLOP/s"
 _OPTIMIZER = {
     "()": "OptimizerConfig", "lr": 1e-3, "betas": [0.9, 0.99], "warmup_steps": 2, "total_steps": 5,
-}  # fmt: skip
+}
 _ROLE = {"()": "Role", "model": "{dir}", "dtype": "float64", "optimizer": _OPTIMIZER, "random_init": True}
 EXPERIMENT: dict[str, Any] = {
     "()": "GRPO",
@@ -56,12 +56,12 @@ EXPERIMENT: dict[str, Any] = {
     "steps": 3, "batch_size": 8, "group_size": 4, "minibatches": 2, "epochs": 1, "seed": 1, "eval_every": 2,
     "checkpoint_every": 10, "keep_checkpoints": 2, "kv_cache_gib": 0.5, "max_rows": 64,
     "prefill_tokens": 128, "router_aux_loss_coef": 0.0, "tokenizer": "{dir}",
-}  # fmt: skip
+}
 CLASSES = ("GRPO", "SFT", "Role", "OptimizerConfig", "LoraConfig", "DatasetConfig", "SamplingConfig",
-           "PolicyLossConfig", "Expected")  # fmt: skip
+           "PolicyLossConfig", "Expected")
 SFT: dict[str, Any] = {
     "()": "SFT", "actor": _ROLE, "dataset": EXPERIMENT["dataset"], "steps": 3, "batch_size": 4,
-}  # fmt: skip
+}
 PLANS: list[Any] = [
     {"calls": {
         "actor_generate": {"layout": "d4@0-3", "max_rows": 8},
@@ -74,7 +74,7 @@ PLANS: list[Any] = [
     }, "predicted": {"step_seconds": 1.0}},
     {"calls": {name: {"layout": "d1@0"} for name in (
         "actor_generate", "reward_forward", "ref_forward", "advantages", "actor_train")}},
-]  # fmt: skip
+]
 LAYOUTS = ["d2t4p1@0-7", "t2@0,3", "d2@0-1", "p2d2c2t2e2@0-15", "d1@0", "t2@4-5"]
 PROFILE: dict[str, Any] = yaml.safe_load((_REPO / "tests/planner/sample_profile.yaml").read_text())
 PROFILE["cluster"].update(num_hosts=1, peak_flops={"float64": 40e9, "float32": 89e9})
@@ -86,7 +86,7 @@ def _small(name: str) -> dict[str, Any]:
     """Return a shipped config with few layers and experts."""
     config = json.loads((_REPO / f"models/{name}.json").read_text())
     fewer = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_experts": 16, "n_group": 2,
-             "topk_group": 1, "num_experts_per_tok": 2}  # fmt: skip
+             "topk_group": 1, "num_experts_per_tok": 2}
     config |= {key: value for key, value in fewer.items() if key in config}
     for key in ("layer_types", "no_rope_layers"):
         if isinstance(config.get(key), list):
@@ -97,7 +97,7 @@ def _small(name: str) -> dict[str, Any]:
 CONFIGS = [MODEL, *map(_small, (
     "llama-3.1-8b", "gemma-2-2b", "gemma-3-1b", "gpt2", "deepseek-v3", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b",
     "mixtral-8x7b", "phi-4-mini", "olmo-2-7b", "granite-3.3-8b", "smollm3-3b", "glm-4-9b",
-))]  # fmt: skip
+))]
 GENERATION: dict[str, Any] = {"eos_token_id": [1, 2], "temperature": 0.6, "max_length": 10, "do_sample": True}
 METRICS = b"{}\n"
 _PIECE = ["rank_00000.safetensors", [[0, 4], [0, 2]]]
@@ -107,4 +107,4 @@ MANIFEST: dict[str, Any] = {
     "sets": {"actor": {"kinds": ["master", "exp_avg"], "pieces": {"model.norm.weight": [_PIECE]},
                        "num_steps": 3, "model": {"hidden_size": 2}}},
     "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": 3,
-}  # fmt: skip
+}

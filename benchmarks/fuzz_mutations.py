@@ -19,19 +19,19 @@ NASTY_VALUES: tuple[Any, ...] = (
     "\u202e", "\u2028", "\x00", "\x1b[31m", "a\nb", "'", '"', "%s", "{}", "../..", "/", "/dev/null", "~",
     "x" * 5000,
     [], {}, [[]], [{}], {"": ""}, {"a": {"b": []}}, [1, 2, 3], [None], ["x"], [0.5], _DEEP,
-)  # fmt: skip
+)
 """Values that readers of files are known to trip over."""
 NASTY_NAMES = (
     "", " ", "é", "x" * 300, "a\nb", "\x1b[2J", "__class__", "self", "cls", "()", "0",
     "None", "-",
-)  # fmt: skip
+)
 _SNIPPETS = (
     "\x00", "\ufeff", "\u2028", "\r", "\t", "\n", "\n\n", ":", ": ", "- ", "{", "}", "[", "]", ",", '"', "'",
     "#", "&a ", "*a", "<<: *a", "!!python/object:os.system ls", "!!binary x", "!!timestamp x", "!!int x",
     "!!float x", "!!set {a}", "2026-13-45", "2026-01-01", "1:60", ".nan", ".inf", "NaN", "Infinity",
     "---", "...", "%", "@", "`", "|", ">", "?", "\\", "\\ud800", "\\u0000", "1e999", "9" * 5000, "0x", "0o9",
     "é", "\U0001f600", "[" * 3000, "{" * 3000, '{"a":' * 2000,
-)  # fmt: skip
+)
 _RAW = (b"\xff", b"\x80abc", b"\xfe\xff", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80")
 
 SCALARS = st.one_of(
@@ -76,7 +76,7 @@ def _nudge(draw: Any, box: Any, key: Any) -> None:
     changes = (
         value + 1, value - 1, -value, value * 1000, value * 10**12, min(value, 1e300) / 3, str(value), 0,
         most,
-    )  # fmt: skip
+    )
     box[key] = draw(st.sampled_from(changes))
 
 
@@ -104,7 +104,7 @@ def _swap(draw: Any, box: Any, key: Any) -> None:
 
 _CHANGES: tuple[Callable[[Any, Any, Any], None], ...] = (
     _drop, _replace, _replace, _nudge, _nudge, _rename, _repeat, _swap,
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -125,11 +125,11 @@ def damaged_text(draw: Any, texts: Sequence[str]) -> bytes:
     for _ in range(draw(st.sampled_from((1, 1, 2, 3)))):
         start = draw(st.integers(0, len(data)))
         stop = min(len(data), start + draw(st.sampled_from((0, 1, 3, 10, 100))))
-        some = draw(st.one_of(
+        inserted = draw(st.one_of(
             st.sampled_from([text.encode() for text in _SNIPPETS]),
             st.sampled_from(_RAW), st.binary(max_size=4), st.just(b""), st.just(data[start:stop] * 2),
-        ))  # fmt: skip
-        data = data[:start] + some + data[stop:]
+        ))
+        data = data[:start] + inserted + data[stop:]
     return data
 
 

@@ -86,7 +86,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "generate", "model": str(model_of(scene)), "data": str(data), "dtype": scene.dtype,
         "group": workload.group, "rows": ROWS,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
@@ -124,24 +124,24 @@ def summary(
     answers: dict[str, list[dict[str, Any]]], base: dict[str, int], *, num_samples: int
 ) -> dict[str, Any]:
     """Return the medians of the sides, and the ratios of ours to the others."""
-    speeds = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
-    peaks = {name: max(a["peak_bytes"] for a in found) - base[name] for name, found in answers.items()}
-    cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in found] for name, found in answers.items()}
+    speeds = {name: [a["tokens"] / a["seconds"] for a in of_side] for name, of_side in answers.items()}
+    peaks = {name: max(a["peak_bytes"] for a in of_side) - base[name] for name, of_side in answers.items()}
+    cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in of_side] for name, of_side in answers.items()}
     ratios, cpu_ratios = (
         {
             name: statistics.median(a / b for a, b in zip(rates["ours"], rate, strict=True))
             for name, rate in rates.items() if name != "ours"
         }
         for rates in (speeds, cpu)
-    )  # fmt: skip
+    )
     return {
         "tokens_per_second": {name: statistics.median(speed) for name, speed in speeds.items()},
         "mean_tokens": {
-            name: statistics.fmean(a["tokens"] for a in found) / num_samples
-            for name, found in answers.items()},
+            name: statistics.fmean(a["tokens"] for a in of_side) / num_samples
+            for name, of_side in answers.items()},
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "ratio": ratios, "ratio_of_cpu_seconds": cpu_ratios, "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def decode(scene: Scene, ours: Replicas, *, most: int, repeats: int) -> dict[str, float]:
@@ -158,20 +158,20 @@ def decode(scene: Scene, ours: Replicas, *, most: int, repeats: int) -> dict[str
     return {
         **limits, "step_seconds": seconds, "attainable_by_flops": by_flops, "attainable_by_bytes": by_bytes,
         "efficiency": max(by_flops, by_bytes) / seconds,
-    }  # fmt: skip
+    }
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    found = []
+    row_goals = []
     for row in rows:
         name = f"{row['size']} {row['dtype']} {row['workload']}"
         for rival, ratio in row["ratio"].items():
             least = GOALS[row["workload"]] if rival == "generate" else _CONTINUOUS_GOAL
-            found.append(Goal(f"{name}: ours / {rival}", ratio, at_least=least))
+            row_goals.append(Goal(f"{name}: ours / {rival}", ratio, at_least=least))
         if "decode" in row and row["size"] == "100m":
             efficiency = row["decode"]["efficiency"]
-            found.append(Goal(f"{name}: decode efficiency", efficiency, at_least=_DECODE_GOAL))
-    return found
+            row_goals.append(Goal(f"{name}: decode efficiency", efficiency, at_least=_DECODE_GOAL))
+    return row_goals
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
@@ -193,12 +193,12 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
             row["size"], row["dtype"], row["workload"], str(row["ranks"]),
             f"{row['mean_tokens']['ours']:.1f}",
             f"{speed['ours']:.0f}", f"{mib['ours']:.0f}", *others, theirs)
-        if found := row.get("decode"):
-            times = (found[key] for key in ("step_seconds", "attainable_by_flops", "attainable_by_bytes"))
+        if decode := row.get("decode"):
+            times = (decode[key] for key in ("step_seconds", "attainable_by_flops", "attainable_by_bytes"))
             limits.add_row(
                 row["size"], row["dtype"], *(f"{1000 * x:.1f}" for x in times),
-                f"{found['efficiency']:.2f}", f"{found['peak_flops'] / 1e9:.0f}",
-                f"{found['copy_bytes_per_second'] / 1e9:.1f}")
+                f"{decode['efficiency']:.2f}", f"{decode['peak_flops'] / 1e9:.0f}",
+                f"{decode['copy_bytes_per_second'] / 1e9:.1f}")
     return [speeds, limits]
 
 

@@ -63,7 +63,7 @@ CHECKS = {
         "64 rows beside `generate`, and beside the bandwidth", 45, program=(_SPEED, "generation")),
     "train": Check("share of the fastest product; memory against the prediction", 60,
                    program=(_SPEED, "training")),
-}  # fmt: skip
+}
 NEED_TWO_GPUS = {
     "nccl-two-gpus": "collectives and reallocation between two GPUs",
     "tp-graphs": "recorded decoding steps under tensor parallelism",
@@ -87,14 +87,14 @@ def run_check(name: str, device: str, scratch: Path) -> dict[str, Any]:
     check = CHECKS[name]
     directory = scratch / name
     directory.mkdir()
-    found = directory / "found"
+    results = directory / "found"
     python = [sys.executable, "-u"]
     if check.tests:
         command = [*python, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider",
-                   f"tests/gpu/{check.tests}", f"--junitxml={found}"]  # fmt: skip
+                   f"tests/gpu/{check.tests}", f"--junitxml={results}"]
     else:
         program, kind = check.program
-        command = [*python, f"benchmarks/{program}", kind, device, str(found)]
+        command = [*python, f"benchmarks/{program}", kind, device, str(results)]
     start = time.monotonic()
     limit = check.seconds * (1 if device.startswith("cuda") else _CPU_SLOWER)
     code = _run(command, _environment(device, directory), directory / "output", seconds=limit)
@@ -102,14 +102,14 @@ def run_check(name: str, device: str, scratch: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"about": check.about, "seconds": round(time.monotonic() - start, 1)}
     ended = f"did not end within {limit} s" if code is None else f"ended with code {code}"
     result["status"] = "passed" if code == 0 else f"failed: {ended}"
-    if check.tests and found.exists():
-        result["tests"] = tests = list(_tests(found))
+    if check.tests and results.exists():
+        result["tests"] = tests = list(_tests(results))
         outcomes = Counter(test["outcome"] for test in tests)
         result["summary"] = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
         if code == 0 and set(outcomes) == {"skipped"}:
             result["status"] = "skipped"
-    elif found.exists():
-        result["found"] = measured = json.loads(found.read_text())
+    elif results.exists():
+        result["found"] = measured = json.loads(results.read_text())
         result["summary"] = measured.get("not_run") or figures(measured)
         if "not_run" in measured:
             result["status"] = "not run"
@@ -144,7 +144,7 @@ def _environment(device: str, directory: Path) -> dict[str, str]:
         "PYTHONPATH": path, "TMPDIR": str(directory), "REALHF_GPU_DEVICE": device.split(":")[0],
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+    }
     if device == "cpu":
         more |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | more
@@ -161,13 +161,13 @@ def _tests(report: Path) -> Iterator[dict[str, Any]]:
             "outcome": outcomes[notes[0].tag] if notes else "passed",
             **({"figures": figures} if figures else {}),
             **({"message": (notes[0].get("message") or "")[:400]} if notes else {}),
-        }  # fmt: skip
+        }
 
 
-def figures(found: dict[str, Any], prefix: str = "") -> str:
+def figures(measured: dict[str, Any], prefix: str = "") -> str:
     """Return the measured numbers as a line of text: those of nested mappings, but no lists."""
     words = []
-    for name, value in found.items():
+    for name, value in measured.items():
         if isinstance(value, dict) and name not in ("profile", "repetitions"):
             words.append(figures(value, f"{prefix}{name}."))
         elif isinstance(value, str | int | float):
@@ -176,19 +176,19 @@ def figures(found: dict[str, Any], prefix: str = "") -> str:
     return ", ".join(words)
 
 
-def goals_missed(name: str, found: dict[str, Any]) -> list[str]:
+def goals_missed(name: str, measured: dict[str, Any]) -> list[str]:
     """Return sentences about what is slower, or needs more memory, than it should on a GPU."""
     if name == "train":
-        mfu = found["mfu"]
+        mfu = measured["mfu"]
         goals = [(mfu >= 0.45, f"training is at {mfu:.2f} of the fastest product, below 0.45")]
-        for call, predicted in found["predicted_gib"].items():
-            peak = found["peak_gib"][call]
+        for call, predicted in measured["predicted_gib"].items():
+            peak = measured["peak_gib"][call]
             what = f"{call} took {peak:.1f} GiB at its peak, and {predicted:.1f} were predicted"
             goals.append((abs(peak / predicted - 1) <= 0.1, what))
     elif name == "decode":
-        ratio, share = found["ratio"], found["decode"]["efficiency"]
+        ratio, share = measured["ratio"], measured["decode"]["efficiency"]
         goals = [(ratio >= 3, f"generation is {ratio:.1f} times as fast as `generate`, below 3"),
-                 (share >= 0.6, f"a decoding step is at {share:.2f} of the limit, below 0.6")]  # fmt: skip
+                 (share >= 0.6, f"a decoding step is at {share:.2f} of the limit, below 0.6")]
     else:
         goals = []
     return [sentence for is_reached, sentence in goals if not is_reached]

@@ -37,7 +37,7 @@ _LATENT = "latent"
 _KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 100}, "soft cap": {"softcap": 50.0},
     "soft cap and window": {"softcap": 50.0, "window": 100}, _LATENT: {},
-}  # fmt: skip
+}
 Found = dict[str, Any]
 
 
@@ -50,32 +50,33 @@ def attention(device: Device) -> Found:
     reference = import_module("realhf.attention.reference").ReferenceAttention()
     lens = (8000, 513, 1, 64) if device.is_cuda else (90, 33, 1, 16)
     generator = torch.Generator().manual_seed(0)
-    found: Found = {"lengths": lens}
+    figures: Found = {"lengths": lens}
     for name, settings in _KINDS.items():
         kind = interface.AttentionKind(128**-0.5, **settings)
         where = torch.device(device.name)
         is_latent = name == _LATENT
         dim, value_dim = (576, 512) if is_latent else (128, 128)
         shape = interface.AttentionShape(kind, dim, value_dim, torch.bfloat16)
-        paged = choose.paged_backend(where, shape)
+        backend = choose.paged_backend(where, shape)
         shapes = ((sum(lens), heads, dim) for heads in (8, *([1, 1] if is_latent else [2, 2])))
         q, k, v = (torch.randn(shape, generator=generator).bfloat16().to(where) for shape in shapes)
         qkv = [q, k, k[..., :value_dim] if is_latent else v]
-        at = interface.Sequences.of(lens, where)
-        exact = reference.packed(*(x.float() for x in qkv), at, kind)
-        found[name] = {"backend": paged.name, **_paged(interface, paged, qkv, lens, kind, exact, device)}
+        sequences = interface.Sequences.of(lens, where)
+        exact = reference.packed(*(x.float() for x in qkv), sequences, kind)
+        paged = _paged(interface, backend, qkv, lens, kind, exact, device)
+        figures[name] = {"backend": backend.name, **paged}
         if not is_latent:
-            run = partial(choose.packed_backend(where, shape).packed, *qkv, at, kind)
-            found[name]["packed_error"] = _error(run(), exact)
-            found[name]["packed_seconds"] = median_seconds(run, device=device.name)
-    _require_errors(found)
-    return found
+            run = partial(choose.packed_backend(where, shape).packed, *qkv, sequences, kind)
+            figures[name]["packed_error"] = _error(run(), exact)
+            figures[name]["packed_seconds"] = median_seconds(run, device=device.name)
+    _require_errors(figures)
+    return figures
 
 
 def _paged(
     interface: Any, backend: Any, qkv: list[Tensor], lens: tuple[int, ...], kind: Any, exact: Tensor,
     device: Device,
-) -> Found:  # fmt: skip
+) -> Found:
     """Compare the last tokens of each row, over pages in random order, with the same of the packed rows."""
     where = qkv[0].device
     page = max(16, backend.page_tokens)
@@ -91,23 +92,23 @@ def _paged(
         for pages, x in zip(cached, pair, strict=True):
             padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, len(mine) * page - len(x)))
             pages[mine.long()] = padded.unflatten(0, (-1, page))
-    found: Found = {}
+    figures: Found = {}
     for name, most in (("decode", 1), ("chunk", 40)):
         queries = [min(most, length) for length in lens]
         ends = torch.tensor(lens).cumsum(0).tolist()
         chosen = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, queries, strict=True)])
         chosen = chosen.to(where)
         cu = torch.tensor([0, *queries]).cumsum(0).int().to(where)
-        at = interface.Pages(
+        pages_of_rows = interface.Pages(
             cu, max(queries), table, torch.tensor(lens).int().to(where), table.shape[1] * page)
-        run = partial(backend.paged, qkv[0][chosen], *cached, at, kind)
-        found[f"{name}_error"] = _error(run()[0], exact[chosen])
-        found[f"{name}_seconds"] = median_seconds(run, device=device.name)
-    return found
+        run = partial(backend.paged, qkv[0][chosen], *cached, pages_of_rows, kind)
+        figures[f"{name}_error"] = _error(run()[0], exact[chosen])
+        figures[f"{name}_seconds"] = median_seconds(run, device=device.name)
+    return figures
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.float() - exact).abs().max() / exact.abs().max())
+def _error(computed: Tensor, exact: Tensor) -> float:
+    return float((computed.float() - exact).abs().max() / exact.abs().max())
 
 
 def _require_errors(found: Found) -> None:
@@ -130,12 +131,13 @@ def long_prompts(device: Device) -> Found:
     count, length, new_tokens = (4, 8000, 64) if device.is_cuda else (2, 200, 8)
     engine = _engine(device, "1b")
     lengths = [length - 7 * i for i in range(count)]
-    made = device.measured(lambda: {"batch": _generate(
+    measured = device.measured(lambda: {"batch": _generate(
         engine, lengths, new_tokens=new_tokens, prefill_tokens=2048 if device.is_cuda else 64)})
-    apart = _apart(engine, made.pop("batch"))
+    apart = _apart(engine, measured.pop("batch"))
     tokens = sum(lengths) + count * new_tokens
-    found = {"tokens_per_second": tokens / made["seconds"], "peak_gib": made["peak_bytes"] / 2**30, **apart}
-    return _with_small_mismatch(found)
+    speed = tokens / measured["seconds"]
+    figures = {"tokens_per_second": speed, "peak_gib": measured["peak_bytes"] / 2**30, **apart}
+    return _with_small_mismatch(figures)
 
 
 def long_tail(device: Device) -> Found:
@@ -144,18 +146,18 @@ def long_tail(device: Device) -> Found:
     engine = _engine(device, "1b", end_probability=8 / new_tokens)
     lengths = [16 + i % 48 for i in range(2 * rows)]
     run = partial(_generate, engine, lengths, new_tokens=new_tokens, max_rows=rows)
-    made = device.measured(lambda: {"batch": run()})
-    batch = made.pop("batch")
+    measured = device.measured(lambda: {"batch": run()})
+    batch = measured.pop("batch")
     eager = run(cuda_graphs=False)
     answers = [row - n for row, n in zip(batch["sequence_ids"].lengths, lengths, strict=True)]
     pairs = zip(batch["sequence_ids"].split(), eager["sequence_ids"].split(), strict=True)
-    found = {
-        "tokens_per_second": sum(answers) / made["seconds"], "peak_gib": made["peak_bytes"] / 2**30,
+    figures = {
+        "tokens_per_second": sum(answers) / measured["seconds"], "peak_gib": measured["peak_bytes"] / 2**30,
         "longest_answer": max(answers), "mean_answer": sum(answers) / len(answers),
         "same_without_graphs": sum(torch.equal(a, b) for a, b in pairs) / len(lengths),
         **_apart(engine, batch),
-    }  # fmt: skip
-    return _with_small_mismatch(found)
+    }
+    return _with_small_mismatch(figures)
 
 
 def no_waits(device: Device) -> Found:
@@ -176,8 +178,8 @@ def no_waits(device: Device) -> Found:
         try:
             _generate(engine, lengths, new_tokens=new_tokens, max_rows=rows, report=report)
         except RuntimeError as error:
-            found = {"steps": step, "waits": str(error).partition("\n")[0]}
-            raise Failed(f"the host waited in step {step}: {found['waits']}", found) from error
+            figures = {"steps": step, "waits": str(error).partition("\n")[0]}
+            raise Failed(f"the host waited in step {step}: {figures['waits']}", figures) from error
     return {"steps": step, "watched_steps": last - first, "waits": None}
 
 
@@ -211,25 +213,26 @@ def _generate(
     return engine.generate(call, batch, **more).batch
 
 
-def _apart(engine: NativeEngine, made: Batch) -> Found:
+def _apart(engine: NativeEngine, generated: Batch) -> Found:
     """Compare the generator's log-probs with those of a forward pass."""
     work = LogProbs()
     call = FunctionCall("actor_forward", "forward", GENERATED[:2], ("logprobs",), role="actor", work=work)
-    again = engine.forward(call, made.pick(GENERATED[:2]), micro_batch_tokens=16384)["logprobs"].values
-    mask = made["response_mask"].values != 0
-    apart = (again.double() - made["gen_logprobs"].values.double())[mask].abs()
+    sequences = generated.pick(GENERATED[:2])
+    again = engine.forward(call, sequences, micro_batch_tokens=16384)["logprobs"].values
+    mask = generated["response_mask"].values != 0
+    apart = (again.double() - generated["gen_logprobs"].values.double())[mask].abs()
     return {"logprobs_apart_mean": float(apart.mean()), "logprobs_apart_max": float(apart.max())}
 
 
-def _with_small_mismatch(found: Found) -> Found:
-    if not found["logprobs_apart_mean"] <= _MOST_APART:
-        raise Failed(f"log-probs differ by {found['logprobs_apart_mean']:.3g} in the mean", found)
-    return found
+def _with_small_mismatch(figures: Found) -> Found:
+    if not figures["logprobs_apart_mean"] <= _MOST_APART:
+        raise Failed(f"log-probs differ by {figures['logprobs_apart_mean']:.3g} in the mean", figures)
+    return figures
 
 
 KINDS = {
     "attention": attention, "long-prompts": long_prompts, "long-tail": long_tail, "no-waits": no_waits,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     kind_name, device_name, out = sys.argv[1:4]

@@ -90,12 +90,12 @@ class Device(NamedTuple):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before, start = self.allocated(), perf_counter()
-        found = work()
+        result = work()
         if self.is_cuda:
             torch.cuda.synchronize()
         seconds = perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - before + own_bytes if self.is_cuda else 0
-        return found | {"seconds": seconds, "peak_bytes": peak}
+        return result | {"seconds": seconds, "peak_bytes": peak}
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.is_cuda else 0
@@ -117,24 +117,24 @@ class Device(NamedTuple):
 
 def environment(device: Device) -> dict[str, Any]:
     """Return the machine and its limits."""
-    found: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "python": sys.version.split()[0], "torch": torch.__version__,
         "transformers": transformers.__version__, "flash_attn": find_spec("flash_attn") is not None,
         "tyro": find_spec("tyro") is not None,
-    }  # fmt: skip
+    }
     if device.is_cuda:
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        versions |= {
             "gpu": properties.name, "memory_gib": properties.total_memory / 2**30, "driver": _driver(),
             "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }  # fmt: skip
+        }
         source = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty_like(source, device=device.name)
         seconds = median_seconds(partial(target.copy_, source, non_blocking=True), device=device.name)
-        found["pinned_to_device_bytes_per_second"] = PINNED_BYTES / seconds
+        versions["pinned_to_device_bytes_per_second"] = PINNED_BYTES / seconds
     for dtype in ("float32", DTYPE):
-        found[dtype] = measure_limits(dtype, device.name)
-    return found
+        versions[dtype] = measure_limits(dtype, device.name)
+    return versions
 
 
 def _driver() -> str:
@@ -155,21 +155,21 @@ def generation(device: Device) -> dict[str, Any]:
     lengths = [first + i % (last - first + 1) for i in range(scale.rows)]
     prompts = sequences(lengths, vocab_size=config.vocab_size)
     sides = {"ours": partial(_our_generation, device, directory, prompts),
-             "generate": partial(_their_generation, device, directory, prompts)}  # fmt: skip
-    made = {}
-    own = {}
+             "generate": partial(_their_generation, device, directory, prompts)}
+    runs = {}
+    weight_bytes = {}
     for name, side in sides.items():
         before = device.allocated()
-        made[name] = side()
-        own[name] = device.allocated() - before
+        runs[name] = side()
+        weight_bytes[name] = device.allocated() - before
     asks = {
-        (name, n): partial(device.measured, partial(run, n), own_bytes=own[name])
-        for name, run in made.items() for n in (scale.few_tokens, scale.new_tokens)}
+        (name, n): partial(device.measured, partial(run, n), own_bytes=weight_bytes[name])
+        for name, run in runs.items() for n in (scale.few_tokens, scale.new_tokens)}
     answers = alternate(asks, repeats=scale.repeats)  # type: ignore[arg-type]
-    whole = {name: answers[name, scale.new_tokens] for name in made}  # type: ignore[index]
+    whole = {name: answers[name, scale.new_tokens] for name in runs}  # type: ignore[index]
     steps = {
         name: (_median(whole[name]) - _median(answers[name, scale.few_tokens]))  # type: ignore[index]
-        / (scale.new_tokens - scale.few_tokens) for name in made}
+        / (scale.new_tokens - scale.few_tokens) for name in runs}
     limits = measure_limits(DTYPE, device.name)
     length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
     flops, moved = decode_work(config, rows=scale.rows, length=length, dtype=DTYPE)
@@ -178,8 +178,8 @@ def generation(device: Device) -> dict[str, Any]:
         "model": scale.model, "dtype": DTYPE, "samples": scale.rows, **_speeds(whole, "generate"),
         "decode": {"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
                    **limits},
-        "profile": device.profile(lambda: made["ours"](scale.few_tokens)),
-    }  # fmt: skip
+        "profile": device.profile(lambda: runs["ours"](scale.few_tokens)),
+    }
 
 
 def _our_generation(
@@ -188,14 +188,14 @@ def _our_generation(
     engine = engine_of({"model": str(directory), "dtype": DTYPE}, World(device=device.name))
     columns = {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])}
     batch = Batch(list(range(len(prompts))), columns)
-    given = sum(map(len, prompts))
+    prompt_tokens = sum(map(len, prompts))
 
     def run(new_tokens: int) -> dict[str, Any]:
         work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
         call = FunctionCall(
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
-        made = engine.generate(call, batch).batch
-        return {"tokens": len(made["sequence_ids"].values) - given}
+        generated = engine.generate(call, batch).batch
+        return {"tokens": len(generated["sequence_ids"].values) - prompt_tokens}
 
     return run
 
@@ -241,8 +241,8 @@ def training(device: Device) -> dict[str, Any]:
         return engine.train(call, [batch], micro_batch_tokens=scale.micro_batch_tokens)
 
     step()
-    own = device.allocated() - before
-    answers = [device.measured(step, own_bytes=own) for _ in range(scale.repeats)]
+    weight_bytes = device.allocated() - before
+    answers = [device.measured(step, own_bytes=weight_bytes) for _ in range(scale.repeats)]
     limits = measure_limits(DTYPE, device.name)
     least = train_flops(config_of(scale.model), lengths) / limits["peak_flops"]
     peaks = {"actor_train": max(answer["peak_bytes"] for answer in answers)}
@@ -258,7 +258,7 @@ def training(device: Device) -> dict[str, Any]:
                 "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)},
         "mfu": least / _median(answers), **limits,
         "profile": device.profile(step),
-    }  # fmt: skip
+    }
 
 
 def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict[str, Any]]:
@@ -301,14 +301,14 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 def _speeds(answers: dict[str, list[dict[str, Any]]], rival: str) -> dict[str, Any]:
     """Return the medians of both sides, and the ratio of ours to the other's in the same repetition."""
-    rates = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
+    rates = {name: [a["tokens"] / a["seconds"] for a in of_side] for name, of_side in answers.items()}
     return {
         "tokens_per_second": {name: statistics.median(rate) for name, rate in rates.items()},
         "ratio": statistics.median(a / b for a, b in zip(rates["ours"], rates[rival], strict=True)),
         "peak_gib": {
-            name: max(a["peak_bytes"] for a in found) / 2**30 for name, found in answers.items()},
+            name: max(a["peak_bytes"] for a in of_side) / 2**30 for name, of_side in answers.items()},
         "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def _median(answers: list[dict[str, Any]]) -> float:

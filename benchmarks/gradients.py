@@ -114,19 +114,19 @@ def main() -> int:
     row = {
         "seconds": seconds, "wire_seconds": wire, "num_sections": sections, "ratio": ratio,
         "beside_computing": {"after": statistics.median(apart), "during": statistics.median(left)},
-    }  # fmt: skip
-    found = Table(title=f"Seconds of a train step; the link alone needs {wire:.2f}")
+    }
+    times_table = Table(title=f"Seconds of a train step; the link alone needs {wire:.2f}")
     for column in ("gradients", "sections", "seconds", "of these beside computing"):
-        found.add_column(column, justify="left" if column == "gradients" else "right")
+        times_table.add_column(column, justify="left" if column == "gradients" else "right")
     for way, count in (("during", sections), ("after", 1)):
         times = statistics.median(seconds[way]), row["beside_computing"][way]
-        found.add_row(f"{way} the backward pass", str(count), *(f"{time:.2f}" for time in times))
-    found.add_row("not summed", "", f"{statistics.median(seconds['alone']):.2f}", "")
+        times_table.add_row(f"{way} the backward pass", str(count), *(f"{time:.2f}" for time in times))
+    times_table.add_row("not summed", "", f"{statistics.median(seconds['alone']):.2f}", "")
     settings = {name: value for name, value in vars(args).items() if name not in ("rank", "address")}
     document = {
         "benchmark": "gradients", "machine": hardware, "settings": {**settings, "mtu": MTU}, "rows": [row]}
     goals = [Goal("after / during the backward pass, seconds of a step", ratio, at_least=1.0)]
-    return report(document, tables=[found], goals=goals, as_json=args.json)
+    return report(document, tables=[times_table], goals=goals, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "grpo", "model": str(model), "data": str(data), "dtype": scene.dtype, "optimizer": _OPTIMIZER,
         "prompts": _PROMPTS, "group": _GROUP, "max_new_tokens": _MAX_NEW, "steps": 100, "continuous": False,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
@@ -100,21 +100,21 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
             b[key] / b["response_length"] / a[key] * a["response_length"]
             for a, b in zip(answers["ours"], answers["trl"], strict=True))
         for key in ("seconds", "cpu_seconds")
-    )  # fmt: skip
+    )
     calls = answers["ours"][0]["calls"]
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
         "ranks": ranks,
         "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
-        "seconds": {name: median(found, "seconds") for name, found in answers.items()},
-        "response_length": {name: median(found, "response_length") for name, found in answers.items()},
+        "seconds": {name: median(of_side, "seconds") for name, of_side in answers.items()},
+        "response_length": {name: median(of_side, "response_length") for name, of_side in answers.items()},
         "ratio": ratio, "ratio_of_cpu_seconds": cpu_ratio,
         "calls": {call: statistics.median(a["calls"][call] for a in answers["ours"]) for call in calls},
         "peak_mib": {
-            name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
-            for name, found in answers.items()},
+            name: (max(a["peak_bytes"] for a in of_side) - base[name]) / 2**20
+            for name, of_side in answers.items()},
         "equal_data": compare_losses(scene, settings), "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def median(answers: Sequence[dict[str, Any]], key: str) -> float:
@@ -134,14 +134,14 @@ def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str
         {"prompt": prompt, "completion": answer, "advantage": rng.gauss(0, 1),
          "logprobs": [usual + rng.gauss(0, 0.1) for _ in answer]}
         for prompt, answer in zip(prompts, answers, strict=True)
-    ]  # fmt: skip
+    ]
     path = scene.directory / "batch.json"
     path.write_text(json.dumps(rows))
-    found = {}
+    losses = {}
     for name, script, micro_batch in (("ours", OURS, 16384), ("trl", THEIRS, 32)):
         with Side(script, settings | {"batch": str(path), "micro_batch": micro_batch}) as side:
-            found[name] = side.ask()
-    return found
+            losses[name] = side.ask()
+    return losses
 
 
 # Two processes
@@ -151,22 +151,22 @@ def scaling(directory: Path, *, repeats: int, steps: int) -> dict[str, Any]:
     """Return the seconds of steps and calls of the demo's experiment, on one process and on two."""
     _realhf(directory, "sft", 1, directory / "sft", [])
     warm = json.loads((directory / "sft" / "summary.json").read_text())["hf_dir"]
-    found: dict[str, list[list[dict[str, float]]]] = {"one": [], "two": []}
+    rows_of_runs: dict[str, list[list[dict[str, float]]]] = {"one": [], "two": []}
     for repeat in range(repeats):
         for nproc, name in ((1, "one"), (2, "two"))[:: 1 if repeat % 2 else -1]:
             out = directory / f"{name}-{repeat}"
             options = ("--steps", str(steps), "--actor.model", warm, "--eval-every", "0")
             _realhf(directory, "grpo", nproc, out, [*options, "--eval-dataset.max-rows", "8"])
             lines = (out / "metrics.jsonl").read_text().splitlines()
-            found[name].append([row for row in map(json.loads, lines) if row["step"] > 2])
-    timings = [key for key in found["two"][0][0] if key.startswith("timing_s/")]
+            rows_of_runs[name].append([row for row in map(json.loads, lines) if row["step"] > 2])
+    timings = [key for key in rows_of_runs["two"][0][0] if key.startswith("timing_s/")]
     medians = {
         name: {
             key.removeprefix("timing_s/"): statistics.median(row.get(key, 0.0) for run in runs for row in run)
             for key in timings}
-        for name, runs in found.items()
-    }  # fmt: skip
-    by_run = {name: [median(run, "timing_s/step") for run in runs] for name, runs in found.items()}
+        for name, runs in rows_of_runs.items()
+    }
+    by_run = {name: [median(run, "timing_s/step") for run in runs] for name, runs in rows_of_runs.items()}
     ratios = (one / two for one, two in zip(by_run["one"], by_run["two"], strict=True))
     return {"seconds": medians, "runs": by_run, "throughput": statistics.median(ratios)}
 
@@ -178,47 +178,47 @@ def _realhf(directory: Path, example: str, nproc: int, out: Path, words: list[st
     environment = os.environ | {"OMP_NUM_THREADS": str(2 // nproc), "PYTHONPATH": path}
     subprocess.run(
         [*command, "--out", str(out), *words], check=True, cwd=directory, env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 # Reports
 
 
 def goals(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Goal]:
-    found = []
+    row_goals = []
     for row in rows:
         name = f"{row['size']} {row['dtype']} {row['workload']}"
-        found.append(Goal(f"{name}: ours / TRL", row["ratio"], at_least=GOALS[row["workload"]]))
+        row_goals.append(Goal(f"{name}: ours / TRL", row["ratio"], at_least=GOALS[row["workload"]]))
         for key, what in (("loss", "losses"), ("grad_norm", "gradient norms")):
             ours, theirs = (row["equal_data"][side][key] for side in ("ours", "trl"))
             apart = 1000 * abs(ours / theirs - 1)
             most = 1000 * _LOSS_TOLERANCE[row["dtype"]]
-            found.append(Goal(f"{name}: {what} apart, relative, x 1000", apart, at_most=most))
+            row_goals.append(Goal(f"{name}: {what} apart, relative, x 1000", apart, at_most=most))
     if scaled is not None:
         what = "two processes of one thread / one of two, steps per second"
-        found.append(Goal(what, scaled["throughput"], at_least=_SCALING_GOAL))
-    return found
+        row_goals.append(Goal(what, scaled["throughput"], at_least=_SCALING_GOAL))
+    return row_goals
 
 
 def tables(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Table]:
-    made = Table(title="Seconds of a GRPO step (micro-batch: our tokens, their sequences)")
+    steps_table = Table(title="Seconds of a GRPO step (micro-batch: our tokens, their sequences)")
     words = ("model", "dtype", "lengths")
     each = ("micro", "MiB", "mean tokens")
     for column in (*words, "our ranks", "ours", *each, "TRL", *each, "ratio", "our generation", "training"):
-        made.add_column(column, justify="left" if column in words else "right")
+        steps_table.add_column(column, justify="left" if column in words else "right")
     forms = {"seconds": ".2f", "micro_batch": "d", "peak_mib": ".0f", "response_length": ".1f"}
     for row in rows:
         cells = [format(row[key][name], form) for name in ("ours", "trl") for key, form in forms.items()]
         calls = (f"{row['calls'][call]:.2f}" for call in ("actor_generate", "actor_train"))
         name = (row["size"], row["dtype"], row["workload"], str(row["ranks"]))
-        made.add_row(*name, *cells, f"{row['ratio']:.2f}", *calls)
+        steps_table.add_row(*name, *cells, f"{row['ratio']:.2f}", *calls)
     if scaled is None:
-        return [made]
+        return [steps_table]
     title = "The demo's step on one process and on two (slowest rank)"
     parts = Table("seconds of", "one process", "two", title=title)
     for key, seconds in scaled["seconds"]["one"].items():
         parts.add_row(key, f"{seconds:.3f}", f"{scaled['seconds']['two'][key]:.3f}")
-    return [made, parts]
+    return [steps_table, parts]
 
 
 def main() -> int:
@@ -256,7 +256,7 @@ def main() -> int:
     document = {
         "benchmark": "grpo_step", "machine": hardware, "settings": vars(args), "rows": rows,
         "scaling": scaled,
-    }  # fmt: skip
+    }
     return report(document, tables=tables(rows, scaled), goals=goals(rows, scaled), as_json=args.json)
 
 

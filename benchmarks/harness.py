@@ -41,7 +41,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
             ours, theirs = context.Pipe(duplex=False)
             processes.append(context.Process(
                 target=_rank_main, args=(theirs, fn, rank, num_ranks, store.port, args), daemon=True
-            ))  # fmt: skip
+            ))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
@@ -135,7 +135,7 @@ def machine() -> dict[str, Any]:
     return {
         "cores": cores, "memory_gib": round(memory_gib, 1), "torch": torch.__version__, "backend": "gloo",
         "python": platform.python_version(), "load_before": os.getloadavg()[0],
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)

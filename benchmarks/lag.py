@@ -57,21 +57,21 @@ class Options:
 def run_all(directory: Path, options: Options) -> dict[str, list[SteadyState]]:
     """Run all rivals in turns; each repetition starts with another one."""
     write_task(directory, Setting())
-    found: dict[str, list[SteadyState]] = {name: [] for name in RIVALS}
+    states: dict[str, list[SteadyState]] = {name: [] for name in RIVALS}
     names = list(RIVALS)
     for repeat in range(options.repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
             max_lag, plan = RIVALS[name]
             state = measure(directory, plan=plan, max_lag=max_lag, repeat=repeat, steps=options.steps)
-            found[name].append(state)
+            states[name].append(state)
             progress(f"run {repeat + 1}, {name}: {state.tokens_per_second:.0f} tokens/s")
-    return found
+    return states
 
 
-def undisturbed(found: dict[str, list[SteadyState]]) -> dict[str, list[SteadyState]]:
+def undisturbed(by_rival: dict[str, list[SteadyState]]) -> dict[str, list[SteadyState]]:
     """Return the runs that count."""
-    left = {name: [s for s in states if s.preempted <= _MOST_PREEMPTED] for name, states in found.items()}
+    left = {name: [s for s in states if s.preempted <= _MOST_PREEMPTED] for name, states in by_rival.items()}
     if missing := [name for name, states in left.items() if not states]:
         sys.exit(f"other work disturbed all runs of {', '.join(missing)}: repeat them on a quieter machine")
     return left
@@ -83,10 +83,10 @@ def side_seconds(state: SteadyState) -> tuple[float, float]:
     return generation, sum(state.calls.values()) - generation
 
 
-def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
+def summary(by_rival: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
     """Return the medians over the runs that count of what the table shows, by rival."""
     rows: dict[str, dict[str, float]] = {}
-    for name, states in undisturbed(found).items():
+    for name, states in undisturbed(by_rival).items():
         sides = [side_seconds(state) for state in states]
         rows[name] = {
             "tokens_per_second": statistics.median(state.tokens_per_second for state in states),
@@ -97,7 +97,7 @@ def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
             "least_idle": statistics.median(state.least_idle for state in states),
             **{f"idle_{rank}": statistics.median(s.idle[rank] for s in states) for rank in range(NUM_RANKS)},
             "runs": len(states),
-        }  # fmt: skip
+        }
     for row in rows.values():
         for key, base in (("ratio", BASE), ("ratio_to_colocated", "synchronous, colocated")):
             row[key] = row["tokens_per_second"] / rows[base]["tokens_per_second"]
@@ -115,7 +115,7 @@ def table_of(rows: dict[str, dict[str, float]]) -> Table:
         "generate s": ("generation_seconds", ".3f"), "score, train s": ("training_seconds", ".3f"),
         "calls": ("call_ratio", ".2f"), "idle rank 0": ("idle_0", ".0%"), "idle rank 1": ("idle_1", ".0%"),
         "runs": ("runs", "d"),
-    }  # fmt: skip
+    }
     table = Table(title="Steady state, medians over runs")
     table.add_column("steps")
     for column in columns:
@@ -131,19 +131,19 @@ def goals_of(rows: dict[str, dict[str, float]]) -> list[Goal]:
         *(Goal(f"{name}: throughput to {BASE}", rows[name]["ratio"], at_least=1.5) for name in lagged),
         *(Goal(f"{name}: idle share of the slower side", rows[name]["least_idle"], at_most=0.1)
           for name in lagged),
-    ]  # fmt: skip
+    ]
 
 
 def main(options: Options) -> int:
     before = machine()
     with tempfile.TemporaryDirectory(prefix="lag-") as scratch:
         directory = Path(scratch) if options.keep is None else options.keep
-        found = run_all(directory, options)
-    rows = summary(found)
+        by_rival = run_all(directory, options)
+    rows = summary(by_rival)
     document = {
         "benchmark": "lag", "machine": before, "setting": asdict(Setting()), "rows": rows,
-        "repetitions": {name: [asdict(state) for state in states] for name, states in found.items()},
-    }  # fmt: skip
+        "repetitions": {name: [asdict(state) for state in states] for name, states in by_rival.items()},
+    }
     return report(document, tables=[table_of(rows)], goals=goals_of(rows), as_json=options.json)
 
 

@@ -80,7 +80,7 @@ def profiles(directory: Path) -> dict[int, ProfiledRates]:
 
 def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[SteadyState]]]:
     """Run all configurations with both plans, in turns."""
-    found: dict[str, dict[str, list[SteadyState]]] = {
+    states: dict[str, dict[str, list[SteadyState]]] = {
         name: {rival: [] for rival in RIVALS} for name in CONFIGURATIONS
     }
     for name, setting in CONFIGURATIONS.items():
@@ -91,10 +91,10 @@ def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[Stead
                 plan, max_lag = RIVALS[rival]
                 state = measure(
                     directory / name.replace(" ", "-"), plan=plan, max_lag=max_lag, repeat=repeat,
-                    steps=options.steps)  # fmt: skip
-                found[name][rival].append(state)
+                    steps=options.steps)
+                states[name][rival].append(state)
                 progress(f"run {repeat + 1}, {name}, {rival}: {state.step_seconds:.3f} s")
-    return found
+    return states
 
 
 def row_of(
@@ -106,7 +106,7 @@ def row_of(
     host = [call.name for call in experiment.graph().calls if call.kind == "host"]
     expected = dataclasses.replace(
         experiment.expected, response_tokens=round(statistics.fmean(s.response_tokens for s in every)),
-        host_seconds=statistics.fmean(state.calls[call] for state in every for call in host))  # fmt: skip
+        host_seconds=statistics.fmean(state.calls[call] for state in every for call in host))
     measured = {rival: lower_quartile(group) for rival, group in states.items()}
     medians = {rival: statistics.median(x for s in group for x in s.steps) for rival, group in states.items()}
     predicted, calls = {}, {}
@@ -131,7 +131,7 @@ def row_of(
         "measured": measured, "medians": medians, "calls": calls, "response_tokens": expected.response_tokens,
         "faster_predicted": min(predicted, key=predicted.__getitem__),
         "faster_measured": min(measured, key=measured.__getitem__),
-    }  # fmt: skip
+    }
 
 
 def is_close(row: dict[str, Any]) -> bool:
@@ -169,10 +169,10 @@ def main(options: Options) -> int:
         directory = Path(scratch) if options.keep is None else options.keep
         directory.mkdir(parents=True, exist_ok=True)
         rates = profiles(directory)
-        found = run_all(directory, options)
+        states = run_all(directory, options)
         rows = [
             row_of(
-                name, found[name], rates[setting.hidden], directory / name.replace(" ", "-"),
+                name, states[name], rates[setting.hidden], directory / name.replace(" ", "-"),
                 cpu_clock=options.cpu_clock)
             for name, setting in CONFIGURATIONS.items()
         ]

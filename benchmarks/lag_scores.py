@@ -47,8 +47,8 @@ def main(options: Options) -> None:
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(lambda seed: warm_up(options, seed), options.seeds))
         cases = [(seed, lag) for seed in options.seeds for lag in options.lags]
-        made = jobs.map(lambda case: train(options, *case), cases)
-        for (seed, lag), curve in zip(cases, made, strict=True):
+        runs = jobs.map(lambda case: train(options, *case), cases)
+        for (seed, lag), curve in zip(cases, runs, strict=True):
             curves[lag].append(curve)
             progress(f"seed {seed}, lag {lag}: {curve[-1][1]:.3f}")
     results = {lag: [curve[-1][1] for curve in of_lag] for lag, of_lag in curves.items()}
@@ -73,7 +73,7 @@ def train(options: Options, seed: int, lag: int) -> list[tuple[int, float]]:
     settings = {
         "actor.model": directory / "sft" / "hf" / "step_700", "dataset.path": task / "prompts.jsonl",
         "max-lag": lag, "steps": options.steps, "actor.optimizer.lr": options.lr,
-    }  # fmt: skip
+    }
     run("async_grpo", directory / f"lag{lag}", seed, task, settings)
     return scores(directory / f"lag{lag}")
 

@@ -52,7 +52,7 @@ class Setting:
             hidden_size=self.hidden, intermediate_size=3 * self.hidden, num_hidden_layers=self.layers,
             num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=4096,
             tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=END, bos_token_id=None,
-        )  # fmt: skip
+        )
 
 
 def write_task(directory: Path, setting: Setting) -> Path:
@@ -113,7 +113,7 @@ def measure(directory: Path, *, plan: str, max_lag: int, repeat: int, steps: int
     if not (out / "summary.json").exists():
         realhf(
             "run", directory / _FILE, "--nproc", NUM_RANKS, "--plan", directory / f"{plan}.yaml",
-            "--out", out, "--steps", steps, "--max-lag", max_lag)  # fmt: skip
+            "--out", out, "--steps", steps, "--max-lag", max_lag)
     return steady_state(out, steps=steps, max_lag=max_lag)
 
 
@@ -145,7 +145,7 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
             name.removeprefix("bubble/"): statistics.median(m.get(name, 0.0) for m in steady)
             for name in steady[-1] if name.startswith("bubble/")},
         preempted=_preempted(within),
-    )  # fmt: skip
+    )
 
 
 def _preempted(events: list[dict[str, Any]]) -> float:

@@ -63,7 +63,7 @@ def llama(mib: int) -> ModelSpec:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16 * width,
         "hidden_size": width, "intermediate_size": width * 7 // 2, "num_attention_heads": 16,
         "num_key_value_heads": 4,
-    }  # fmt: skip
+    }
     sizes = [model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2)]
     layers = max(4, 1 + -(-((mib << 19) - sizes[0]) // (sizes[1] - sizes[0])))
     return model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": layers}))
@@ -87,9 +87,9 @@ def make(mib: int, world: World, layout: str) -> Transformer:
 
 def status_mib(key: str) -> float:
     """Return VmRSS (memory now) or VmHWM (its peak) of this process in MiB."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
 
 
 def measure(rank: int, nproc: int, store: dist.Store, settings: Settings, layout: str) -> dict[str, Any]:
@@ -144,18 +144,18 @@ def row(layout: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         "extra_mib": [round(r["extra_mib"], 1) for r in by_rank],
         "seconds": {name: harness.median_of_slowest([r["seconds"][name] for r in by_rank]) for name in names},
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs), "repetitions": repetitions,
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Seconds to read; memory beside the model")
+    times_table = Table(title="Seconds to read; memory beside the model")
     for column in ("layout", "shard MiB", "extra MiB, worst rank", *rows[0]["seconds"], "ours / get_slice"):
-        made.add_column(column, justify="left" if column == "layout" else "right")
-    for one in rows:
-        seconds = [f"{value:.3f}" for value in one["seconds"].values()]
-        sizes = f"{max(one['shard_mib']):.0f}", f"{max(one['extra_mib']):.1f}"
-        made.add_row(one["layout"], *sizes, *seconds, f"{one['ratio']:.2f}")
-    return made
+        times_table.add_column(column, justify="left" if column == "layout" else "right")
+    for measured in rows:
+        seconds = [f"{value:.3f}" for value in measured["seconds"].values()]
+        sizes = f"{max(measured['shard_mib']):.0f}", f"{max(measured['extra_mib']):.1f}"
+        times_table.add_row(measured["layout"], *sizes, *seconds, f"{measured['ratio']:.2f}")
+    return times_table
 
 
 def main() -> int:
@@ -181,7 +181,7 @@ def main() -> int:
     document = {
         "benchmark": "load", "machine": hardware, "settings": vars(args),
         "checkpoint_bytes": llama(args.mib).numel * 2, "rows": rows,
-    }  # fmt: skip
+    }
     return harness.report(document, tables=[table(rows)], goals=goals, as_json=args.json)
 
 

@@ -27,7 +27,7 @@ VARIANTS = {"cosine reward": "long_chain", "plain reward": "long_chain_plain"}
 METRICS = {
     "reward/mean": "right answers", "response_length/mean": "mean length in tokens",
     "response_length/clip_ratio": "cut answers",
-}  # fmt: skip
+}
 WINDOW = 20
 """Steps over which the first and the last figures of a run are averaged, and the curves are smoothed."""
 Curves = dict[str, list[float]]

@@ -69,8 +69,8 @@ def generate(desk: Desk) -> None:
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
-            made = engine.generate(call, batch).batch
-        desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
+            generated = engine.generate(call, batch).batch
+        desk.answer(tokens=len(generated["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 
 class SecondRank:
@@ -224,7 +224,7 @@ def _program(settings: dict[str, Any]) -> Program:
         dataset=DatasetConfig(settings["data"], shuffle=False), reward_function=reward,
         sampling=SamplingConfig(max_new_tokens=settings["max_new_tokens"]),
         batch_size=settings["prompts"], group_size=settings["group"], steps=settings["steps"],
-    )  # fmt: skip
+    )
     layout = Layout.parse(f"d{ranks}@0-{ranks - 1}" if ranks > 1 else "d1@0")
     calls = {call.name: CallPlan(layout) for call in experiment.graph().calls if call.kind != "host"}
     calls["actor_train"] = CallPlan(layout, micro_batch_tokens=settings["micro_batch"])

@@ -108,7 +108,7 @@ def write_plan(path: Path, experiment: Experiment, layouts: Mapping[str, str]) -
     calls = {
         call.name: {"layout": layouts.get(call.name, layouts["*"])}
         for call in experiment.graph().calls if call.role is not None
-    }  # fmt: skip
+    }
     path.write_text(yaml.safe_dump({"calls": calls}))
     return ExecutionPlan.load(str(path))
 
@@ -231,7 +231,7 @@ def main(options: Options) -> int:
             row
             for name in names for processes in options.processes
             for row in compare(directory, name, processes, options)
-        ]  # fmt: skip
+        ]
     return show(rows, {"machine": before}, options)
 
 

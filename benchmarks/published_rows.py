@@ -14,7 +14,7 @@ from realhf.planner.cost.engine_paths import EnginePath
 NEMO = EnginePath(
     kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded=True, gathers=False,
     pads_stages=True, splits_experts=False, overlap=1.0,
-)  # fmt: skip
+)
 """Training by Megatron-Core with Transformer Engine, which launches two products for each of a rank's 16
 experts; generation by vLLM 0.10, whose decoding is compiled and recorded. A pass through stages pads packed
 sequences to the limit (`pad_packed_seq_to`), experts are not split (expert_tensor_parallel_size 1), and

@@ -69,7 +69,7 @@ def experiment_of(row: PublishedStep) -> GRPO:
         expected=Expected(prompt_tokens=PROMPT_TOKENS, response_tokens=row.mean_tokens - PROMPT_TOKENS),
         batch_size=row.samples // row.group_size, group_size=row.group_size,
         minibatches=row.samples // UPDATE_SAMPLES, max_lag=int(row.is_lagged),
-    )  # fmt: skip
+    )
 
 
 def problem_for(row: PublishedStep) -> Problem:
@@ -85,7 +85,7 @@ def problem_for(row: PublishedStep) -> Problem:
             problem.workloads[call.name], response_lengths=lengths, response_tokens=lengths.mean,
             work_stealing=False)
         for call in problem.model_calls
-    }  # fmt: skip
+    }
     return replace(problem, workloads={**problem.workloads, **workloads})
 
 
@@ -123,7 +123,7 @@ def call_plans(row: PublishedStep, problem: Problem) -> dict[str, CallPlan]:
         "actor_forward": trained,
         "ref_forward": trained,
         "actor_train": replace(trained, recompute=row.recompute),
-    }  # fmt: skip
+    }
 
 
 def cached_rows(row: PublishedStep, problem: Problem) -> int:
@@ -160,7 +160,7 @@ def peer_seconds(row: PublishedStep, efficiencies: Efficiencies | None = None) -
             per_host=per_host,
         ).seconds
         for call in problem.model_calls
-    }  # fmt: skip
+    }
     strategy = plans["actor_train"].layout.strategy
     shard = weights_bytes(role, strategy, 0)
     # The reference's weights wait in host memory: they come to the device, the policy's go and come back.
@@ -198,7 +198,7 @@ def planned_row(row: PublishedStep, *, time_limit: float) -> dict[str, Any]:
     """
     problem = problem_for(row)
     others = {name: part for name, part in peer_seconds(row).items() if name not in problem.workloads}
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for engine, rates in (("peer", Rates(problem.cluster, path=row.path)), ("ours", Rates(problem.cluster))):
         try:
             planned = make_plan(problem, rates, time_limit=time_limit, gap=0.01)
@@ -206,8 +206,8 @@ def planned_row(row: PublishedStep, *, time_limit: float) -> dict[str, Any]:
             return {"plan_reason": str(error)}
         seconds = planned.found.step_seconds + (sum(others.values()) if engine == "peer" else 0.0)
         layouts = {call.name: str(planned.plan[call.name].layout) for call in problem.model_calls}
-        found |= {f"plan_on_{engine}_seconds": float(seconds), f"plan_on_{engine}": layouts}
-    return found
+        figures |= {f"plan_on_{engine}_seconds": float(seconds), f"plan_on_{engine}": layouts}
+    return figures
 
 
 # All rows
@@ -219,22 +219,22 @@ def predicted(row: PublishedStep) -> dict[str, Any]:
     return {
         "name": row.name, "published_seconds": row.seconds, "predicted_seconds": seconds,
         "ratio": seconds / row.seconds, "parts": parts,
-    }  # fmt: skip
+    }
 
 
 def sensitivity() -> list[dict[str, Any]]:
     """Return the mean and the range of the ratios when one efficiency is a quarter lower or higher."""
     usual = EFFICIENCIES["h100"]
-    found = []
+    changed_ratios = []
     for name in (field.name for field in fields(Efficiencies)):
         if name in ("tile", "units"):
             continue
         for factor in (0.75, 1.25):
             changed = replace(usual, **{name: getattr(usual, name) * factor})
             ratios = [step_seconds(row, peer_seconds(row, changed)) / row.seconds for row in ROWS]
-            found.append({"figure": name, "factor": factor, "mean": geometric_mean(ratios),
-                          "least": min(ratios), "most": max(ratios)})  # fmt: skip
-    return found
+            changed_ratios.append({"figure": name, "factor": factor, "mean": geometric_mean(ratios),
+                          "least": min(ratios), "most": max(ratios)})
+    return changed_ratios
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
@@ -257,20 +257,20 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of all rows; gains are those over the peer's predicted step."""
-    found = Table(title="Steps of NeMo RL v0.4 on DGX-H100", padding=(0, 1, 0, 0))
+    steps_table = Table(title="Steps of NeMo RL v0.4 on DGX-H100", padding=(0, 1, 0, 0))
     titles = ("published s", "predicted s", "ratio", "generation", "training side", "other", "gain",
-              "the planner's layouts")  # fmt: skip
+              "the planner's layouts")
     for title in ("row", *titles):
-        found.add_column(title, justify="left" if title in (titles[-1], "row") else "right")
+        steps_table.add_column(title, justify="left" if title in (titles[-1], "row") else "right")
     for row in rows:
         parts = row["parts"]
         sides = [parts["actor_generate"], sum(v for k, v in parts.items() if k in _TRAINING)]
         sides.append(sum(parts.values()) - sum(sides))
-        found.add_row(
+        steps_table.add_row(
             row["name"], f"{row['published_seconds']:g}", f"{row['predicted_seconds']:.1f}",
             f"{row['ratio']:.2f}", *(f"{side:.1f}" for side in sides), *_planned_cells(row),
-        )  # fmt: skip
-    return found
+        )
+    return steps_table
 
 
 def _planned_cells(row: dict[str, Any]) -> tuple[str, str]:
@@ -299,19 +299,19 @@ def main() -> int:
     document = {
         "benchmark": "published_steps", "machine": machine(), "settings": vars(args), "rows": rows,
         "sensitivity": changed,
-    }  # fmt: skip
+    }
     tables = [table(rows), *([_sensitivity_table(changed)] if changed else [])]
     return report(document, tables=tables, goals=goals(rows), as_json=args.json)
 
 
 def _sensitivity_table(changed: Sequence[dict[str, Any]]) -> Table:
-    found = Table(title="Ratios with one efficiency changed", padding=(0, 1, 0, 0))
+    ratios_table = Table(title="Ratios with one efficiency changed", padding=(0, 1, 0, 0))
     for title in ("efficiency", "factor", "geometric mean", "least", "most"):
-        found.add_column(title, justify="left" if title == "efficiency" else "right")
+        ratios_table.add_column(title, justify="left" if title == "efficiency" else "right")
     for row in changed:
         figures = [f"{row[name]:.2f}" for name in ("factor", "mean", "least", "most")]
-        found.add_row(row["figure"], *figures)
-    return found
+        ratios_table.add_row(row["figure"], *figures)
+    return ratios_table
 
 
 if __name__ == "__main__":

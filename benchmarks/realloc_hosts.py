@@ -111,10 +111,10 @@ def measure(move: Move, *, repeats: int) -> dict[str, Any]:
     everyones = move.world.control.all_gather_json({"seconds": seconds, "sent": sent, "wrong": wrong})
     came = [everyones[rank]["sent"] for rank in (RANKS_PER_HOST, 0)]  # Each host gets what the other sends.
     return {
-        "wrong": [name for one in everyones for name in one["wrong"]],
-        "seconds": [max(times) for times in zip(*(one["seconds"] for one in everyones), strict=True)],
+        "wrong": [name for of_rank in everyones for name in of_rank["wrong"]],
+        "seconds": [max(times) for times in zip(*(of_rank["seconds"] for of_rank in everyones), strict=True)],
         "came_bytes": [list(both) for both in zip(*came, strict=True)],
-    }  # fmt: skip
+    }
 
 
 def _sent_bytes() -> int:
@@ -130,21 +130,21 @@ def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any
         **row, "must_cross_bytes": needed, "least_seconds": least,
         "over_bytes": max(map(sum, row["came_bytes"])) / sum(needed),
         "over_seconds": statistics.median(row["seconds"]) / least,
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    found = Table(title="Between two hosts")
+    moves = Table(title="Between two hosts")
     columns = ("waves", "MB to 0", "MB to 1", "counted / needed", "seconds", "least", "seconds / least")
     for column in ("move", *columns):
-        found.add_column(column, justify="left" if column == "move" else "right")
+        moves.add_column(column, justify="left" if column == "move" else "right")
     for row in rows:
         megabytes = (f"{needed / 1e6:.2f}" for needed in row["must_cross_bytes"])
         values = (
             row["over_bytes"], statistics.median(row["seconds"]), row["least_seconds"], row["over_seconds"]
-        )  # fmt: skip
-        found.add_row(row["pair"], str(row["num_waves"]), *megabytes, *(f"{value:.3f}" for value in values))
-    return found
+        )
+        moves.add_row(row["pair"], str(row["num_waves"]), *megabytes, *(f"{value:.3f}" for value in values))
+    return moves
 
 
 def main() -> int:
@@ -180,7 +180,7 @@ def main() -> int:
     settings = {name: value for name, value in vars(args).items() if name not in ("rank", "address")}
     document = {
         "benchmark": "realloc_hosts", "machine": hardware, "settings": {**settings, "mtu": MTU}, "rows": rows,
-    }  # fmt: skip
+    }
     return report(document, tables=[table(rows)], goals=goals, as_json=args.json)
 
 

@@ -52,7 +52,7 @@ def dense(mib: int) -> ModelSpec:
     shape = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 16 * width, "hidden_size": width,
         "intermediate_size": width * 7 // 2, "num_attention_heads": 32, "num_key_value_heads": 8,
-    }  # fmt: skip
+    }
     return _sized(shape, mib)
 
 
@@ -64,7 +64,7 @@ def experts(mib: int) -> ModelSpec:
         "intermediate_size": 3 * width, "moe_intermediate_size": width * 3 // 8, "num_experts": 64,
         "num_experts_per_tok": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": width // 8,
         "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
-    }  # fmt: skip
+    }
     return _sized(shape, mib)
 
 
@@ -73,8 +73,8 @@ MODELS = {"dense": dense, "experts": experts}
 
 def _sized(shape: dict[str, Any], mib: int) -> ModelSpec:
     """Return a model with the fewest layers, but at least eight (for p8), that reach `mib` of float32."""
-    one, two = (model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2))
-    layers = max(8, 1 + math.ceil(((mib << 18) - one) / (two - one)))
+    single, two = (model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2))
+    layers = max(8, 1 + math.ceil(((mib << 18) - single) / (two - single)))
     return model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": layers}))
 
 
@@ -126,15 +126,15 @@ def measure(rank: int, nproc: int, store: dist.Store, settings: Settings) -> lis
     """Return a row per model and pair of layouts, on every rank."""
     world = World(
         rank=rank, size=nproc, store=dist.PrefixStore("realhf", store), timeout_seconds=_TIMEOUT_SECONDS
-    )  # fmt: skip
+    )
     wires = World(
         rank=rank, size=nproc, store=dist.PrefixStore("messages", store), timeout_seconds=_TIMEOUT_SECONDS,
         shared_memory=False,
-    )  # fmt: skip
+    )
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("baselines", store), rank=rank, world_size=nproc,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
-    )  # fmt: skip
+    )
     rows = []
     for model in settings.models:
         spec = MODELS[model](settings.mib)
@@ -162,8 +162,8 @@ def measure_move(move: Move, settings: Settings) -> dict[str, Any]:
         dist.barrier()
         rival.run()
         if name != "raw" and (wrong := truth.wrong(move)):
-            at = f"rank {move.rank}, {move.source} -> {move.target}"
-            raise AssertionError(f"{name} got {len(wrong)} parameters wrong, among them {wrong[0]}: {at}")
+            where = f"rank {move.rank}, {move.source} -> {move.target}"
+            raise AssertionError(f"{name} got {len(wrong)} parameters wrong, among them {wrong[0]}: {where}")
     runs = {name: rival.run for name, rival in rivals.items()}
     mine = time_interleaved(runs, repeats=settings.repeats, barrier=dist.barrier)
     everyones: list[Any] = [None] * move.world.size
@@ -176,7 +176,7 @@ def measure_move(move: Move, settings: Settings) -> dict[str, Any]:
         "repetitions": {
             name: [max(times) for times in zip(*(t[name] for t in everyones), strict=True)] for name in rivals
         },
-    }  # fmt: skip
+    }
 
 
 class Truth:
@@ -215,22 +215,23 @@ def ratios(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
 
 def goals(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Goal]:
     """Return the goals that the rows and methods at hand can decide."""
-    found = []
+    row_goals = []
     if "ours" not in methods:
         return []
     for method, factor in (("broadcast", 3.0), ("checkpoint", 3.0), ("all_gather", 5.0)):
         if method in methods:
-            found.append(Goal(f"{method} / ours", geometric_mean(ratios(rows, method)), factor))
+            row_goals.append(Goal(f"{method} / ours", geometric_mean(ratios(rows, method)), factor))
     if "unpacked" in methods:
-        found.append(Goal("unpacked / ours, worst row", min(ratios(rows, "unpacked")), 1.0))
-        if some := [row for row in rows if row["model"] == "experts"]:
-            found.append(Goal("unpacked / ours, experts", geometric_mean(ratios(some, "unpacked")), 1.5))
+        row_goals.append(Goal("unpacked / ours, worst row", min(ratios(rows, "unpacked")), 1.0))
+        if expert_rows := [row for row in rows if row["model"] == "experts"]:
+            ratio = geometric_mean(ratios(expert_rows, "unpacked"))
+            row_goals.append(Goal("unpacked / ours, experts", ratio, 1.5))
     if {"raw", "messages"} <= set(methods):
         times = [row["seconds"]["raw"] / row["seconds"]["messages"] for row in rows]
-        found.append(Goal("raw / ours by messages only", geometric_mean(times), 0.7))
+        row_goals.append(Goal("raw / ours by messages only", geometric_mean(times), 0.7))
     if "raw" in methods:
-        found.append(Goal("raw / ours", geometric_mean(ratios(rows, "raw")), 0.7))
-    return found
+        row_goals.append(Goal("raw / ours", geometric_mean(ratios(rows, "raw")), 0.7))
+    return row_goals
 
 
 def tables(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Table]:
@@ -252,8 +253,8 @@ def tables(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Table
         moves.add_row(row["model"], f"{row['source']} -> {row['target']}", *moved, *speed, *times)
     kinds = dict.fromkeys((row["model"], row["nproc"]) for row in rows)
     for model, nproc in kinds if has_ours else []:
-        some = [row for row in rows if (row["model"], row["nproc"]) == (model, nproc)]
-        means.add_row(model, str(nproc), *(f"{geometric_mean(ratios(some, m)):.2f}" for m in rivals))
+        model_rows = [row for row in rows if (row["model"], row["nproc"]) == (model, nproc)]
+        means.add_row(model, str(nproc), *(f"{geometric_mean(ratios(model_rows, m)):.2f}" for m in rivals))
     if has_ours:
         means.add_row("all", "", *(f"{geometric_mean(ratios(rows, m)):.2f}" for m in rivals))
     return [moves, means] if has_ours else [moves]
@@ -277,10 +278,10 @@ def main() -> int:
     document = {
         "benchmark": "realloc_run", "machine": hardware, "settings": vars(args), "rows": rows,
         "geometric_means": {method: geometric_mean(ratios(rows, method)) for method in rivals},
-    }  # fmt: skip
+    }
     return report(
         document, tables=tables(rows, args.methods), goals=goals(rows, args.methods), as_json=args.json
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ CASES = [
             (SHRINKING, "d128e64@0-127", "d8t2p4e8@0-63"),
         ],
     }.items() for case in cases
-]  # fmt: skip
+]
 
 
 def run(case: Case, config: ModelConfig) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         "planned_seconds": planned.seconds, "over_planned": schedule.seconds / planned.seconds,
         "waves": schedule.num_waves, "max_hops": schedule.max_hops, "hops": len(schedule.hops),
         "compute_seconds": statistics.median(seconds), "limit": schedule.limit,
-    }  # fmt: skip
+    }
 
 
 def _most_held(spec: ModelSpec, layout: Layout) -> int:
@@ -154,16 +154,18 @@ def _most_held(spec: ModelSpec, layout: Layout) -> int:
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """Return the goals that the rows at hand can decide, each with its worst row."""
-    found = [Goal("scheduled / bound, worst row", max(row["over_bound"] for row in rows), at_most=OVER_BOUND)]
+    over_bound = max(row["over_bound"] for row in rows)
+    row_goals = [Goal("scheduled / bound, worst row", over_bound, at_most=OVER_BOUND)]
     ratios = [max(row["over_planned"], 1 / row["over_planned"]) for row in rows]
-    found.append(Goal("scheduled / planned or planned / scheduled, worst row", max(ratios), at_most=PLANNED))
+    what = "scheduled / planned or planned / scheduled, worst row"
+    row_goals.append(Goal(what, max(ratios), at_most=PLANNED))
     fewer = 0
     for devices, most in SECONDS.items():
-        if some := [row["compute_seconds"] for row in rows if fewer < row["devices"] <= devices]:
+        if seconds := [row["compute_seconds"] for row in rows if fewer < row["devices"] <= devices]:
             what = f"seconds to compute, {fewer + 1} to {devices} devices, worst row"
-            found.append(Goal(what, max(some), at_most=most))
+            row_goals.append(Goal(what, max(seconds), at_most=most))
         fewer = devices
-    return found
+    return row_goals
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -171,7 +173,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     moves = Table(title="Schedules", padding=(0, 1, 0, 0))
     left = ("model", "movement", "src -> dst", "limit")
     for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "planned ms",
-                   "waves", "hops", "compute s", "limit"):  # fmt: skip
+                   "waves", "hops", "compute s", "limit"):
         moves.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         milliseconds = (f"{1e3 * row[x]:.2f}" for x in ("bound_seconds", "scheduled_seconds"))
@@ -180,7 +182,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['needed_bytes'] / 1e9:.1f}", *milliseconds, f"{row['over_bound']:.3f}",
             f"{1e3 * row['planned_seconds']:.2f}", str(row["waves"]), str(row["hops"]),
             f"{row['compute_seconds']:.2f}", row["limit"],
-        )  # fmt: skip
+        )
     return moves
 
 
@@ -190,7 +192,7 @@ def main() -> int:
     models = list(dict.fromkeys(case.model for case in CASES))
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     parser.add_argument("--only", nargs="+", default=list(MOVEMENTS), choices=MOVEMENTS, metavar="MOVEMENT",
-                        help=f"of these movements: {', '.join(MOVEMENTS)}")  # fmt: skip
+                        help=f"of these movements: {', '.join(MOVEMENTS)}")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
     hardware = machine()
@@ -200,7 +202,7 @@ def main() -> int:
             rows.append(run(case, ModelConfig.load(case.model)))
             last = rows[-1]
             progress(f"{' '.join(case)}: {last['over_bound']:.3f} x the bound, {last['hops']} hops, "
-                     f"at most {last['max_hops']} in a row, {last['compute_seconds']:.2f} s")  # fmt: skip
+                     f"at most {last['max_hops']} in a row, {last['compute_seconds']:.2f} s")
     document = {"benchmark": "realloc_schedule", "machine": hardware, "settings": vars(args), "rows": rows}
     return report(document, tables=[table(rows)], goals=goals(rows), as_json=args.json)
 

@@ -59,7 +59,7 @@ class Broadcast(Rival):
         buckets = _buckets([(p.name, p.numel) for p in move.spec.params])
         self.buffer = torch.zeros(max(sum(n for _, n in b) for b in buckets) if self.listening else 0)
         pieces = [_collected(move, root, names=[name for name, _ in bucket]) for bucket in buckets]
-        lacking = [Counter({holder: _total(some) for holder, some in p.items()}) for p in pieces]
+        lacking = [Counter({holder: _total(regions) for holder, regions in p.items()}) for p in pieces]
         self.staging = torch.zeros(max(c.total() if move.rank == root else c[move.rank] for c in lacking))
         self.waves = [self._plan(move, *both) for both in zip(buckets, pieces, strict=True)]
 
@@ -73,11 +73,11 @@ class Broadcast(Rival):
         collect: Copies = []
         ops = []
         stop = 0
-        for holder, some in pieces.items():
+        for holder, regions in pieces.items():
             if move.rank not in (holder, self.root):
                 continue
             start = stop
-            for name, region in some:
+            for name, region in regions:
                 part = self.staging[stop : (stop := stop + region_size(region))].view(shape_of(region))
                 if move.rank == self.root:
                     collect.append((whole[name].view(shapes[name])[region_slices(region)], part))
@@ -87,8 +87,9 @@ class Broadcast(Rival):
             op, peer = (dist.irecv, holder) if receiving else (dist.isend, self.root)
             ops.append(dist.P2POp(op, self.staging[start:stop], peer))
         if move.rank == self.root:
-            own = [(n, move.held.regions[n]) for n, _ in bucket if n in move.held.regions]
-            collect += [(whole[n].view(shapes[n])[region_slices(r)], move.held.view(n, r)) for n, r in own]
+            held_regions = [(n, move.held.regions[n]) for n, _ in bucket if n in move.held.regions]
+            collect += [
+                (whole[n].view(shapes[n])[region_slices(r)], move.held.view(n, r)) for n, r in held_regions]
         values = whole.items() if self.listening else ()
         wanted = [copy for n, value in values for copy in move.into_target(n, _full(shapes[n]), value)]
         return pack, ops, collect, flat, wanted
@@ -129,10 +130,10 @@ class AllGather(Rival):
                 boxes = streams[rank][number] if number < len(streams.get(rank, [])) else []
                 stop = 0
                 for name, box in boxes:
-                    at = slice(stop, stop := stop + region_size(box))
-                    unpack += move.into_target(name, box, part[at])
+                    elements = slice(stop, stop := stop + region_size(box))
+                    unpack += move.into_target(name, box, part[elements])
                     if rank == move.rank:
-                        pack.append((mine[at].view(shape_of(box)), move.held.view(name, box)))
+                        pack.append((mine[elements].view(shape_of(box)), move.held.view(name, box)))
             self.waves.append((pack, mine, everyones, unpack))
 
     def run(self) -> None:
@@ -250,7 +251,7 @@ class Raw(Rival):
 RIVALS: dict[str, type[Rival]] = {
     "ours": Ours, "messages": Messages, "broadcast": Broadcast, "all_gather": AllGather, "unpacked": Unpacked,
     "checkpoint": Checkpoint, "raw": Raw,
-}  # fmt: skip
+}
 
 
 def message_elements(reallocator: Reallocator) -> Counter[tuple[int, int]]:
@@ -327,10 +328,10 @@ def _shares(move: Move, max_elements: int) -> dict[int, list[_Box]]:
 
 def _rows(region: Region, max_elements: int) -> Iterator[Region]:
     """Split a region into boxes of whole rows."""
-    (low, high), *rest = region
-    step = max(1, max_elements // max(1, region_size(tuple(rest))))
+    (low, high), *columns = region
+    step = max(1, max_elements // max(1, region_size(tuple(columns))))
     for start in range(low, high, step):
-        yield ((start, min(start + step, high)), *rest)
+        yield ((start, min(start + step, high)), *columns)
 
 
 def _waves(boxes: Sequence[_Box], max_elements: int) -> list[list[_Box]]:

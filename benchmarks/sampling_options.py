@@ -28,7 +28,7 @@ OPTIONS = {
         "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
         "bad_word_ids": ((1, 2),), "min_new_tokens": 10, "logit_bias": ((1, 1.0),),
     },
-}  # fmt: skip
+}
 
 
 def seconds_per_step(options: dict, *, rows: int, vocabulary: int) -> float:
@@ -77,8 +77,8 @@ def seconds_of_stops(*, rows: int) -> float:
 
 
 if __name__ == "__main__":
-    given = [int(word) for word in sys.argv[1:]]
-    rows, vocabulary = given if len(given) == 2 else (64, 152_000)
+    shape = [int(word) for word in sys.argv[1:]]
+    rows, vocabulary = shape if len(shape) == 2 else (64, 152_000)
     plain = seconds_per_step({}, rows=rows, vocabulary=vocabulary)
     for name, options in OPTIONS.items():
         seconds = seconds_per_step(options, rows=rows, vocabulary=vocabulary)

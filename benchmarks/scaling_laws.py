@@ -49,8 +49,8 @@ def main(options: Options) -> None:
     seeds = {seed: algorithms.Options(seed=seed, out=options.out / f"seed{seed}") for seed in options.seeds}
     settings: dict[str, Any] = {
         "steps": options.steps, "eval-every": options.eval_every, "actor.optimizer.lr": options.lr}
-    for one in seeds.values():
-        algorithms.make_data(one)
+    for of_seed in seeds.values():
+        algorithms.make_data(of_seed)
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(algorithms.warm_up, seeds.values()))
         cases = [(seed, name) for seed in options.seeds for name in NAMES]
@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     document = {
         "machine": machine(), "errors": errors, "median_error": statistics.median(map(abs, errors.values())),
         "laws": {name: dataclasses.asdict(fit.sigmoid) for name, fit in zip(NAMES, pooled, strict=True)},
-        "comparison": comparison.verdict}  # fmt: skip
+        "comparison": comparison.verdict}
     laws.caption = comparison.verdict
     sys.exit(report(document, tables=[table, laws], goals=goals, as_json=options.json))
 

@@ -28,9 +28,9 @@ _NEARLY = 1.03
 _TRIES = 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _OUR_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
-                 "GOMP_SPINCOUNT": "2000"}  # fmt: skip
+                 "GOMP_SPINCOUNT": "2000"}
 _ENVIRONMENT = {OURS: _OUR_SETTINGS | {"PYTHONPATH": str(HERE.parent)}, THEIRS: {}}
 """Our side has the variables that `realhf run` sets for itself; a rival runs as its user starts it."""
 
@@ -49,7 +49,7 @@ class Side:
         environment = os.environ | _OFFLINE | _ENVIRONMENT[script] | {"OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [python, str(script), json.dumps({**settings, "threads": threads})], env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._loaded: dict[str, Any] | None = None
 
     @property
@@ -217,9 +217,9 @@ class Measured:
 
 def memory_bytes(key: str) -> int:
     """Return VmRSS (memory now) or VmHWM (its peak) of this process."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -30,7 +30,7 @@ GOAL_MIB = 10.0
 
 def workers(launcher: int) -> dict[int, int]:
     """Return rank -> process id of the launcher's living workers."""
-    found = {}
+    workers_of_host = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -39,8 +39,8 @@ def workers(launcher: int) -> dict[int, int]:
             except OSError:  # It has just ended.
                 continue
             ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-            found |= {rank: int(entry.name) for rank in ranks}
-    return found
+            workers_of_host |= {rank: int(entry.name) for rank in ranks}
+    return workers_of_host
 
 
 def sample(pid: int) -> tuple[float, int]:
@@ -90,12 +90,12 @@ def main() -> int:
     ranks = {}
     titles = ("MiB at the end", "MiB per 1,000 steps", "files at the end", "files per 1,000 steps")
     table = Table("rank", "samples", *titles)
-    for rank, found in samples.items():
-        mib, files = slopes(found)
-        ranks[rank] = {"samples": len(found), "mib": found[-1][1], "mib_per_1000_steps": mib,
-                       "files": found[-1][2], "files_per_1000_steps": files}  # fmt: skip
-        cells = (f"{found[-1][1]:.0f}", f"{mib:.2f}", str(found[-1][2]), f"{files:.2f}")
-        table.add_row(str(rank), str(len(found)), *cells)
+    for rank, of_rank in samples.items():
+        mib, files = slopes(of_rank)
+        ranks[rank] = {"samples": len(of_rank), "mib": of_rank[-1][1], "mib_per_1000_steps": mib,
+                       "files": of_rank[-1][2], "files_per_1000_steps": files}
+        cells = (f"{of_rank[-1][1]:.0f}", f"{mib:.2f}", str(of_rank[-1][2]), f"{files:.2f}")
+        table.add_row(str(rank), str(len(of_rank)), *cells)
     goals = [
         Goal("exit code", code, at_most=0),
         Goal("processes left", len(left), at_most=0),
@@ -103,7 +103,7 @@ def main() -> int:
              at_most=GOAL_MIB),
         Goal("largest growth, files per 1,000 steps", max(r["files_per_1000_steps"] for r in ranks.values()),
              at_most=0.5),
-    ]  # fmt: skip
+    ]
     seconds = time.monotonic() - start
     document = {"machine": machine(), "steps": args.steps, "seconds": seconds, "ranks": ranks}
     return report(document, tables=[table], goals=goals, as_json=args.json)

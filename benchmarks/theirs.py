@@ -46,7 +46,7 @@ def generate(desk: Desk) -> None:
     config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=settings["group"],
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
-    )  # fmt: skip
+    )
     share = settings["rows"] // settings["group"]
     batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
     run = padded
@@ -68,8 +68,8 @@ def padded(model: PreTrainedModel, prompts: list[list[int]], config: GenerationC
     ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     ids, mask = ids.to(model.device), mask.to(model.device)
-    made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
-    ended = (made == config.eos_token_id).long()
+    generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
+    ended = (generated == config.eos_token_id).long()
     return int((ended.cumsum(1) - ended == 0).sum())
 
 
@@ -81,10 +81,10 @@ def _continuous(
     num_blocks = rows * -(-longest // _PAGE_SIZE) + _SPARE_BLOCKS
     batching = ContinuousBatchingConfig(
         page_size=_PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=_BATCH_TOKENS)
-    made = model.generate_batch(
+    outputs = model.generate_batch(
         inputs=prompts, generation_config=config, continuous_batching_config=batching)
-    assert len(made) == len(prompts) * config.num_return_sequences, "not every prompt was answered"
-    return sum(len(one.generated_tokens) for one in made.values())
+    assert len(outputs) == len(prompts) * config.num_return_sequences, "not every prompt was answered"
+    return sum(len(output.generated_tokens) for output in outputs.values())
 
 
 class Pace(TrainerCallback):
@@ -127,19 +127,19 @@ def train(desk: Desk) -> None:
         trainer = Trainer(
             model=model, train_dataset=rows * settings["steps"], data_collator=padded_rows,
             args=_arguments(TrainingArguments, settings, len(rows), out, **more), callbacks=[Pace(desk)],
-        )  # fmt: skip
+        )
         desk.answer(base_bytes=base)
         trainer.train()
 
 
 def padded_rows(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, rows))
-    made = {
+    batch = {
         "input_ids": [row + [0] * (longest - len(row)) for row in rows],
         "attention_mask": [[1] * len(row) + [0] * (longest - len(row)) for row in rows],
         "labels": [row + [-100] * (longest - len(row)) for row in rows],
     }
-    return {name: torch.tensor(values) for name, values in made.items()}
+    return {name: torch.tensor(values) for name, values in batch.items()}
 
 
 def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **more: Any) -> Any:
@@ -154,7 +154,7 @@ def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **m
         adam_beta1=optimizer["betas"][0], adam_beta2=optimizer["betas"][1], max_grad_norm=1.0,
         lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, remove_unused_columns=False, seed=0, **more,
-    )  # fmt: skip
+    )
 
 
 def grpo(desk: Desk) -> None:
@@ -172,9 +172,9 @@ def grpo(desk: Desk) -> None:
         """A GRPOTrainer that also counts the tokens of the answers."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            made = super()._generate_and_score_completions(inputs)
-            lengths.append(float(made["completion_mask"].sum(1).float().mean()))
-            return made
+            outputs = super()._generate_and_score_completions(inputs)
+            lengths.append(float(outputs["completion_mask"].sum(1).float().mean()))
+            return outputs
 
     with tempfile.TemporaryDirectory() as out:
         arguments = _arguments(
@@ -183,13 +183,13 @@ def grpo(desk: Desk) -> None:
             temperature=1.0, top_k=0, top_p=1.0, beta=0.0, num_iterations=1, loss_type="grpo",
             gradient_checkpointing=False, shuffle_dataset=False,
             use_transformers_continuous_batching=settings["continuous"],
-        )  # fmt: skip
+        )
         trainer = Told(
             model=model, reward_funcs=_reward, args=arguments,
             train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines]),
             processing_class=AutoTokenizer.from_pretrained(settings["model"]),
             callbacks=[] if "batch" in settings else [Pace(desk, lambda: {"response_length": lengths[-1]})],
-        )  # fmt: skip
+        )
         desk.answer(base_bytes=base)
         if "batch" in settings:
             return _policy_loss(desk, trainer)

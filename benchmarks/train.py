@@ -75,7 +75,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
     return {
         "kind": "train", "model": str(model), "data": str(data), "dtype": scene.dtype,
         "optimizer": _OPTIMIZER, "steps": 100,
-    }  # fmt: skip
+    }
 
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         "ranks": ranks,
         "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
         **summary(answers, base, num_tokens=sum(lengths)), **limits, "attainable_seconds": least,
-        "efficiency": {name: least / median(found, "seconds") for name, found in answers.items()},
-    }  # fmt: skip
+        "efficiency": {name: least / median(of_side, "seconds") for name, of_side in answers.items()},
+    }
 
 
 def summary(
@@ -120,15 +120,15 @@ def summary(
     """Return the medians of both sides, the ratios of ours to theirs, and the difference of their losses."""
     pairs = list(zip(answers["ours"], answers["trainer"], strict=True))
     return {
-        "tokens_per_second": {name: num_tokens / median(found, "seconds") for name, found in answers.items()},
+        "tokens_per_second": {name: num_tokens / median(runs, "seconds") for name, runs in answers.items()},
         "ratio": statistics.median(b["seconds"] / a["seconds"] for a, b in pairs),
         "ratio_of_cpu_seconds": statistics.median(b["cpu_seconds"] / a["cpu_seconds"] for a, b in pairs),
         "loss_difference": max(abs(a["loss"] / b["loss"] - 1) for a, b in pairs),
         "peak_mib": {
-            name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
-            for name, found in answers.items()},
+            name: (max(a["peak_bytes"] for a in runs) - base[name]) / 2**20
+            for name, runs in answers.items()},
         "repetitions": answers,
-    }  # fmt: skip
+    }
 
 
 def median(answers: Sequence[dict[str, Any]], key: str) -> float:
@@ -136,35 +136,35 @@ def median(answers: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    found = []
+    row_goals = []
     for row in rows:
         name = f"{row['size']} {row['dtype']} {row['workload']}"
         mib = row["peak_mib"]
         apart = f"{name}: losses apart, relative, x 1000"
-        found += [
+        row_goals += [
             Goal(f"{name}: ours / Trainer", row["ratio"], at_least=GOALS[row["workload"]]),
             Goal(f"{name}: peak memory, ours / Trainer", mib["ours"] / mib["trainer"], at_most=1.0),
             Goal(apart, 1000 * row["loss_difference"], at_most=1000 * _LOSS_TOLERANCE[row["dtype"]]),
         ]
         if row["size"] == "100m":
             what = f"{name}: training efficiency"
-            found.append(Goal(what, row["efficiency"]["ours"], at_least=_EFFICIENCY_GOAL))
-    return found
+            row_goals.append(Goal(what, row["efficiency"]["ours"], at_least=_EFFICIENCY_GOAL))
+    return row_goals
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    made = Table(title="Tokens per second of an optimizer step (micro-batch: our tokens, their sequences)")
+    speeds = Table(title="Tokens per second of an optimizer step (micro-batch: our tokens, their sequences)")
     words = ("model", "dtype", "batch")
     each = ("micro", "MiB", "efficiency")
     for column in (*words, "our ranks", "ours", *each, "Trainer", *each, "ratio", "peak GFLOP/s"):
-        made.add_column(column, justify="left" if column in words else "right")
+        speeds.add_column(column, justify="left" if column in words else "right")
     forms = {"tokens_per_second": ".0f", "micro_batch": "d", "peak_mib": ".0f", "efficiency": ".2f"}
     for row in rows:
         cells = [format(row[key][name], form) for name in ("ours", "trainer") for key, form in forms.items()]
-        made.add_row(
+        speeds.add_row(
             row["size"], row["dtype"], row["workload"], str(row["ranks"]), *cells, f"{row['ratio']:.2f}",
-            f"{row['peak_flops'] / 1e9:.0f}")  # fmt: skip
-    return made
+            f"{row['peak_flops'] / 1e9:.0f}")
+    return speeds
 
 
 def main() -> int:

@@ -67,8 +67,8 @@ def two_hosts(*, mbit: int | None = None, mtu: int = 1500) -> Iterator[list[Host
 def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
     for host in hosts:
         _run("ip", "netns", "add", host.namespace)
-    one, other = (host.interface for host in hosts)
-    _run("ip", "link", "add", one, "mtu", mtu, "type", "veth", "peer", "name", other, "mtu", mtu)
+    first, other = (host.interface for host in hosts)
+    _run("ip", "link", "add", first, "mtu", mtu, "type", "veth", "peer", "name", other, "mtu", mtu)
     for host in hosts:
         ip = ("ip", "-n", host.namespace)
         name = host.interface
@@ -109,7 +109,7 @@ def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
             settings = {
                 "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # Hosts need no names.
-            }  # fmt: skip
+            }
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
         text, _ = processes[0].communicate()

@@ -25,11 +25,11 @@ _LARGE = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 _LARGEST = _LARGE | {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 8192, "max_position_embeddings": 16384,
-}  # fmt: skip
+}
 _SHIPPED = {"tiny": "tiny.json", "1.5b": "qwen2.5-1.5b.json"}
 _NEVER = -30.0  # The end token's logit if it must never come.
 
@@ -63,7 +63,7 @@ def config_of(size: str) -> Qwen2Config:
 def write_model(
     directory: Path, size: str, *, end_probability: float, seed: int = 0, dtype: str = "float32",
     device: str = "cpu",
-) -> None:  # fmt: skip
+) -> None:
     """Write a model of a size, see `write_random_model`."""
     write_random_model(
         directory, config_of(size), end_probability=end_probability, seed=seed, dtype=dtype, device=device)
@@ -72,7 +72,7 @@ def write_model(
 def write_random_model(
     directory: Path, config: Qwen2Config, *, end_probability: float, seed: int = 0, dtype: str = "float32",
     device: str = "cpu",
-) -> None:  # fmt: skip
+) -> None:
     """Write config, weights (drawn on `device`), and a tokenizer that turns every letter into a token."""
     torch.manual_seed(seed)
     with torch.device(device):
@@ -85,7 +85,7 @@ def write_random_model(
     Qwen2Tokenizer(
         {word: i for i, word in enumerate(words)}, merges=[], pad_token="<pad>", eos_token="<eos>",
         unk_token="<pad>", padding_side="left",
-    ).save_pretrained(directory)  # fmt: skip
+    ).save_pretrained(directory)
 
 
 @torch.no_grad()
@@ -106,11 +106,11 @@ def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
     others[:, END] = -torch.inf
     odds = others.logsumexp(-1)
     state = hidden[:, 0]
-    rest = logits[:, END] - state * weight[END, 0]
+    remainder = logits[:, END] - state * weight[END, 0]
     low, high = _NEVER, 30.0
     for _ in range(60 if probability > 0 else 0):
         middle = (low + high) / 2
-        mean = float((rest + state * middle - odds).sigmoid().mean())
+        mean = float((remainder + state * middle - odds).sigmoid().mean())
         low, high = (middle, high) if mean < probability else (low, middle)
     weight[END, 0] = low
 

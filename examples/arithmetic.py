@@ -45,9 +45,9 @@ def exact_answer(
     prompts: list, completions: list[str], completion_ids: list, answer: list[str]
 ) -> list[float]:
     """Return the rewards: 1 if the completion ends in the right answer, else 0."""
-    found = [re.search(r"<answer>(\d+)</answer>$", completion) for completion in completions]
+    matches = [re.search(r"<answer>(\d+)</answer>$", completion) for completion in completions]
     return [
-        float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)
+        float(match is not None and match[1] == right) for match, right in zip(matches, answer, strict=True)
     ]
 
 

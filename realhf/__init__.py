@@ -3,131 +3,86 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # For editors and type checkers: the names below are imported on first use.
-    from realhf.algorithms.cispo import CISPO
-    from realhf.algorithms.critic_free import CriticFree
-    from realhf.algorithms.dapo import DAPO
-    from realhf.algorithms.distillation import Distillation
-    from realhf.algorithms.dpo import DPO, DPOLoss
-    from realhf.algorithms.grpo import GRPO
-    from realhf.algorithms.gspo import GSPO
-    from realhf.algorithms.kl import RewardKL
-    from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
-    from realhf.algorithms.pass_rates import PassRateLimit
-    from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-    from realhf.algorithms.ppo import PPO, AdvantageConfig, ValueLoss
-    from realhf.algorithms.reinforce import ReinforcePlusPlus
-    from realhf.algorithms.remax import ReMax
-    from realhf.algorithms.reward_model import BradleyTerry, PairwiseRewardModel, RewardModel
-    from realhf.algorithms.rloo import RLOO
-    from realhf.algorithms.scalerl import ScaleRL, scalerl_actor
-    from realhf.algorithms.sft import SFT
-    from realhf.calls import (
-        Generate,
-        HostFunction,
-        LogProbs,
-        OptimizerConfig,
-        Scores,
-        TopLogProbs,
-        TrainStep,
-        Values,
-    )
-    from realhf.cluster import Cluster
-    from realhf.data.dataset import DatasetConfig, DatasetMixture
-    from realhf.evaluation.sets import Evaluation
-    from realhf.experiment import Expected, Experiment, Role
-    from realhf.graph import DataflowGraph, FunctionCall
-    from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-    from realhf.models.lora import LoraConfig
-    from realhf.models.model_config import ModelConfig
-    from realhf.plan import CallPlan, ExecutionPlan
-    from realhf.prepare import prepare_once
-    from realhf.rewards.answers import ExactMatch, FormatReward, RegexMatch
-    from realhf.rewards.limits import RewardLimits
-    from realhf.rewards.math_answer import MathAnswer
-    from realhf.rewards.puzzles import ReasoningGym
-    from realhf.rewards.remote_judge import RemoteJudge
-    from realhf.rewards.reward import Reward
-    from realhf.rewards.sandbox import Sandbox
-    from realhf.rewards.shaping import (
-        CosineReward,
-        RepetitionPenalty,
-        ScoreShaping,
-        SoftOverlongPenalty,
-        TokenReward,
-    )
-    from realhf.rewards.unit_tests import UnitTests
-    from realhf.settings.interruption import Interruption
-    from realhf.settings.rollout_log import RolloutLog
-    from realhf.settings.sampling_config import SamplingConfig
-    from realhf.steps.part_executor import Samples
-    from realhf.steps.sample_pool import Pool
-    from realhf.steps.step_runner import StepRunner
+if TYPE_CHECKING:  # Editors and type checkers read these imports. Python imports a name on its first use.
+    from realhf.algorithms.cispo import CISPO as CISPO
+    from realhf.algorithms.critic_free import CriticFree as CriticFree
+    from realhf.algorithms.dapo import DAPO as DAPO
+    from realhf.algorithms.distillation import Distillation as Distillation
+    from realhf.algorithms.dpo import DPO as DPO
+    from realhf.algorithms.dpo import DPOLoss as DPOLoss
+    from realhf.algorithms.grpo import GRPO as GRPO
+    from realhf.algorithms.gspo import GSPO as GSPO
+    from realhf.algorithms.kl import RewardKL as RewardKL
+    from realhf.algorithms.on_policy import SEQUENCE as SEQUENCE
+    from realhf.algorithms.on_policy import OnPolicy as OnPolicy
+    from realhf.algorithms.on_policy import graph_of as graph_of
+    from realhf.algorithms.pass_rates import PassRateLimit as PassRateLimit
+    from realhf.algorithms.policy_loss import PolicyLoss as PolicyLoss
+    from realhf.algorithms.policy_loss import PolicyLossConfig as PolicyLossConfig
+    from realhf.algorithms.ppo import PPO as PPO
+    from realhf.algorithms.ppo import AdvantageConfig as AdvantageConfig
+    from realhf.algorithms.ppo import ValueLoss as ValueLoss
+    from realhf.algorithms.reinforce import ReinforcePlusPlus as ReinforcePlusPlus
+    from realhf.algorithms.remax import ReMax as ReMax
+    from realhf.algorithms.reward_model import BradleyTerry as BradleyTerry
+    from realhf.algorithms.reward_model import PairwiseRewardModel as PairwiseRewardModel
+    from realhf.algorithms.reward_model import RewardModel as RewardModel
+    from realhf.algorithms.rloo import RLOO as RLOO
+    from realhf.algorithms.scalerl import ScaleRL as ScaleRL
+    from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
+    from realhf.algorithms.sft import SFT as SFT
+    from realhf.calls import Generate as Generate
+    from realhf.calls import HostFunction as HostFunction
+    from realhf.calls import LogProbs as LogProbs
+    from realhf.calls import OptimizerConfig as OptimizerConfig
+    from realhf.calls import Scores as Scores
+    from realhf.calls import TopLogProbs as TopLogProbs
+    from realhf.calls import TrainStep as TrainStep
+    from realhf.calls import Values as Values
+    from realhf.cluster import Cluster as Cluster
+    from realhf.data.dataset import DatasetConfig as DatasetConfig
+    from realhf.data.dataset import DatasetMixture as DatasetMixture
+    from realhf.evaluation.sets import Evaluation as Evaluation
+    from realhf.experiment import Expected as Expected
+    from realhf.experiment import Experiment as Experiment
+    from realhf.experiment import Role as Role
+    from realhf.graph import DataflowGraph as DataflowGraph
+    from realhf.graph import FunctionCall as FunctionCall
+    from realhf.layout import DeviceMesh as DeviceMesh
+    from realhf.layout import Layout as Layout
+    from realhf.layout import ParallelStrategy as ParallelStrategy
+    from realhf.models.lora import LoraConfig as LoraConfig
+    from realhf.models.model_config import ModelConfig as ModelConfig
+    from realhf.plan import CallPlan as CallPlan
+    from realhf.plan import ExecutionPlan as ExecutionPlan
+    from realhf.prepare import prepare_once as prepare_once
+    from realhf.rewards.answers import ExactMatch as ExactMatch
+    from realhf.rewards.answers import FormatReward as FormatReward
+    from realhf.rewards.answers import RegexMatch as RegexMatch
+    from realhf.rewards.limits import RewardLimits as RewardLimits
+    from realhf.rewards.math_answer import MathAnswer as MathAnswer
+    from realhf.rewards.puzzles import ReasoningGym as ReasoningGym
+    from realhf.rewards.remote_judge import RemoteJudge as RemoteJudge
+    from realhf.rewards.reward import Reward as Reward
+    from realhf.rewards.sandbox import Sandbox as Sandbox
+    from realhf.rewards.shaping import CosineReward as CosineReward
+    from realhf.rewards.shaping import RepetitionPenalty as RepetitionPenalty
+    from realhf.rewards.shaping import ScoreShaping as ScoreShaping
+    from realhf.rewards.shaping import SoftOverlongPenalty as SoftOverlongPenalty
+    from realhf.rewards.shaping import TokenReward as TokenReward
+    from realhf.rewards.unit_tests import UnitTests as UnitTests
+    from realhf.settings.interruption import Interruption as Interruption
+    from realhf.settings.rollout_log import RolloutLog as RolloutLog
+    from realhf.settings.sampling_config import SamplingConfig as SamplingConfig
+    from realhf.steps.part_executor import Samples as Samples
+    from realhf.steps.sample_pool import Pool as Pool
+    from realhf.steps.step_runner import StepRunner as StepRunner
 
-_PUBLIC = {
-    "algorithms.cispo": ("CISPO",),
-    "algorithms.critic_free": ("CriticFree",),
-    "algorithms.dapo": ("DAPO",),
-    "algorithms.distillation": ("Distillation",),
-    "algorithms.dpo": ("DPO", "DPOLoss"),
-    "algorithms.grpo": ("GRPO",),
-    "algorithms.gspo": ("GSPO",),
-    "algorithms.kl": ("RewardKL",),
-    "algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
-    "algorithms.pass_rates": ("PassRateLimit",),
-    "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
-    "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
-    "algorithms.reinforce": ("ReinforcePlusPlus",),
-    "algorithms.remax": ("ReMax",),
-    "algorithms.reward_model": ("BradleyTerry", "PairwiseRewardModel", "RewardModel"),
-    "rewards.limits": ("RewardLimits",),
-    "rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
-    "rewards.math_answer": ("MathAnswer",),
-    "rewards.puzzles": ("ReasoningGym",),
-    "rewards.remote_judge": ("RemoteJudge",),
-    "rewards.reward": ("Reward",),
-    "rewards.sandbox": ("Sandbox",),
-    "rewards.unit_tests": ("UnitTests",),
-    "algorithms.rloo": ("RLOO",),
-    "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
-    "algorithms.sft": ("SFT",),
-    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "Scores", "TopLogProbs",
-              "TrainStep", "Values"),
-    "cluster": ("Cluster",),
-    "data.dataset": ("DatasetConfig", "DatasetMixture"),
-    "evaluation.sets": ("Evaluation",),
-    "experiment": ("Expected", "Experiment", "Role"),
-    "graph": ("DataflowGraph", "FunctionCall"),
-    "settings.interruption": ("Interruption",),
-    "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
-    "models.lora": ("LoraConfig",),
-    "models.model_config": ("ModelConfig",),
-    "steps.part_executor": ("Samples",),
-    "plan": ("CallPlan", "ExecutionPlan"),
-    "prepare": ("prepare_once",),
-    "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
-                        "TokenReward"),
-    "settings.rollout_log": ("RolloutLog",),
-    "steps.sample_pool": ("Pool",),
-    "settings.sampling_config": ("SamplingConfig",),
-    "steps.step_runner": ("StepRunner",),
-}
-"""Public names by the module that defines them."""
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
-
-__all__ = [
-    "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
-    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DatasetMixture", "DeviceMesh",
-    "Distillation", "Evaluation", "ExactMatch", "ExecutionPlan", "Expected", "Experiment", "FormatReward",
-    "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Interruption", "Layout", "LogProbs",
-    "LoraConfig", "MathAnswer", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
-    "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig", "Pool",
-    "RLOO", "ReMax", "ReasoningGym", "RegexMatch", "ReinforcePlusPlus", "RemoteJudge",
-    "RepetitionPenalty", "Reward", "RewardKL", "RewardLimits", "RewardModel", "Role", "RolloutLog",
-    "SEQUENCE", "SFT", "Samples", "SamplingConfig", "Sandbox", "ScaleRL", "ScoreShaping", "Scores",
-    "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs", "TrainStep", "UnitTests",
-    "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
-]
+with open(__file__) as _file:  # Quick: every process of a sandbox imports this.
+    _WORDS = [line.split() for line in _file if line.startswith("    from realhf.")]
+_MODULE_OF = {name: module for _, module, _, name, *_ in _WORDS}
+"""Public name -> the module that defines it, according to the imports above."""
+__all__ = sorted(_MODULE_OF)
 __version__ = "0.1.0"
 
 
@@ -135,4 +90,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import realhf` stays quick."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'realhf' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"realhf.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -69,8 +69,8 @@ class Cluster:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(Cluster) if f.default is None]
-        given = {f.name: getattr(self, f.name) for f in fields(Cluster)}
-        for name, value in given.items():
+        values = {f.name: getattr(self, f.name) for f in fields(Cluster)}
+        for name, value in values.items():
             if (value is None and name in optional) or name in ("device_type", "accelerator", "rails"):
                 continue
             inner = asdict(value) if isinstance(value, Link) else value
@@ -115,12 +115,12 @@ class Cluster:
     @property
     def ranks_by_kind(self) -> "list[tuple[range, Cluster]]":
         """The ranks of each kind of hosts, with these hosts."""
-        found = []
+        ranks_of_kinds = []
         first = 0
         for kind in self.kinds:
-            found.append((range(first, first + kind.num_devices), kind))
+            ranks_of_kinds.append((range(first, first + kind.num_devices), kind))
             first += kind.num_devices
-        return found
+        return ranks_of_kinds
 
     def kind_index(self, ranks: Collection[int]) -> int | None:
         """Return the position in `kinds` of the hosts that have all of these ranks, None if there is none."""
@@ -130,28 +130,28 @@ class Cluster:
         return None
 
     def first_devices(self, number: int) -> "Cluster":
-        """Return a part of one host, or whole hosts from the first one on, with this number of devices."""
+        """Return the cluster of the first devices: some of the first host's, or those of whole hosts."""
         if number <= self.devices_per_host:
             return replace(self.kinds[0], num_hosts=1, devices_per_host=number)
-        kept = []
+        kinds = []
         for ranks, kind in self.ranks_by_kind:
             if (num_hosts := min(kind.num_hosts, (number - ranks.start) // self.devices_per_host)) > 0:
-                kept.append(replace(kind, num_hosts=num_hosts))
-        return join_kinds(kept)
+                kinds.append(replace(kind, num_hosts=num_hosts))
+        return join_kinds(kinds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of a cluster file, without units."""
         return asdict(self)
 
     def link(self, *, within_host: bool) -> Link:
-        """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
-        known."""
+        """Return the link from a device to others in its host, or to other hosts (if that is not known, the
+        one in the host)."""
         return self.intra_host if within_host else self.inter_host or self.intra_host
 
     def slowdown(self, num_hosts: int, *, in_ring: bool = False) -> float:
-        """Return by how much leaf switches slow down the traffic among this many hosts that fill leaves.
+        """Return the factor by which leaf switches slow down traffic among the first hosts of a cluster.
 
-        In a ring, a leaf sends only as much to other leaves as one of its hosts.
+        In a ring, only one host of each leaf sends to another leaf.
         """
         if self.hosts_per_leaf is None or self.oversubscription is None or num_hosts <= self.hosts_per_leaf:
             return 1.0
@@ -202,21 +202,21 @@ _OPTIONAL = [f.name for f in fields(Cluster) if f.default is not MISSING]
 class MixedCluster(Cluster):
     """Hosts of several kinds with equally many devices. Ranks fill those of the first kind, then of the next.
 
-    The figures of the whole are for ranks of several kinds together: those of the slowest kind, but the
-    memory of the largest device.
+    Calls on ranks of several kinds are planned with this cluster's own figures: each is that of the slowest
+    kind, but the memory is that of the largest device.
     """
 
-    parts: tuple[Cluster, ...] = ()
+    host_kinds: tuple[Cluster, ...] = ()
 
     @property
     def kinds(self) -> tuple[Cluster, ...]:
-        return self.parts
+        return self.host_kinds
 
     def to_dict(self) -> dict[str, Any]:
         hosts = []
-        for kind in self.parts:
-            own = {k: v for k, v in asdict(kind).items() if k not in ("num_hosts", *_SWITCHES)}
-            hosts.append({"count": kind.num_hosts, **own})
+        for kind in self.host_kinds:
+            figures = {k: v for k, v in asdict(kind).items() if k not in ("num_hosts", *_SWITCHES)}
+            hosts.append({"count": kind.num_hosts, **figures})
         return {"hosts": hosts, **{name: getattr(self, name) for name in _SWITCHES}}
 
 
@@ -246,20 +246,20 @@ def join_kinds(kinds: Iterable[Cluster]) -> Cluster:
         host_bandwidth_bytes_per_second=min(ports) if any(
             kind.host_bandwidth_bytes_per_second is not None for kind in kinds) else None,
         device_type=first.device_type, host_memory=_slowest_link([kind.host_memory for kind in kinds]),
-        accelerator=slowest.accelerator_name, parts=kinds,
+        accelerator=slowest.accelerator_name, host_kinds=kinds,
         **{name: getattr(first, name) for name in _SWITCHES},
-    )  # fmt: skip
+    )
 
 
 def _slowest_link(links: Iterable[Link | None]) -> Link | None:
-    """Return the greatest latency and the least bandwidth of some links, None if one of them is missing."""
-    known = []
+    """Return a link with the greatest latency and the least bandwidth of all; None if one is missing."""
+    present = []
     for link in links:
         if link is None:
             return None
-        known.append(link)
-    latency = max(link.latency_seconds for link in known)
-    return Link(latency, min(link.bandwidth_bytes_per_second for link in known))
+        present.append(link)
+    latency = max(link.latency_seconds for link in present)
+    return Link(latency, min(link.bandwidth_bytes_per_second for link in present))
 
 
 def _read_kinds(document: dict[str, Any]) -> Cluster:
@@ -273,25 +273,25 @@ def _read_kinds(document: dict[str, Any]) -> Cluster:
 
 
 def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
-    """Return the hosts of one kind: the figures of the cluster file `like`, then those that all hosts have in
-    common, then those of the entry."""
+    """Return the hosts of one kind. The figures of the entry replace those that all hosts have in common, and
+    these replace those of the cluster file that the entry names as `like`."""
     figures = [name for name in _FIELDS if name not in ("num_hosts", *_SWITCHES)]
     has_like = isinstance(entry, dict) and "like" in entry
     optional = ["like", *(figures if has_like else (*_OPTIONAL, *common))]
-    own = check_fields(entry, ["count", "like", *figures], optional=optional, where=where)
-    count = own.pop("count")
+    own_values = check_fields(entry, ["count", "like", *figures], optional=optional, where=where)
+    count = own_values.pop("count")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{where}.count is {count!r}: it must be a whole number of at least 1")
     values: dict[str, Any] = {}
-    if (name := own.pop("like", None)) is not None:
+    if (name := own_values.pop("like", None)) is not None:
         alike = _load_like(name, where).to_dict()
         values = {field: alike[field] for field in figures}
-    values |= {**common, **own, "num_hosts": count}
+    values |= {**common, **own_values, "num_hosts": count}
     try:
         return Cluster.from_dict(values)
     except ValueError as error:
         words = re.findall(r"\w+", str(error))
-        is_common = bool(words) and words[0] in common and words[0] not in own
+        is_common = bool(words) and words[0] in common and words[0] not in own_values
         raise ValueError(str(error) if is_common else f"{where}.{error}") from error
 
 

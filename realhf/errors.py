@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
-    "stdlib", "platstdlib", "purelib", "platlib")})  # fmt: skip
+    "stdlib", "platstdlib", "purelib", "platlib")})
 
 _MAX_MESSAGE = 1600
 
@@ -40,16 +40,16 @@ def user_line(error: BaseException) -> str | None:
 
 
 def is_users_own(error: BaseException, *, calls: Collection[str] = ()) -> bool:
-    """Return whether an exception arose in the user's own code, or in a file that this has called.
+    """Return whether an exception arose in the user's own code, or in a library that this has called.
 
-    Files of this package do not count as called, apart from those with the names `calls`.
+    It did not if the user's code called a file of this package, other than the files named in `calls`.
     """
     paths = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [i for i, path in enumerate(paths) if _is_users(str(path))]
-    if not own:
+    user_frames = [i for i, path in enumerate(paths) if _is_users(str(path))]
+    if not user_frames:
         return False
     package = Path(__file__).parent
-    return not any(p.is_relative_to(package) and p.name not in calls for p in paths[own[-1] + 1 :])
+    return not any(p.is_relative_to(package) and p.name not in calls for p in paths[user_frames[-1] + 1 :])
 
 
 def _is_users(filename: str) -> bool:

@@ -40,17 +40,16 @@ class Role:
     """With `random_init` it may also be a config.json or a shipped name."""
     head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
     dtype: Dtype | None = None
-    """Type of the weights; None: that which config.json names, else float32. For a role that `follows`
-    another: float32."""
+    """Type of the weights. None: the type that config.json names, or else float32; for a role that `follows`
+    another, float32."""
     optimizer: OptimizerConfig | None = None  # Settings of training; None: the role is frozen.
     random_init: bool = False  # Draw the weights at random instead of reading them.
-    follows: str | None = None  # Be the moving average of this role, updated after its train steps.
+    follows: str | None = None  # The weights are a moving average of this role's, updated as it trains.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
     lora: LoraConfig | None = None  # Adapters, if only they are to be trained.
     float32_head: bool = False
-    """Whether the logits of a bfloat16 or float16 model are computed in float32: in its head's products with
-    the hidden states, when it generates and when it trains, both operands count as float32 (MiniMax-M1,
-    arXiv:2506.13585). It brings the log-probs of both nearer to each other."""
+    """Whether a bfloat16 or float16 model multiplies hidden states with its head in float32, both when it
+    generates and when it trains (MiniMax-M1, arXiv:2506.13585). The log-probs of the two then differ less."""
     engine: Literal["native", "transformers", "megatron"] = "native"
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism).
     `megatron` trains and computes forward passes with Megatron-Core; the native engine generates for it."""
@@ -92,7 +91,7 @@ class Role:
     def model_path(self, *, weights: bool = False) -> Path:
         """Return `model` as a path; a model of the hub is downloaded if it is not in the cache.
 
-        Without `weights` only its small files are.
+        Without `weights`, only its small files are downloaded.
         """
         return find_model(self.model, weights=weights)
 
@@ -108,7 +107,7 @@ class Role:
         """Return `lora`, with the settings and the path of the PEFT directory that its adapters start from.
 
         Adapters of the hub are downloaded if they are not in the cache; without `weights`, only their
-        settings are.
+        settings are downloaded.
         """
         if self.lora is None or self.lora.adapter is None:
             return self.lora
@@ -117,30 +116,30 @@ class Role:
 
     @property
     def weights_source(self) -> tuple[str | bool, ...]:
-        """Return the fields that decide the weights of a role which never changes them (adapters aside).
+        """Return the fields that decide which weights a role starts with (without adapters).
 
-        Two such roles with equal values have equal weights.
+        Two roles that never change their weights have equal ones if these fields are equal.
         """
         return (self.model, self.head, self.weights_dtype, self.random_init, self.engine)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expectations of the planner, lengths in tokens; nothing else depends on them."""
+    """Expectations of a run, lengths in tokens. Only the planner uses them."""
 
     prompt_tokens: int | None = None  # The mean; None: measured on the dataset.
-    longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to a given mean.
+    longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to the mean above.
     response_tokens: int | None = None
-    """The mean; None: of `lengths_from`, or as many as sampling allows, or measured on the dataset."""
+    """The mean. None: that of `lengths_from`, or as many as sampling allows, or measured on the dataset."""
     response_p99: int | None = None
-    """Tokens that 99 % of the responses do not exceed: with the mean, it gives them a long tail. None: a
-    response ends with the same chance after each token."""
+    """Tokens that 99 % of the responses do not exceed; the planner fits a long tail to it and the mean. None:
+    a response ends with the same chance after each token."""
     lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one answer.
-    reward_p99_seconds: float | None = None  # 99 % of the answers are scored in this time; None: all alike.
+    reward_p99_seconds: float | None = None  # 99 % of the answers take no longer; None: all take the mean.
     part_runs: dict[str, float] = field(default_factory=dict)
-    """How often a step runs a part, such as one that samples again: the mean, 1 for parts left out."""
+    """Part -> how often a step runs it on average, such as one that samples again; 1 for all others."""
 
 
 @dataclass
@@ -149,8 +148,8 @@ class Experiment:
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)  # Prompts (and answers) to train on.
     eval_dataset: EvalSets | None = None
-    """Held-out rows: prompts to answer greedily, or completions whose loss is computed. An `Evaluation` says
-    more about them, such as the samples of each prompt; a dict has several sets by name."""
+    """Held-out rows: prompts to answer greedily, or completions whose loss is computed. An `Evaluation` sets
+    more, such as the samples of each prompt; a dict holds several sets by name."""
     steps: int = 100  # Training steps of the run.
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
@@ -167,12 +166,12 @@ class Experiment:
     log_every: int = 1  # Steps between printed lines.
     rollouts: RolloutLog = field(default_factory=RolloutLog)  # Answers that are kept to read.
     max_lag: int = 0
-    """Most updates by which the weights that sampled a token may lag behind those that train on it. Above 0,
-    generation runs ahead of training by that many batches."""
+    """The most updates between sampling a token and training on it. Above 0, generation runs ahead of
+    training by that many batches."""
     rounds: int | None = None
-    """Rounds, one in each step, in which an answer is generated; weights may change in between. Legal are
-    `max_lag`, with which generation and training overlap if they have devices of their own, and one more,
-    with which long answers go on in the next step on the same devices. None: `max_lag`, at least 1."""
+    """How many rounds, one in each step, an answer may take; weights may change between rounds. With
+    `max_lag` rounds, generation and training overlap if each has devices of its own. With one more, long
+    answers go on in the next step on the same devices. Others are not legal. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory or hub name of the tokenizer; None: that of the first role.
 
@@ -195,35 +194,35 @@ class Experiment:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The set that `eval_graph` is for; the first of several, and without any the training rows."""
+        """The set for which `eval_graph` is called (else the first set, or without any the training rows)."""
         return next(iter(named_sets(self.eval_dataset).values()), Evaluation(self.dataset))
 
     def eval_graphs(self) -> dict[str, tuple[Evaluation, DataflowGraph]]:
         """Return each set of held-out rows and its graph, by name; a single set has an empty name."""
-        found = {}
+        graphs = {}
         for name, evaluation in named_sets(self.eval_dataset).items():
             about_set = copy.copy(self)
             about_set.eval_dataset = evaluation if name else self.eval_dataset
             graph = about_set.eval_graph()
             if graph is not None:
                 graph = seeded(graph, sampling_seed(self.seed, name), deterministic=self.deterministic)
-                found[name] = (evaluation, graph)
-        return found
+                graphs[name] = (evaluation, graph)
+        return graphs
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
-        """Return the parts of a step, by name: the calls that run together, each in one part only.
+        """Return name of a part -> the calls that it runs together. Each call is in one part only.
 
-        Without lag there is one part, `step`. With lag there are `rollout` (generating calls and what they
-        need), `train` (train steps and what needs them) and `score` (the other calls).
+        Without lag there is one part, `step`. With lag there are `rollout` (generating calls, and the calls
+        that these need), `train` (train steps, and the calls that need these) and `score` (all other calls).
         """
         if not self.max_lag:
             return {"step": tuple(call.name for call in graph.order)}
         return lagged_parts(graph)
 
     def step(self, run: StepRunner) -> None:
-        """Run the parts of one step; every rank executes this alike, see StepRunner.
+        """Run the parts of one step. Every rank executes this in the same way, see StepRunner.
 
-        With lag, a batch is trained `max_lag` calls after its generation has begun.
+        With lag, the step trains on the batch whose generation began `max_lag` steps ago.
         """
         if not self.max_lag:
             run("step", run.prompts(self.batch_size))
@@ -248,8 +247,8 @@ class Experiment:
     @property
     def has_own_program(self) -> bool:
         """Whether the experiment replaces the parts of a step, or the order in which they run."""
-        own = (getattr(self.parts, "__func__", None), getattr(self.step, "__func__", None))
-        return own != (Experiment.parts, Experiment.step)
+        methods = (getattr(self.parts, "__func__", None), getattr(self.step, "__func__", None))
+        return methods != (Experiment.parts, Experiment.step)
 
     @property
     def num_rounds(self) -> int:
@@ -258,7 +257,7 @@ class Experiment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a batch waits one step after its last round, so that its training may overlap a round."""
+        """Whether a step trains on the batch that the step before has completed, beside its own round."""
         return self.num_rounds == self.max_lag
 
     def check_lag(self) -> None:
@@ -272,12 +271,12 @@ class Experiment:
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call.
 
-        If the experiment is deterministic, so are these calls. Raises ValueError if they cannot be.
+        A deterministic experiment makes these calls deterministic. Raises ValueError if they cannot be.
         """
         return seeded(graph, self.seed, deterministic=self.deterministic)
 
     def checkpoint_period(self) -> tuple[int, float]:
-        """Return the steps and the seconds between checkpoints; the one that is not used is 0.
+        """Return the steps and the seconds between checkpoints; one of the two is 0 (it does not apply).
 
         Raises ValueError unless `checkpoint_every` is a number of steps, minutes or hours.
         """
@@ -292,7 +291,7 @@ class Experiment:
         return str(find_model(self.tokenizer or next(iter(self.roles().values())).model))
 
     def hub_names(self) -> dict[str, str]:
-        """Return field -> name, of the models, adapters and tokenizer that are named there."""
+        """Return field -> its value, for the fields that name models, adapters and the tokenizer."""
         roles = self.roles()
         names = {f"{name}.model": role.model for name, role in roles.items()}
         names |= {f"{name}.lora.adapter": role.lora.adapter for name, role in roles.items()
@@ -301,15 +300,15 @@ class Experiment:
 
     def hub_commits(self) -> dict[str, str]:
         """Return name -> commit of the models, adapters, tokenizers and data sets of the hub."""
-        found = commits_of(self.hub_names().values())
+        commits = commits_of(self.hub_names().values())
         held_out = [evaluation.dataset for evaluation in named_sets(self.eval_dataset).values()]
         for config in (self.dataset, *held_out):
-            found |= commits_of_data(config)
-        return found
+            commits |= commits_of_data(config)
+        return commits
 
 
 def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> DataflowGraph:
-    """Return the graph with this seed in every generating call, which is also made `deterministic`."""
+    """Return the graph with this seed, and perhaps `deterministic`, in every generating call."""
     settings: dict[str, Any] = {"seed": seed} | ({"deterministic": True} if deterministic else {})
     generating = graph.of_kind("generate")
     return graph.replace(*(replace(call, work=replace(call.work, **settings)) for call in generating))

@@ -1,4 +1,4 @@
-"""Whether a CPU has units for 16-bit numbers. One without them multiplies them one by one, which is slow."""
+"""Tells whether a CPU has units for 16-bit numbers; without, it multiplies them one by one, which is slow."""
 
 from functools import cache
 
@@ -22,5 +22,5 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return the tensor in float32 if products of its dtype are slow, else unchanged; has gradients."""
+    """Return the tensor in float32 if products of its dtype are slow, else unchanged; keeps gradients."""
     return x.float() if needs_float32(x) else x

@@ -22,7 +22,7 @@ def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
 
 
 def even_part(length: int, num_parts: int, item: int) -> int:
-    """Return the index of the part of `even_split` that contains an item."""
+    """Return which part of `even_split` has this item."""
     return ((item + 1) * num_parts - 1) // length
 
 
@@ -113,8 +113,8 @@ class DeviceMesh:
     def __str__(self) -> str:
         parts = []
         for _, run in groupby(enumerate(self.ranks), key=lambda item: item[1] - item[0]):
-            first, *rest = (rank for _, rank in run)
-            parts.append(f"{first}-{rest[-1]}" if rest else f"{first}")
+            first, *others = (rank for _, rank in run)
+            parts.append(f"{first}-{others[-1]}" if others else f"{first}")
         return ",".join(parts)
 
     @classmethod
@@ -149,8 +149,9 @@ class Coordinate(NamedTuple):
 class Layout:
     """A ParallelStrategy on a DeviceMesh; text form `d2t4p1@0-7`.
 
-    `engine` marks the copy of a model's weights that is held by another engine than that of the role: such a
-    copy is distinct, although every rank holds the same regions. Its text form is `d2@0-1/native`.
+    `engine` is set for a copy of the weights in another engine than the role's, such as the native one that
+    generates for Megatron-Core. It is not the same copy, even if every rank holds the same regions. Its text
+    form is `d2@0-1/native`.
     """
 
     strategy: ParallelStrategy
@@ -225,13 +226,13 @@ class Layout:
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Return the ranks over dp and cp that hold the same parameters as `rank`, except experts."""
-        at = self.coordinate(rank)
-        return tuple(self.grid[at.pp, :, :, at.tp].ravel().tolist())
+        pp, _, _, tp = self.coordinate(rank)
+        return tuple(self.grid[pp, :, :, tp].ravel().tolist())
 
     def expert_replicas(self, rank: int) -> tuple[int, ...]:
         """Return the replicas of `rank` that also hold the same experts."""
-        at = self.coordinate(rank)
-        return tuple(self.grid[at.pp, at.dp % self.ep :: self.ep, :, at.tp].ravel().tolist())
+        pp, dp, _, tp = self.coordinate(rank)
+        return tuple(self.grid[pp, dp % self.ep :: self.ep, :, tp].ravel().tolist())
 
     @property
     def result_ranks(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Pinned host memory, from and to which a GPU copies while the host goes on."""
+"""Copies through pinned host memory, which a GPU reads and writes while the host goes on."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _FULL = 0.9
-"""Share of an allocation that is worth not being split further."""
+"""A run that fills at least this share of its allocation is long enough."""
 
 
 def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the numbers on the device; from a CPU's own memory, they are not copied."""
+    """Return the numbers on the device; on a CPU, without a copy."""
     return upload_tensor(torch.from_numpy(numbers), device)
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device; a CPU's own is not copied."""
+    """Return a tensor of the host on the device; on a CPU, the tensor itself."""
     if device.type == "cpu":
         return tensor
     if device.type != "cuda":
@@ -29,10 +29,10 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def run_bounds(sizes: Sequence[int]) -> list[int]:
-    """Split tensors of these bytes into runs that are allocated together; return the runs' bounds.
+    """Split tensors of these sizes in bytes into runs, each for one allocation; return the runs' bounds.
 
-    torch rounds pinned memory up to a power of two. A run is the longest one that fills nine tenths of that;
-    if none does, the one that fills most of it.
+    torch rounds pinned memory up to a power of two. Each run is the longest that fills nine tenths of its
+    power of two, or the one that fills most of it if none fills so much.
     """
     bounds = [0]
     while bounds[-1] < len(sizes):

@@ -117,11 +117,11 @@ class ExecutionPlan:
         return cls(calls, document.get("predicted", {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of the plan, without what is unset, switched off or not predicted."""
+        """Return the document of the plan, without fields that are unset, switched off or not predicted."""
         calls = {}
         for name, call in self.calls.items():
-            given = {part: value for part, value in vars(call).items() if value not in (None, False, {})}
-            calls[name] = given | {"layout": str(call.layout)}
+            entry = {field: value for field, value in vars(call).items() if value not in (None, False, {})}
+            calls[name] = entry | {"layout": str(call.layout)}
         return {"calls": calls, **({"predicted": dict(self.predicted)} if self.predicted else {})}
 
     @classmethod
@@ -161,7 +161,7 @@ def _refuse_unknown(entry: Mapping[str, Any], legal: Sequence[str], prefix: str 
 
 def _refuse_split_layout(entry: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for `{layout: d2@0,1}`, which YAML reads as a layout `d2@0` and a field `1`."""
-    rest = [str(name) for name, value in entry.items() if value is None and str(name)[:1].isdigit()]
-    if rest and isinstance(entry.get("layout"), str):
-        whole = ",".join([entry["layout"], *rest])
+    ranks = [str(name) for name, value in entry.items() if value is None and str(name)[:1].isdigit()]
+    if ranks and isinstance(entry.get("layout"), str):
+        whole = ",".join([entry["layout"], *ranks])
         raise ValueError(f"{where}.layout has commas: put it in quotes, {{layout: \"{whole}\"}}")

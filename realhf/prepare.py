@@ -26,12 +26,12 @@ def prepare_once(path: str | Path, make: Callable[[Path], object]) -> Path:
             return path
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         try:
-            made = scratch / path.name
-            make(made)
-            if not made.exists():
+            result = scratch / path.name
+            make(result)
+            if not result.exists():
                 name = getattr(make, "__qualname__", type(make).__name__)
-                raise ValueError(f"prepare_once: {name} wrote nothing at {made}, the path that it was given")
-            os.rename(made, path)
+                raise ValueError(f"prepare_once: {name} wrote nothing at {result}, the path that it got")
+            os.rename(result, path)
         finally:
             shutil.rmtree(scratch)
     return path

@@ -1,5 +1,4 @@
-"""Fills in the settings that roles leave open: dtype, learning rate and length of the schedule. Free of
-torch."""
+"""Fills in settings that roles leave open: dtype, learning rate, length of the schedule. Free of torch."""
 
 import math
 from collections.abc import Mapping
@@ -18,15 +17,15 @@ def resolved_roles(
 
     Raises ValueError if a role's config.json names a dtype that is not legal.
     """
-    found = {}
+    resolved = {}
     for name, role in roles.items():
         trains = [call for call in graph.of_role(name) if call.kind == "train_step"]
         optimizer = role.optimizer
         if optimizer is not None:
             num_steps = experiment.steps * sum(map(optimizer_steps, trains))
             optimizer = _resolved(optimizer, role, trains, num_steps=num_steps)
-        found[name] = replace(role, dtype=role.weights_dtype, optimizer=optimizer)
-    return found
+        resolved[name] = replace(role, dtype=role.weights_dtype, optimizer=optimizer)
+    return resolved
 
 
 def optimizer_steps(call: FunctionCall) -> int:

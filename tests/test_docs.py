@@ -18,10 +18,11 @@ import torch
 import yaml
 
 import realhf
-from realhf import Experiment, FunctionCall, HostFunction, Role, families
+from realhf import Experiment, FunctionCall, HostFunction, Role
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import read_rows
+from realhf.models import families
 from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.execute.host_call import call_host_function

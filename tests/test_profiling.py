@@ -41,8 +41,8 @@ FEW = (1, 2)
 def test_blocks_to_measure(name):
     config = ModelConfig.load(name)
     few = MeasuredModel(config, "bfloat16", ()).with_blocks(2, "score")
-    params = {p.part for p in model_spec(few).params if p.layer == 1}
-    assert params == {p.part for p in model_spec(config).params if p.layer == config.num_layers - 1}
+    params = {p.short_name for p in model_spec(few).params if p.layer == 1}
+    assert params == {p.short_name for p in model_spec(config).params if p.layer == config.num_layers - 1}
     assert few.num_layers == 2 and few.head == "score" and few.eos_token_ids == ()
     assert few.window(1) == config.window(1)
 

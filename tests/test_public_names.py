@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,20 +28,26 @@ def _documented(module: str) -> set[str]:
     return names
 
 
+def test_a_name_is_imported_when_it_is_used_first():
+    code = "import sys, realhf; print('realhf.plan' in sys.modules, realhf.CallPlan.__module__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "False realhf.plan\n"
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        realhf.Nothing  # noqa: B018
+
+
 def test_type_checkers_see_the_names_that_are_imported_lazily():
+    """They take `import X as X` for an export (PEP 484)."""
     tree = ast.parse(Path(realhf.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    assert len(imports) == len(block.body)
-    found = {str(node.module).removeprefix("realhf."): [a.name for a in node.names] for node in imports}
-    assert found == {module: list(names) for module, names in realhf._PUBLIC.items()}
-    assert sorted(realhf.__all__) == sorted(name for names in found.values() for name in names)
+    lines = [f"from {module} import {name} as {name}" for name, module in realhf._MODULE_OF.items()]
+    assert [ast.unparse(node) for node in block.body] == lines
+    assert len(lines) > 60 and realhf.__all__ == sorted(realhf._MODULE_OF)
 
 
-@pytest.mark.parametrize("module", realhf._PUBLIC)
-def test_public_names_exist_and_are_documented(module):
-    loaded = importlib.import_module(f"realhf.{module}")
-    for name in realhf._PUBLIC[module]:
-        assert getattr(realhf, name) is getattr(loaded, name)
-        assert name in _documented(module)
+@pytest.mark.parametrize("name", realhf.__all__)
+def test_public_names_exist_and_are_documented(name):
+    module = realhf._MODULE_OF[name]
+    assert getattr(realhf, name) is getattr(importlib.import_module(module), name)
+    assert name in _documented(module.removeprefix("realhf."))

@@ -45,7 +45,7 @@ def load_weights(directory: str | Path, model: Transformer) -> list[str]:
 def read_shards(directory: Path, spec: ModelSpec, shards: Shards, *, announce: bool = True) -> list[str]:
     """Do the work of `load_weights` for any shards, directly into their memory.
 
-    With `announce`, print to standard error which layers in the files are not read.
+    With `announce`, print to standard error which layers of the files are left out.
     """
     checkpoint = open_checkpoint(directory, spec)
     if checkpoint.further_layers and announce:
@@ -53,14 +53,13 @@ def read_shards(directory: Path, spec: ModelSpec, shards: Shards, *, announce: b
         print(
             f"realhf: {directory}: layers past num_hidden_layers {spec.config.num_layers} are left out: "
             f"{layers}", file=sys.stderr)
-    embedding = next(param for param in spec.params if param.part == "embedding.weight").name
+    embedding = next(param for param in spec.params if param.short_name == "embedding.weight").name
     copy = checkpoint.head_copy if embedding in shards else None
     _read_all(checkpoint.tensors, spec, shards)
     if copy is not None and not all(_equals(copy, *piece) for piece in shards[embedding]):
         raise ValueError(
             f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
-            "tie_word_embeddings true; set it to false, or remove the tensor"
-        )
+            "tie_word_embeddings true; set it to false, or remove the tensor")
     return list(checkpoint.missing)
 
 
@@ -78,7 +77,7 @@ def load_adapters(directory: str | Path, adapters: Adapters) -> None:
 def save_weights(
     directory: str | Path, model: Transformer | Adapters,
     *, base: str = "", beside: Mapping[str, Beside] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     """Write a directory that transformers or PEFT can open, in the model's dtype, on the first rank's host.
 
     All ranks of the layout must call this; see CheckpointWriter. `base` names the base model of adapters.
@@ -87,18 +86,18 @@ def save_weights(
     writer = CheckpointWriter(
         model.spec, groups.layout, groups.world, dtype=model.flat.dtype, leader=groups.layout.ranks[0],
         max_shard_bytes=max_shard_bytes, lora=model.lora if isinstance(model, Adapters) else None, base=base,
-    )  # fmt: skip
+    )
     writer.write(Path(directory), model.pieces(), beside=beside or {})
 
 
 def _read_all(tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Shards) -> None:
-    """Read those parameters of a rank that `tensors` has, in the order of the files."""
+    """Read the parameters that both `shards` and `tensors` have, file by file and from front to back."""
     params = (p for p in spec.params if p.name in shards and p.in_file.name in tensors)
     reads = [(tensors[p.in_file.name], p) for p in params]
     reads.sort(key=lambda read: (read[0].path, read[0].start))
-    for path, some in groupby(reads, key=lambda read: read[0].path):
+    for path, file_reads in groupby(reads, key=lambda read: read[0].path):
         with _opened(path) as file:
-            for tensor, param in some:
+            for tensor, param in file_reads:
                 for box, shard in shards[param.name]:
                     target = in_file_order(param, shard)
                     _read(file, tensor, box_in_tensor(param, box), target)
@@ -137,7 +136,7 @@ def _equals(tensor: StoredTensor, box: Region, target: Tensor) -> bool:
 
 
 def _blocks(file: int, tensor: StoredTensor, box: Region) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows of the box at a time, and their values."""
+    """Yield the box in blocks of rows: the indices of the rows in the box, and their values."""
     (low, high), *columns = box
     for rows in row_blocks(high - low, tensor.row_bytes, _BLOCK_BYTES):
         count = min(rows.stop, high - low) - rows.start

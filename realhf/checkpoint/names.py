@@ -18,11 +18,11 @@ def checkpoint_name(step: int) -> str:
 
 def find_checkpoints(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints in a directory by step, the newest first."""
-    found = {}
+    checkpoints = {}
     for path in directory.glob("step_*"):
         if (step := step_of(path)) is not None and path.is_dir():
-            found[step] = path
-    return dict(sorted(found.items(), reverse=True))
+            checkpoints[step] = path
+    return dict(sorted(checkpoints.items(), reverse=True))
 
 
 def step_of(path: Path) -> int | None:

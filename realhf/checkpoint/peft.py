@@ -53,12 +53,12 @@ _LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
     "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-)  # fmt: skip
-"""Fields that say nothing about a trained adapter. All other fields must switch their feature off."""
+)
+"""Fields that have no effect on a trained adapter. All fields in neither table must be false or null."""
 
 
 def adapter_config(config: ModelConfig, lora: LoraConfig, *, base: str) -> dict[str, Any]:
-    """Return the fields that PEFT writes, without those that say nothing; `base` names the base model."""
+    """Return the fields that PEFT writes, without those that have no effect; `base` names the base model."""
     is_score = config.head == "score"
     return {
         "base_model_name_or_path": base,
@@ -82,21 +82,21 @@ def adapter_config(config: ModelConfig, lora: LoraConfig, *, base: str) -> dict[
 def resolved(lora: LoraConfig) -> LoraConfig:
     """Return `lora` with the settings of the PEFT directory from which the adapters start, if there is one.
 
-    Raises ValueError that names a field of its config that cannot be used, or one of `lora` that contradicts
-    it.
+    Raises ValueError if a field of the directory's config is not supported, or if a field of `lora` is set to
+    another value than there.
     """
     if lora.adapter is None:
         return lora
     path = Path(lora.adapter) / CONFIG_FILE
-    found = replace(lora, **_read_settings(path))
+    from_directory = replace(lora, **_read_settings(path))
     default = LoraConfig()
     for name in ("rank", "alpha", "use_rslora", "target_modules"):
-        given = getattr(lora, name)
-        there = getattr(found, name)
-        same = set(given) == set(there) if name == "target_modules" else given == there
-        if given != getattr(default, name) and not same:
-            raise ValueError(f"lora.{name} is {given!r}, but {path} says {there!r}: leave it out")
-    return found
+        value = getattr(lora, name)
+        in_file = getattr(from_directory, name)
+        same = set(value) == set(in_file) if name == "target_modules" else value == in_file
+        if value != getattr(default, name) and not same:
+            raise ValueError(f"lora.{name} is {value!r}, but {path} says {in_file!r}: leave it out")
+    return from_directory
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return {
         "rank": values["r"], "alpha": float(values["lora_alpha"]), "use_rslora": values["use_rslora"],
         "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
-    }  # fmt: skip
+    }
 
 
 def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -131,7 +131,7 @@ def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise ValueError(f"{directory} has no {_WEIGHTS_FILE}; adapters are read from safetensors only")
     tensors = read_header(path)
-    optional = {param.in_file.name for param in spec.params if param.part == SCORE}
+    optional = {param.in_file.name for param in spec.params if param.short_name == SCORE}
     if unknown := sorted(tensors.keys() - shapes):
         raise ValueError(f"{path}: {unknown[0]} is no adapter of this {spec.config.family} model")
     if missing := sorted(shapes.keys() - tensors - optional):

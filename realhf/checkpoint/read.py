@@ -23,17 +23,17 @@ class ModelFiles:
     missing: tuple[str, ...]
     """Parameters that the files lack: at most score.weight, when a critic starts from a language model."""
     head_copy: StoredTensor | None = None
-    """The lm_head.weight that a tied model has besides the embedding; both must be equal."""
+    """The lm_head.weight that a tied model's files may have beside the embedding; both must be equal."""
     further_layers: tuple[int, ...] = ()
     """Layers beyond the config's, for multi-token prediction, which are not read."""
 
 
 def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
     """Return name of a tensor in a checkpoint -> the parameters in it."""
-    found: dict[str, list[ParamSpec]] = {}
+    by_tensor: dict[str, list[ParamSpec]] = {}
     for param in params:
-        found.setdefault(param.in_file.name, []).append(param)
-    return found
+        by_tensor.setdefault(param.in_file.name, []).append(param)
+    return by_tensor
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -45,8 +45,8 @@ def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
     """Return the shape of the tensor that holds these parameters in a checkpoint."""
     if params[0].num_terms > 1:
         return params[0].shape[1:]
-    rows, *rest = params[0].shape
-    shape = (sum(param.shape[0] for param in params), *rest)
+    rows, *other_dims = params[0].shape
+    shape = (sum(param.shape[0] for param in params), *other_dims)
     return shape[::-1] if params[0].in_file.transposed else shape
 
 
@@ -54,13 +54,13 @@ def box_in_tensor(param: ParamSpec, region: Region) -> Region:
     """Return the box of a parameter's region in its tensor of a checkpoint."""
     if param.num_terms > 1:
         return region[1:]
-    (low, high), *rest = region
-    box = ((low + param.in_file.start, high + param.in_file.start), *rest)
+    (low, high), *other_dims = region
+    box = ((low + param.in_file.start, high + param.in_file.start), *other_dims)
     return box[::-1] if param.in_file.transposed else box
 
 
 def box_start(tensor: StoredTensor, box: Region) -> tuple[int, bool]:
-    """Return the byte at which a box of a tensor begins in the file, and whether it has whole rows."""
+    """Return the byte of the file at which a box of a tensor begins, and whether the box has whole rows."""
     start = tensor.start + box[0][0] * tensor.row_bytes
     if box[1:] == tuple((0, size) for size in tensor.shape[1:]):
         return start, True
@@ -131,7 +131,7 @@ def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> Non
 
 
 def _further_layer(spec: ModelSpec, name: str, prefix: str) -> int | None:
-    """Return the layer that a tensor belongs to if it is beyond the model's last layer, else None."""
+    """Return the layer of a tensor if it comes after the model's last layer, else None."""
     family = spec.config.describes
     layers = family.names["attn_norm"].partition("{layer}")[0] if family.more_layers else ""
     for candidate in (name, prefix + name) if layers else ():

@@ -1,4 +1,4 @@
-"""Checkpoints of runs: files of tensors by parameter and region, and a manifest with checksums.
+"""Checkpoints of runs: files of tensors, each a box of a parameter, and a manifest with checksums.
 
 A checkpoint is a directory. Each rank writes the tensors that it owns to a safetensors file of its own, and
 the manifest says which region of which parameter lies in which file, so any layout can read it.
@@ -39,18 +39,18 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors of one parameter set (see `actions.parameter_sets`), each kind with the same regions."""
+    """The tensors of one parameter set (see `actions.parameter_sets`); all kinds have the same regions."""
 
     kinds: tuple[str, ...]
     """Names of the tensors that every parameter has, such as "master" or "exp_avg"."""
     pieces: Mapping[str, list[tuple[str, Region]]]
-    """Parameter -> the files that hold a part of it, each with the part's region."""
+    """Parameter -> the files that hold regions of it, each with its region."""
     num_steps: int
     """Optimizer steps so far; 0 for a moving average."""
     num_skipped: int
     """Updates in a row that were skipped just before the checkpoint."""
     model: Mapping[str, Any]
-    """The model's config, by which differences are explained."""
+    """The model's config, from which messages say how another model differs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Manifest:
             raise ValueError(f"{path} does not have the checksum in {CHECKSUM}: one of the two is damaged")
         try:
             fields = json.loads(text)
-            if (found := fields["format"]) == FORMAT:
+            if (file_format := fields["format"]) == FORMAT:
                 files = {name: _file_entry(name, entry) for name, entry in fields["files"].items()}
                 sets = {name: _saved(entry) for name, entry in fields["sets"].items()}
                 manifest = cls(**{**fields, "files": files, "sets": sets, "ranks": tuple(fields["ranks"])})
@@ -95,7 +95,7 @@ class Manifest:
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
-        raise ValueError(f"{path} has format {found!r}; this version of realhf reads {FORMAT}")
+        raise ValueError(f"{path} has format {file_format!r}; this version of realhf reads {FORMAT}")
 
 
 def _file_entry(name: str, fields: Mapping[str, Any]) -> FileEntry:
@@ -110,8 +110,7 @@ def _file_entry(name: str, fields: Mapping[str, Any]) -> FileEntry:
 def _saved(entry: Mapping[str, Any]) -> Saved:
     pieces = {
         name: [(file, tuple((start, stop) for start, stop in region)) for file, region in parts]
-        for name, parts in entry["pieces"].items()
-    }
+        for name, parts in entry["pieces"].items()}
     return Saved(**{**entry, "kinds": tuple(entry["kinds"]), "pieces": pieces})
 
 
@@ -177,15 +176,14 @@ class Snapshot:
     """A copy of tensors in host memory, in the form of a safetensors file. The memory is allocated once."""
 
     def __init__(self, boxes: Mapping[str, tuple[Region, Sequence[Piece]]]) -> None:
-        """Take the name of each tensor in the file -> its box, and pieces that hold it, whose values `take`
-        copies; their memory must stay the same."""
+        """`boxes` maps the name of each tensor in the file to its box and to the pieces of memory that hold
+        the box. `take` copies from these pieces, which must therefore stay where they are."""
         # Wide types come first, so that each tensor is aligned.
         ordered = dict(sorted(boxes.items(), key=lambda item: -item[1][1][0][1].element_size()))
-        stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+        stored = {getattr(torch, torch_name): name for name, torch_name in STORED_DTYPES.items()}
         shapes = {name: tuple(stop - start for start, stop in box) for name, (box, _) in ordered.items()}
         self._header, starts = pack_header(
-            (name, stored[pieces[0][1].dtype], shapes[name]) for name, (_, pieces) in ordered.items()
-        )
+            (name, stored[pieces[0][1].dtype], shapes[name]) for name, (_, pieces) in ordered.items())
         self._data = torch.empty(starts[""] - len(self._header), dtype=torch.uint8)
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Parts of `_data`, each with the tensor to copy to it."""
@@ -216,7 +214,7 @@ class SavedTensors:
         self._files: dict[str, tuple[dict[str, StoredTensor], mmap]] = {}
 
     def read(self, kind: str, parameter: str, region: Region, target: Tensor) -> None:
-        """Fill `target` with a region of a parameter. Raises ValueError if the files lack a part of it."""
+        """Fill `target` with a region of a parameter. Raises ValueError if the files lack some of it."""
         missing = target.numel()
         for file, box in self._saved.pieces[parameter]:
             if (shared := overlap(region, box)) is not None:
@@ -227,7 +225,7 @@ class SavedTensors:
             raise ValueError(f"{self._directory} lacks {missing} values of {self._name}'s {parameter}")
 
     def _open(self, file: str, tensor: str) -> Tensor:
-        """Return a tensor of a file, which is read from the disk where it is used."""
+        """Return a tensor of a file, mapped into memory: its pages are read when they are used."""
         if file not in self._files:
             path = self._directory / file
             with path.open("rb") as opened:

@@ -19,7 +19,7 @@ _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
+}
 _MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -54,8 +54,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise ValueError(
                 f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs "
                 "code: open it once with transformers and call "
-                "save_pretrained(directory, safe_serialization=True)"
-            )
+                "save_pretrained(directory, safe_serialization=True)")
         raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}")
     files: dict[str, StoredTensor] = {}
     promised = _read_index(index)
@@ -140,8 +139,8 @@ def _stored_tensor(path: Path, name: str, fields: Any, begin: int) -> StoredTens
 
 
 def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return the first bytes of a file with these tensors (name, dtype in headers, shape) end to end, and the
-    byte at which each tensor begins; the name "" stands for the end of the file."""
+    """Return the header of a file that holds these tensors (name, dtype in headers, shape) end to end, and
+    the byte of the file at which each tensor begins; under the name "", the size of the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, dtype, shape in tensors:

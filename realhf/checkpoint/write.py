@@ -30,9 +30,7 @@ from realhf.realloc.pieces import Shards, assembled
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
 """A further file of an export: a path to copy, or the text of the file."""
-_EXPORTED = (
-    "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
-)  # fmt: skip
+_EXPORTED = ("config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors")
 """Patterns of the files of an export, without the further files."""
 _BLOCK_BYTES = 16 << 20
 """Bytes of a tensor to make contiguous, or to send to a writer, at a time."""
@@ -54,7 +52,7 @@ def plan_files(
 
     A tensor that is larger has a file of its own.
     """
-    dtype_names = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+    dtype_names = {getattr(torch, torch_name): name for name, torch_name in STORED_DTYPES.items()}
     contents: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0  # Bytes in the last file.
     for name, params in params_by_tensor(spec.params).items():
@@ -89,8 +87,8 @@ class WriteJob:
 def assign_writes(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> list[WriteJob]:
     """Assign a sender and a writer to every region, in table order.
 
-    A region is written by one of its holders if some are among `writers`, so that it need not be sent. Among
-    several candidates, the one with the least work so far is chosen.
+    If some of `writers` hold a region, one of these writes it, so that it need not be sent. Of several
+    candidates, the one with the least work so far is chosen.
     """
     written = Counter[int]()
     sent = Counter[int]()
@@ -109,9 +107,9 @@ def assign_writes(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> li
 class CheckpointWriter:
     """A writer of model or PEFT directories for one layout, which can be used many times.
 
-    The directory needs to be on the disk of one host only, that of the rank `leader`, which need not be in
-    the layout. The layout's ranks on that host write their own regions in parallel into the same files; other
-    ranks send them the regions that none of them holds, block by block.
+    The directory needs to be on the disk of one host only, the host of rank `leader`, which need not be in
+    the layout. The layout's ranks on that host write the regions that they hold, in parallel, into the same
+    files. Ranks of other hosts send them, block by block, the regions that none of them holds.
 
     It writes the model's config.json, with `fields` added. With `lora`, the parameters are adapters, and it
     writes a PEFT directory instead; `base` then names the base model.
@@ -121,7 +119,7 @@ class CheckpointWriter:
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES,
         fields: Mapping[str, object] = MappingProxyType({}), lora: LoraConfig | None = None, base: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank = world.rank
         self._leader = leader
         self._dtype = dtype
@@ -175,9 +173,9 @@ class CheckpointWriter:
         return sorted(jobs, key=lambda job: (file_index[job.param.in_file.name] - first) % num_files)
 
     def _blocks(self, job: WriteJob, shards: Shards) -> Iterator[tuple[int, Tensor]]:
-        """Yield, on the rank that writes a region, the indices of first rows and the rows that fit a block.
+        """Yield a region in blocks of rows, with the index of each first row, on the rank that writes it.
 
-        If another rank holds the region, that one sends them meanwhile.
+        On the rank that holds the region, if that is another one, send the blocks instead.
         """
         peers = self._group.ranks
         if self._rank == job.sender:
@@ -243,14 +241,14 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
-    """Return a region with its dims in the order of checkpoints: a view, unless it is a sum of parts."""
+    """Return a region with its dims in the order of checkpoints: a view, unless its terms are added up."""
     if param.num_terms > 1:
         return joined(shard)
     return shard.T if param.in_file.transposed else shard
 
 
 def _dtype_in_file(param: ParamSpec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in files of a parameter of a model of this dtype."""
+    """Return the dtype that a parameter has in a checkpoint of a model of this dtype."""
     return sum_dtype(dtype) if param.num_terms > 1 else dtype
 
 

@@ -21,7 +21,7 @@ class Packed:
     values: torch.Tensor
     lengths: list[int]
     on_host: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """The same values in host memory, if they came from there; whoever reads them need not wait for a GPU."""
+    """The same values in host memory, if they came from there: reading them does not wait for a GPU."""
 
     def __post_init__(self) -> None:
         assert self.values.shape[0] == sum(self.lengths), (self.values.shape, sum(self.lengths))
@@ -38,14 +38,14 @@ class Packed:
         return Packed(values, self.lengths)
 
     def select(self, indices: Sequence[int]) -> "Packed":
-        parts = self.split()
-        found = Packed.of([parts[i] for i in indices], empty=self.values[:0])
+        sequences = self.split()
+        selected = Packed.of([sequences[i] for i in indices], empty=self.values[:0])
         if self.on_host is not None:
-            found.on_host = self.like(self.on_host).select(indices).values
-        return found
+            selected.on_host = self.like(self.on_host).select(indices).values
+        return selected
 
     def to(self, device: torch.device) -> "Packed":
-        """Return the values on a device; on a GPU, those of one number per token stay on the host, too."""
+        """Return the values on a device. A copy of one number per token also stays on the host."""
         if device.type == "cuda" and self.values.device.type == "cpu" and self.values.dim() == 1:
             return Packed(upload_tensor(self.values, device), self.lengths, self.values)
         return Packed(self.values.to(device), self.lengths, self.on_host)
@@ -57,7 +57,7 @@ class Packed:
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], *, empty: torch.Tensor | None = None) -> "Packed":
-        """Pack sequences end to end. `empty`, needed if there may be none, then becomes the values."""
+        """Pack sequences end to end. If there are none, the values are `empty`, which must then be given."""
         values = torch.cat(list(sequences)) if sequences or empty is None else empty
         return cls(values, [len(s) for s in sequences])
 
@@ -109,16 +109,16 @@ class Batch:
         tensors = self.fields | {key: column.values for key, column in packed.items()}
         tensors = {key: tensors[key].detach().cpu().clone() for key in tensors.keys() - lists.keys()}
         lengths = {key: column.lengths for key, column in packed.items()}
-        rest = {"ids": self.ids, "lengths": lengths, "lists": lists}
-        tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)
+        metadata = {"ids": self.ids, "lengths": lengths, "lists": lists}
+        tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(metadata).encode()), dtype=torch.uint8)
         return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, data: torch.Tensor) -> "Batch":
         fields: dict[str, Any] = dict(load(data.numpy().tobytes()))
-        rest = json.loads(fields.pop(_JSON).numpy().tobytes())
-        fields |= {key: Packed(fields[key], lengths) for key, lengths in rest["lengths"].items()}
-        return cls(rest["ids"], fields | rest["lists"])
+        metadata = json.loads(fields.pop(_JSON).numpy().tobytes())
+        fields |= {key: Packed(fields[key], lengths) for key, lengths in metadata["lengths"].items()}
+        return cls(metadata["ids"], fields | metadata["lists"])
 
 
 def _select(column: Any, indices: Sequence[int]) -> Any:

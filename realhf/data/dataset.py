@@ -17,12 +17,12 @@ DATASET_ROW = "dataset_row"
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN, DATASET_ROW)
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
-"""Prefix of a column's key in a graph that uses the column's name for something else."""
+"""Prefix of a column's key in a graph, if the graph uses the column's name for something else."""
 _TEMPLATE_ARGUMENTS = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
-)  # fmt: skip
-"""Arguments of a chat template that are set otherwise."""
+)
+"""Arguments of a chat template that `chat_template_kwargs` may not set."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class DatasetConfig:
         is_set = {
             "chat": self.chat, "system_prompt": self.system_prompt is not None, "tools": bool(self.tools),
             "tools_key": self.tools_key is not None, "chat_template_kwargs": bool(self.chat_template_kwargs),
-        }  # fmt: skip
-        return [name for name, given in is_set.items() if given]
+        }
+        return [name for name, is_given in is_set.items() if is_given]
 
     @property
     def parts(self) -> "tuple[DatasetConfig, ...]":
@@ -104,11 +104,11 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class DatasetMixture(DatasetConfig):
-    """Several data sets, of which each prompt is drawn from one: `DatasetMixture(parts=..., weights=...)`.
+    """Several data sets that prompts are drawn from: `DatasetMixture(parts=..., weights=...)`.
 
-    Every part has its own settings, order and epochs; `shuffle` and the other fields are those of the parts.
-    Every thousand prompts have the parts in the shares of `weights`, in an order that the seed decides. Rows
-    have the column `dataset`, the path of their part; columns that only other parts have are None.
+    Every part has its own settings, order and epochs: set `shuffle` and the other fields there. Of every
+    thousand prompts, each part has the share that `weights` gives it, in an order that the seed decides. The
+    column `dataset` of a row is the path of its part. Columns that only other parts have are None.
     """
 
     parts: tuple[DatasetConfig, ...] = ()
@@ -134,7 +134,7 @@ def open_rows(
     config: DatasetConfig, keys: Sequence[str], *, mixture: DatasetConfig | None = None,
     row_faults: Sequence[RowFault] = (),
 ) -> DatasetRows:
-    """Return the rows of a data set for a graph with these input keys, as a part of a mixture or alone.
+    """Return the rows of a data set, alone or in a mixture, for a graph with these input keys.
 
     Raises ValueError if there are no such files.
     """
@@ -151,17 +151,17 @@ def open_rows(
 def load_rows(
     config: DatasetConfig, keys: Sequence[str], *, row_faults: Sequence[RowFault] = ()
 ) -> list[dict[str, Any]]:
-    """Read the rows for a graph with these input keys; of a large data set, a sample.
+    """Read the rows for a graph with these input keys, or a sample of the rows if the data set is large.
 
     Raises ValueError, which names file and line, if a row lacks a column or has an unusable value.
     """
-    found: list[dict[str, Any]] = []
+    loaded: list[dict[str, Any]] = []
     for part in config.parts:
         rows = open_rows(part, keys, mixture=config, row_faults=row_faults)
-        found += [row for number in rows.tried() if (row := rows[number]) is not None]
-    if not found:
+        loaded += [row for number in rows.tried() if (row := rows[number]) is not None]
+    if not loaded:
         raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
-    return found
+    return loaded
 
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
 
 
 def dataset_name(config: DatasetConfig) -> str:
-    """Return the path of a data set, in words; of one of the hub, with its configuration."""
+    """Return the path of a data set for messages, with its configuration if it is on the hub."""
     if len(config.parts) > 1 or not config.path:
         return " + ".join(dataset_name(part) for part in config.parts) if config.parts != (config,) else ""
     path = config.path if isinstance(config.path, str) else ", ".join(config.path)
@@ -180,20 +180,20 @@ def dataset_name(config: DatasetConfig) -> str:
 
 def commits_of_data(config: DatasetConfig) -> dict[str, str]:
     """Return the commits of the data sets of the hub, by path, configuration and revision."""
-    found: dict[str, str] = {}
+    commits: dict[str, str] = {}
     for part in config.parts:
         paths = (part.path,) if isinstance(part.path, str) else part.path
         for path in (path for path in paths if is_of_hub(path)):
             name = " ".join(filter(None, (path, part.name, part.revision)))
-            found[name] = find_dataset(path, name=part.name, revision=part.revision).commit
-    return found
+            commits[name] = find_dataset(path, name=part.name, revision=part.revision).commit
+    return commits
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     """Return the columns of the file that a graph with these input keys reads."""
-    made = [config.prompt_key, *completion_columns(config, keys)]
+    texts = [config.prompt_key, *completion_columns(config, keys)]
     tools = [] if config.tools_key is None else [config.tools_key]
-    return [*made, *tools, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
+    return [*texts, *tools, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
 
 
 def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
@@ -216,12 +216,12 @@ def column_of(key: str) -> str:
 def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
     """Return the columns of the first row other than the prompt; none if the file does not exist.
 
-    Of a mixture they are the columns of all parts.
+    A mixture has the columns of all its parts.
     """
-    found: dict[str, None] = {}
+    columns: dict[str, None] = {}
     for part in config.parts:
         row = first_row(part) or {}
-        found |= dict.fromkeys(key for key in row if key != part.prompt_key)
-    if found and len(config.parts) > 1:
-        found[SOURCE] = None
-    return tuple(found)
+        columns |= dict.fromkeys(key for key in row if key != part.prompt_key)
+    if columns and len(config.parts) > 1:
+        columns[SOURCE] = None
+    return tuple(columns)

@@ -1,7 +1,7 @@
 """Finds data sets by their names on the Hugging Face hub. Imports no torch.
 
-The library `datasets` downloads them once per host and keeps them as Arrow files. What it prepared is
-recorded beside its cache, so that later processes map these files and ask neither the hub nor the library.
+The library `datasets` downloads them once per host and keeps them as Arrow files. We record the paths of
+these files in its cache, so that later processes map the files and ask neither the hub nor the library.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ def find_dataset(path: str, *, name: str | None, revision: str | None) -> HubDat
     """Return the files of a configuration; they are downloaded if they are not in the cache."""
     key = hashlib.sha256(json.dumps([path, name, revision]).encode()).hexdigest()[:20]
     record = datasets_cache() / "realhf" / f"{path.replace('/', '--')}-{key}.json"
-    if (found := _read(record)) is not None:
-        return found
+    if (recorded := _read(record)) is not None:
+        return recorded
     with host_lock(f"datasets--{path.replace('/', '--')}"):
-        if (found := _read(record)) is not None:  # Another process has prepared it.
-            return found
-        made = _prepare(path, name, revision)
+        if (recorded := _read(record)) is not None:  # Another process has prepared it.
+            return recorded
+        prepared = _prepare(path, name, revision)
         record.parent.mkdir(parents=True, exist_ok=True)
         temporary = record.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"commit": made.commit, "splits": made.splits}))
+        temporary.write_text(json.dumps({"commit": prepared.commit, "splits": prepared.splits}))
         temporary.rename(record)
-        return made
+        return prepared
 
 
 def _read(record: Path) -> HubDataset | None:
-    """Return what an earlier process has prepared, if all of it is still there."""
+    """Return the files that an earlier process has recorded, if all of them still exist."""
     try:
         content = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -93,8 +93,7 @@ def _prepare(path: str, name: str | None, revision: str | None) -> HubDataset:
                 "files, such as refs/convert/parquet") from error
     splits = {
         str(split): (tuple(file["filename"] for file in rows.cache_files), rows.num_rows)
-        for split, rows in loaded.items()
-    }  # fmt: skip
+        for split, rows in loaded.items()}
     first = next(files[0] for files, _ in splits.values())
     return HubDataset(commit or Path(first).parent.name, splits)
 
@@ -113,7 +112,7 @@ def _refusal(path: str, name: str | None, commit: str | None, error: ValueError)
 
 
 def _parts(path: str, split: str, prepared: HubDataset) -> list[tuple[str, int, int]]:
-    """Return the splits that a text names, each with its first row and the end of its rows."""
+    """Return the splits that a text names, each with the range [first, stop) of its rows."""
     if split in prepared.splits:
         return [(split, 0, prepared.splits[split][1])]
     import datasets

@@ -19,9 +19,9 @@ def json_form(value: Any, *, as_text: bool = False) -> Any:
     if isinstance(value, Mapping):
         if other := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"a dict with the key {other[0]!r}: keys must be text")
-        return {str(key): json_form(part, as_text=as_text) for key, part in value.items()}
+        return {str(key): json_form(entry, as_text=as_text) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [json_form(part, as_text=as_text) for part in value]
+        return [json_form(entry, as_text=as_text) for entry in value]
     if isinstance(value, str | int | float):  # This is a subclass, such as an enumeration's.
         return json.loads(json.dumps(value))
     if hasattr(value, "tolist"):

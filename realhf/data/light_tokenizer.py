@@ -62,14 +62,14 @@ class LightTokenizer:
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
-    """Return the id that a tokenizer writes for text that it does not know; None if there is none.
+    """Return the id of a tokenizer's token for unknown text; None if there is none, or if it is eos, too.
 
-    `tokenizer` is a LightTokenizer or one of transformers. A token that also ends texts does not count.
+    `tokenizer` is a LightTokenizer or one of transformers.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
     token = getattr(getattr(backend, "model", None), "unk_token", None)
-    found = None if backend is None or token is None else backend.token_to_id(token)
-    return None if found == tokenizer.eos_token_id else found
+    token_id = None if backend is None or token is None else backend.token_to_id(token)
+    return None if token_id == tokenizer.eos_token_id else token_id
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loader: makes the Batch that a step starts with from rows of a dataset."""
+"""Loader: makes the Batch with which a step starts, from rows of a dataset."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 class Loader(TokenizedRows):
     """The tokenised rows of a run, as batches. The `group_size` samples of a prompt have consecutive ids.
 
-    They are copies; of a pair, they are the chosen and the rejected completion.
+    These samples are equal, except those of a pair: the chosen and the rejected completion.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def _to_batch(
     prompts: Sequence[int], samples: Sequence[TokenizedSamples], *, keys: Sequence[str], group_size: int
 ) -> Batch:
     """Return prompts of the run, each `group_size` times, as a batch."""
-    rows = [some[k % len(some)] for some in samples for k in range(group_size)]
+    rows = [variants[k % len(variants)] for variants in samples for k in range(group_size)]
     fields: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
     for key in fields.keys() & _DTYPES.keys():
         dtype = _DTYPES[key]

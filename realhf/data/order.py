@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1000
-"""Prompts of a block of a mixture, in which each part has the same number."""
+"""Number of prompts in a block of a mixture. All blocks have equally many prompts of each part."""
 _MIN_ORDERS = 8
 _MAX_ORDER_BYTES = 128 << 20
 _MIXTURE = 0x6D6978
@@ -31,9 +31,9 @@ def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool
 
 
 class _EpochOrders:
-    """The orders of the epochs that were used last.
+    """A cache of the epochs' orders that were used last: eight, or more if they are small.
 
-    Those of a mixture's parts take turns. There are at least eight, and more if they are small.
+    It holds several because the parts of a mixture take turns.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ _epoch_order = _EpochOrders()
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the prompts of each part in a block of a mixture: the weights' shares, rounded to whole prompts.
+    """Return how many prompts of a block each part of a mixture has: its weight's share, rounded.
 
     Raises ValueError if a weight is not positive, or so small that its part would have no prompt.
     """
@@ -74,8 +74,7 @@ def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
     for i in by_remainder[: _BLOCK - sum(counts)]:
         counts[i] += 1
     if 0 in counts:
-        raise ValueError(
-            f"weights are {tuple(weights)}: each must be at least a thousandth of their sum")
+        raise ValueError(f"weights are {tuple(weights)}: each must be at least a thousandth of their sum")
     return tuple(counts)
 
 
@@ -91,9 +90,7 @@ def mixture_position(prompt: int, counts: tuple[int, ...], *, seed: int) -> tupl
 
 
 @lru_cache(maxsize=8)
-def _block(
-    block: int, counts: tuple[int, ...], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the part of each prompt of a block, and how many prompts before it have the same part."""
     parts = np.repeat(np.arange(len(counts)), counts)
     parts = np.random.default_rng([seed, block, _MIXTURE]).permutation(parts)

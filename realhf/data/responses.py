@@ -1,8 +1,8 @@
 """Which tokens of packed sequences belong to responses. Imports no torch.
 
-A response mask is 1 on the tokens that were sampled. A response begins at the first of them and goes on to
-the end of its sequence; tokens that were inserted instead (see `realhf.settings.interruption`) have a 0.
-The suffix T of a tensor means one entry per packed token.
+A response mask is 1 on the tokens that were sampled. A response begins at the first of these and goes on to
+the end of its sequence. Inside it, the mask is 0 on tokens that were inserted
+(`realhf.settings.interruption`). The suffix T of a tensor means one entry per packed token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def in_response(mask: Packed) -> Tensor:
     before_T = count_T - sampled_T.long()
     lengths = count_T.new_tensor(mask.lengths)
     starts = (lengths.cumsum(0) - lengths)[lengths > 0]
-    before_sequence_T = before_T[starts].repeat_interleave(
-        lengths[lengths > 0], output_size=len(mask.values))
+    before_sequence_T = before_T[starts].repeat_interleave(lengths[lengths > 0], output_size=len(mask.values))
     return count_T > before_sequence_T
 
 

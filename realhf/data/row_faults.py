@@ -40,8 +40,8 @@ def _chat_fault(column: str, messages: list[Any]) -> str | None:
             return f"{column} has the message {_shown(message)}: it must be {_CHAT}"
         if not isinstance(message.get("role"), str):
             hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
-            found = ", ".join(message) or "nothing"
-            return f"{column} has a message with {found}: it must have role and content{hint}"
+            fields = ", ".join(message) or "nothing"
+            return f"{column} has a message with {fields}: it must have role and content{hint}"
         content = message.get("content")
         if isinstance(content, str) and (fault := _text_fault(column, content)):
             return fault

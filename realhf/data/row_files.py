@@ -24,11 +24,11 @@ _CHUNK_BYTES = 8 << 20
 _NEWLINE = 10
 _BLANK = np.frombuffer(b" \t\r\n\x0b\x0c", np.uint8)
 _ROWS_OF_BATCH = 512
-"""Rows of a record batch of a parquet file's copy, of which single rows are read."""
+"""Rows of a record batch in the copy of a parquet file, from which single rows are read."""
 
 
 class RowFile(ABC):
-    """Rows in a file, by number from 0: dicts by column, which nobody else has."""
+    """Rows in a file, by number from 0. A row is a new dict, column -> value, which the caller may change."""
 
     name: str
     num_bytes: int
@@ -53,9 +53,9 @@ class RowFile(ABC):
 
 
 class JsonlFile(RowFile):
-    """A file with a JSON object on each line. It keeps eight bytes per row, and reads rows when asked for.
+    """A file with a JSON object on each line. It keeps eight bytes per row, and reads single rows on demand.
 
-    The file is read and not mapped, as mapped pages would count as memory of the process.
+    It does not map the file, because mapped pages would count as memory of the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,8 +79,8 @@ class JsonlFile(RowFile):
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
         with Path(self.name).open("rb") as lines:
-            kept = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-            for number, line in islice(kept, count):
+            not_blank = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(not_blank, count):
                 yield self._parsed(line, number)
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class JsonlFile(RowFile):
     def _index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the bytes at which lines with rows start, and those at which blank lines do."""
         buffer = np.empty(_CHUNK_BYTES, np.uint8)
-        found: list[NDArray[np.int64]] = []
+        line_starts: list[NDArray[np.int64]] = []
         suspects: list[NDArray[np.int64]] = []
         position = 0
         starts_line = True
@@ -117,12 +117,12 @@ class JsonlFile(RowFile):
                 starts = after[after < count]
                 if starts_line:
                     starts = np.concatenate([np.zeros(1, starts.dtype), starts])
-                found.append(starts + position)
+                line_starts.append(starts + position)
                 suspects.append(starts[np.isin(chunk[starts], _BLANK)] + position)
                 starts_line = bool(chunk[-1] == _NEWLINE)
                 position += count
-        starts = np.concatenate(found) if found else np.zeros(0, np.int64)
-        blank = np.array([s for part in suspects for s in part.tolist() if self._is_blank(s)], np.int64)
+        starts = np.concatenate(line_starts) if line_starts else np.zeros(0, np.int64)
+        blank = np.array([s for chunk in suspects for s in chunk.tolist() if self._is_blank(s)], np.int64)
         return (starts[~np.isin(starts, blank)] if len(blank) else starts), blank
 
     def _is_blank(self, start: int) -> bool:
@@ -174,7 +174,7 @@ def _opened(path: Path, size: int, modified: int, cache: Callable[[], Path]) -> 
         if num_bytes <= LARGE_BYTES:  # Without compression.
             batches = pyarrow.parquet.read_table(path).to_batches()
             return ArrowFile(str(path), batches, num_bytes=num_bytes)
-        # Its row groups would have to be decoded as a whole for each row of a random order.
+        # Reading rows in random order from the file itself would decode a whole row group for each row.
         key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
         target = cache() / "realhf" / f"{path.stem}-{key}.arrow"
         copy = prepare_once(target, lambda temporary: _copy(path, temporary))

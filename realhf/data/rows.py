@@ -1,4 +1,4 @@
-"""DatasetRows: the rows of a data set, which are read, mapped and checked one at a time. Imports no torch."""
+"""DatasetRows: reads, maps and checks the rows of one data set, one at a time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SOURCE = "dataset"
 RowFault = Callable[[Mapping[str, Any]], "str | None"]
 """Returns a sentence if a row cannot be used, else None."""
 _NUM_TRIED = 1000
-"""Rows of a large data set that are read at the start."""
+"""Number of rows of a large data set that are read at the start of a run."""
 _NUM_FIRST = 100
-"""Rows from the start of a large data set among them."""
+"""How many of these are the first rows of the data set; the others are spread over it."""
 _WILDCARDS = "*?["
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -40,9 +40,9 @@ class DatasetRows:
         self, config: DatasetConfig, *, columns: Sequence[str] = (), completions: Sequence[str] = (),
         blank: Collection[str] = (), source: str | None = None, row_faults: Sequence[RowFault] = (),
     ) -> None:
-        """`columns` are those that are read, and `completions` those of them with completions.
+        """Rows must have the `columns`; `completions` are the columns among these that have completions.
 
-        Columns in `blank` are None where they are missing. With `source`, the column SOURCE is added.
+        Columns in `blank` are None where they are missing. `source` is the value of the column SOURCE.
         """
         self.config = config
         self._columns = list(dict.fromkeys(columns))
@@ -74,7 +74,7 @@ class DatasetRows:
         return num_bytes * len(self) > LARGE_BYTES * int(self._ends[-1])
 
     def tried(self, limit: int = _NUM_TRIED) -> Sequence[int]:
-        """Return the rows to read at the start: all, or of a large data set the first and a sample."""
+        """Return the rows to read at the start: all, or in a large data set the first ones and a sample."""
         return spread(len(self), limit) if self.is_large else range(len(self))
 
     def __getitem__(self, number: int) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ class DatasetRows:
         return _place_in(self._files[which], local)()
 
     def short_place(self, number: int) -> str:
-        """Return the line or row of a row, in words; with its file if there are several."""
+        """Return the place of a row in its file for messages, with the file if there are several."""
         which, local = self._locate(number)
         line = self._files[which].place(local)
         return line if len(self._files) == 1 else f"{line} of {self._files[which].name}"
@@ -115,7 +115,7 @@ class DatasetRows:
         return which, number - int(self._ends[which]) + len(self._files[which])
 
     def _to_json_form(self, row: dict[str, Any]) -> str | None:
-        """Convert the columns of a row to JSON's types; return in words why one cannot be, or None."""
+        """Convert the columns of a row to JSON's types; return a sentence if one has no such form."""
         for column in (column for column in self._columns if column in row):
             try:
                 row[column] = json_form(row[column], as_text=True)
@@ -165,9 +165,9 @@ def first_row(config: DatasetConfig) -> dict[str, Any] | None:
         return None
     rows = ((file, i, row) for file in files for i, row in enumerate(file.first(_NUM_TRIED)))
     for file, i, row in islice(rows, config.max_rows or None):
-        made = mapped(config, row, _place_in(file, i))
-        if made is not None:
-            return made
+        mapped_row = mapped(config, row, _place_in(file, i))
+        if mapped_row is not None:
+            return mapped_row
     return None
 
 
@@ -175,9 +175,7 @@ def _place_in(file: RowFile, number: int) -> Callable[[], str]:
     return lambda: f"dataset {file.name} {file.place(number)}"
 
 
-def mapped(
-    config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]
-) -> dict[str, Any] | None:
+def mapped(config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]) -> dict[str, Any] | None:
     """Return a row with the columns that the map function makes, or None if that leaves the row out.
 
     Raises UserError, which names the function and the row.
@@ -186,14 +184,15 @@ def mapped(
         return row
     name = f"map function {getattr(config.map, '__qualname__', type(config.map).__name__)}"
     try:
-        made = config.map(row)
+        columns = config.map(row)
     except Exception as error:
         raise UserError(f"{place()}: {name} failed with {described(error)}") from error
-    if made is not None and (not isinstance(made, Mapping) or any(not isinstance(k, str) for k in made)):
+    is_dict = isinstance(columns, Mapping) and all(isinstance(name, str) for name in columns)
+    if columns is not None and not is_dict:
         raise UserError(
-            f"{place()}: {name} returned {type(made).__name__}: "
+            f"{place()}: {name} returned {type(columns).__name__}: "
             "it must return a dict of columns, or None to leave the row out")
-    return None if made is None else {**row, **made}
+    return None if columns is None else {**row, **columns}
 
 
 def _open_files(config: DatasetConfig) -> list[RowFile]:
@@ -207,10 +206,10 @@ def _open_files(config: DatasetConfig) -> list[RowFile]:
 
 def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
     if Path(path).is_file():
-        found = [path]
+        names = [path]
     elif set(path) & set(_WILDCARDS):
-        found = [name for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
-        if not found:
+        names = [name for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        if not names:
             raise UserError(f"dataset.path {path!r}: no file matches")
     elif is_of_hub(path):
         try:
@@ -222,7 +221,7 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
         if path and Path(path).is_dir():
             raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
         raise UserError(f"dataset.path {path!r}: there is no such file{_near_file(Path(path))}")
-    for name in found:
+    for name in names:
         file = Path(name)
         if file.suffix not in _SUFFIXES:
             raise UserError(f"dataset.path '{file}' ends in {file.suffix!r}: legal are .jsonl and .parquet")
@@ -240,5 +239,5 @@ def _near_file(path: Path) -> str:
 
 
 def is_of_hub(path: str) -> bool:
-    """Return whether a path names a data set of the hub, and nothing here."""
+    """Return whether a path names a data set of the hub, and no local file."""
     return not set(path) & set(_WILDCARDS) and not Path(path).exists() and parse_hub_name(path) is not None

@@ -9,34 +9,34 @@ from typing import Any
 from realhf.data.light_tokenizer import LightTokenizer
 
 _ANCHOR = "abcdef"
-"""Text of the tokens before the one whose own text is wanted, so that it is not the first of its text."""
+"""A text that stands before each token to decode, because the first token of a text may lose its space."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @lru_cache(maxsize=4)
 def token_bytes(tokenizer: str) -> tuple[bytes, ...]:
-    """Return by token id the bytes that a token adds to a text, of which it is not the first token.
+    """Return, by token id, the bytes that a token adds to a text in which it is not the first token.
 
-    The text of special tokens counts. Raises ValueError if the tokenizer's files cannot be read.
+    Special tokens add their own text. Raises ValueError if the tokenizer's files cannot be read.
     """
     backend = LightTokenizer(tokenizer).backend
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    found = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    bytes_of_id = [b""] * (max(vocabulary.values(), default=-1) + 1)
     kinds = set(_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder is not None else set()
     if "ByteLevel" in kinds and "ByteFallback" not in kinds:
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         for token, number in vocabulary.items():
             is_mapped = all(character in byte_of for character in token)
-            found[number] = bytes(map(byte_of.__getitem__, token)) if is_mapped else token.encode()
-        return tuple(found)
+            bytes_of_id[number] = bytes(map(byte_of.__getitem__, token)) if is_mapped else token.encode()
+        return tuple(bytes_of_id)
     before = backend.encode(_ANCHOR, add_special_tokens=False).ids
     numbers = list(vocabulary.values())
     texts = backend.decode_batch([[*before, number] for number in numbers], skip_special_tokens=False)
     start = len(backend.decode(before, skip_special_tokens=False))
     for token, number, text in zip(vocabulary, numbers, texts, strict=True):
         match = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
-        found[number] = text[start:].encode() if match is None else bytes([int(match[1], 16)])
-    return tuple(found)
+        bytes_of_id[number] = text[start:].encode() if match is None else bytes([int(match[1], 16)])
+    return tuple(bytes_of_id)
 
 
 @lru_cache(maxsize=16)
@@ -48,14 +48,14 @@ def word_tokens(tokenizer: str, words: tuple[str, ...]) -> tuple[tuple[int, ...]
     if not words:
         return ()
     light = LightTokenizer(tokenizer)
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word.lstrip()}"):
             tokens = tuple(light.encode(text, add_special_tokens=False))
             if not tokens:
                 raise ValueError(f"sampling.bad_words has {word!r}, of which the tokenizer makes no tokens")
-            found[tokens] = None
-    return tuple(found)
+            sequences[tokens] = None
+    return tuple(sequences)
 
 
 def _kinds(decoder: Any) -> Iterator[str]:

@@ -21,19 +21,19 @@ from realhf.data.rows import RowFault, spread
 from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
-"""The different samples of a row, by graph key: one, or chosen and rejected of a pair."""
+"""The samples of a row, each as key of the graph -> value: one, or the chosen and the rejected of a pair."""
 _NUM_SKIPPED = 10_000
-"""Rows of a large data set that may be left out one after the other."""
+"""The most rows in succession that may be left out of a large data set."""
 
 
 class TokenizedRows:
     """The rows that a graph with these input keys reads, with prompts and completions as token ids.
 
-    Rows with too long prompts or completions are left out, if the config says so. With `sample`, at most
-    about that many rows, the first ones and others spread over the file, are tokenised. Of a large data set
-    a sample is in any case, and `row` tokenises the others when they come up.
+    Rows with too long prompts or completions are left out, if the config says so. With `sample`, about that
+    many rows are tokenised: the first ones, and others spread over the file. For a large data set the same
+    happens without `sample`, and `row` tokenises further rows when they come up.
 
-    `samples` has the samples of each row, `rows` the first of each.
+    `samples` has the samples of each row, and `rows` only the first sample of each.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TokenizedRows:
         *, keys: Sequence[str], tokenizer: Any, sample: int | None = None,
         row_faults: Sequence[RowFault] = (), mixture: DatasetConfig | None = None, first_row: int = 0,
     ) -> None:
-        """The config may be a part of a mixture; `first_row` is then the number of its first row in that."""
+        """If the config is a part of a mixture, `first_row` is the number of its first row in the mixture."""
         self.config = config
         self.keys = tuple(keys)
         self.tokenizer = tokenizer
@@ -65,7 +65,7 @@ class TokenizedRows:
             raise UserError(self._why_none())
 
     def __len__(self) -> int:
-        """Return the number of rows; of a large data set, including those that will be left out."""
+        """Return the number of rows; for a large data set, rows that will be left out count, too."""
         return self.num_in_file if self.is_lazy else len(self.rows)
 
     @property
@@ -75,7 +75,7 @@ class TokenizedRows:
 
     @property
     def num_left_out(self) -> int:
-        """Number of rows, among those that were tokenised, that are left out."""
+        """Number of tokenised rows that are left out."""
         return self.num_unmapped + self.num_too_long + self.num_long_completions
 
     @property
@@ -85,7 +85,7 @@ class TokenizedRows:
 
     @property
     def parts(self) -> tuple[TokenizedRows, ...]:
-        """The rows of a mixture's parts; these rows alone."""
+        """These rows alone, as the single part of a mixture (see MixedRows)."""
         return (self,)
 
     @property
@@ -96,7 +96,7 @@ class TokenizedRows:
     def row(self, index: int) -> TokenizedSamples:
         """Return the samples of a row, by its index below `len`.
 
-        In place of a row of a large data set that is left out come those of the next one that is not.
+        If a row of a large data set is left out, return the samples of the next row that is not.
         """
         if not self.is_lazy:
             return self.samples[index]
@@ -109,7 +109,7 @@ class TokenizedRows:
             f"{self._file.place(index)}: from this row on, {_NUM_SKIPPED} rows in succession are left out")
 
     def require_at_most(self, limit: int, reason: str) -> None:
-        """Raise UserError if a whole sequence has more tokens; `reason` follows in the sentence.
+        """Raise UserError if a prompt with its completion has more than `limit` tokens, because of `reason`.
 
         Rows that are tokenised later are checked then.
         """
@@ -139,7 +139,7 @@ class TokenizedRows:
         return self._file.place(self._numbers[index]).removeprefix("dataset ")
 
     def place_of(self, index: int) -> str:
-        """Return the line or row of the file at which a row is, in words."""
+        """Return the place of a row in its file for messages, with the file if there are several."""
         return self._file.short_place(self._numbers[index])
 
     def equal_pairs(self) -> list[int]:
@@ -164,14 +164,14 @@ class TokenizedRows:
         return f"{where}: every prompt is longer than {limit} (the shortest has {self._shortest} tokens)"
 
     def _tokenize(self, number: int) -> TokenizedSamples | None:
-        """Return the samples of a row: columns by graph key, and `prompt_ids`. None: it is left out."""
+        """Return the samples of a row, with all keys of the graph; None if the row is left out."""
         row = self._file[number]
         if row is None:
             self.num_unmapped += 1
             return None
         prompt = row[self.config.prompt_key]
         try:
-            made = self._samples(row, number)
+            samples = self._samples(row, number)
         except UserError:
             raise
         except Exception as error:  # A chat template may raise any exception.
@@ -181,12 +181,12 @@ class TokenizedRows:
                 f"{type(error).__name__}: {error}") from error
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
         columns |= {"prompt": prompt, DATASET_ROW: self._first_row + number}
-        return tuple(columns | sample for sample in made) if made is not None else None
+        return tuple(columns | sample for sample in samples) if samples is not None else None
 
     def _samples(self, row: dict[str, Any], number: int) -> list[dict[str, Any]] | None:
-        """Return the keys that the loader makes, once for each completion that the graph reads.
+        """Return the values of the loader's own keys, once for each completion that the graph reads.
 
-        None: the prompt or a completion is too long, and the row is left out.
+        Return None if the prompt or a completion is too long, so that the row is left out.
         """
         prompt = self._chat_of(row[self.config.prompt_key])
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
@@ -204,19 +204,19 @@ class TokenizedRows:
         samples = []
         is_unlike = False
         for i, column in enumerate(columns):
-            whole, given = self._with_completion(prompt, ids, row[column], tools)
-            if given == len(whole):
+            whole, prompt_length = self._with_completion(prompt, ids, row[column], tools)
+            if prompt_length == len(whole):
                 raise UserError(
                     f"{self._file.place(number)}: the chat template writes nothing for the {column}")
-            is_unlike |= given < len(ids)
-            learned = self._cut_completion(whole[given:], column, number)
+            is_unlike |= prompt_length < len(ids)
+            learned = self._cut_completion(whole[prompt_length:], column, number)
             if learned is None:
                 return None
-            before = whole[:given] if cut_ids is ids else cut_ids
+            before = whole[:prompt_length] if cut_ids is ids else cut_ids
             mask = [0] * len(before) + [1] * len(learned)
             samples.append({
                 "prompt_ids": cut_ids, "sequence_ids": [*before, *learned], "response_mask": mask,
-                IS_CHOSEN: i == 0})  # fmt: skip
+                IS_CHOSEN: i == 0})
         self.num_unlike_prompt += is_unlike
         return samples
 
@@ -254,7 +254,7 @@ class TokenizedRows:
         return ids[:limit]
 
     def _chat_of(self, prompt: Any) -> Any:
-        """Return a prompt with what the config adds to it, as messages if it makes chats."""
+        """Return a prompt: as chat messages, with the system prompt, if the config makes chats."""
         system = self.config.system_prompt
         if isinstance(prompt, str) and self.config.makes_chats:
             prompt = [{"role": "user", "content": prompt}]
@@ -269,7 +269,7 @@ class TokenizedRows:
         return list(self.config.tools) or None
 
     def _lacks_template(self, prompt: Any) -> str:
-        """Return in words that a prompt, as the row has it, becomes a chat and no template is there."""
+        """Return the message that a row's prompt becomes a chat, but the tokenizer has no chat template."""
         where = f"dataset {dataset_name(self.config)}"
         lacks = "and the tokenizer has no chat template"
         if not isinstance(prompt, str):
@@ -286,7 +286,7 @@ class TokenizedRows:
     def _with_completion(
         self, prompt: Any, prompt_ids: list[int], completion: Any, tools: list[dict[str, Any]] | None
     ) -> tuple[list[int], int]:
-        """Return the tokens of prompt and completion, and how many of the first ones are the prompt's."""
+        """Return the tokens of prompt and completion together, and how many of these belong to the prompt."""
         if isinstance(completion, str) and self.config.makes_chats:
             completion = [{"role": "assistant", "content": completion}]
         if isinstance(completion, str):

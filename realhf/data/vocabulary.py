@@ -8,7 +8,7 @@ from pathlib import Path
 def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
     """Return the first id that two tokenizer.json files assign to different tokens, and both tokens.
 
-    Added tokens, such as one for padding, may differ, and so may the sizes of the vocabularies.
+    Added tokens, such as the padding token, and the sizes of the vocabularies may differ.
     """
     if ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes():
         return None

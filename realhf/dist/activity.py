@@ -11,7 +11,7 @@ from realhf.dist.communicators import Communicators, Operation
 from realhf.dist.operation_watch import OperationLog
 
 Report = Callable[[str], None]
-"""A function that a call often tells, in words for a person, how far it is on this rank."""
+"""A function that a call tells, time and again, in words for a person, how far it is on this rank."""
 
 
 def no_report(_: str) -> None:
@@ -42,7 +42,7 @@ class Activity:
         """Directory in which `leave_record` writes; None until the run has one."""
         self._has_record = False
         self.operations = OperationLog()
-        """The operations of the step program that the other ranks have not been told of."""
+        """The operations of the step program that have not been compared with those of other ranks yet."""
         self.communicators = Communicators()
         """The communicators of this process over NCCL."""
 
@@ -95,8 +95,8 @@ class Activity:
     def unfinished(self) -> list[tuple[str, float]]:
         """Return the operations in which this rank waits, and the seconds since they were posted.
 
-        The first is that of the main thread, if it waits in one. The others are on the device: the oldest
-        unfinished one of each communicator, with the call that has posted it.
+        The main thread's operation comes first, if it waits in one. Then come those of the device: of each
+        communicator the oldest that has not finished, with the call that has posted it.
         """
         now = time.monotonic()
         host = self.waits_in

@@ -1,7 +1,7 @@
 """Communicators: connections over NCCL, which a watcher observes, and aborts when the run cannot go on.
 
-Over gloo a lost connection ends a message with an error. Over NCCL a kernel waits for a dead peer for ever,
-and so does the host as soon as it waits for the device. Only another thread can end that.
+Over gloo, a message raises an error when its connection is lost. Over NCCL, a kernel waits for a dead peer
+for ever, and so does the host as soon as it waits for the device. Only another thread can end that wait.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 from realhf.layout import DeviceMesh
 
 NCCL_SETTINGS = {
-    # A failed or late operation must not end the process: the watcher does, with a sentence.
+    # A failed or late operation must not end the process: the watcher ends it, with a sentence.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # Operations of several communicators run in the order in which the host has posted them (from NCCL 2.26).
@@ -27,7 +27,7 @@ NCCL_SETTINGS = {
 }
 """Environment variables of a worker, unless the user has set them; they are read when NCCL starts."""
 _NUM_MARKS = 1 << 14
-"""More than the operations that a stream can have before it; after so many, marks begin again at 0."""
+"""More operations than can wait on a stream at a time; after this many, the marks begin again at 0."""
 
 
 def set_nccl_environment() -> None:
@@ -55,13 +55,13 @@ class Operation:
 
 
 class _DeviceLane:
-    """Operations for which one stream waits, after each of which the device writes a number to host memory.
+    """The operations for which one stream waits. After each, the device writes its number to host memory.
 
-    Reading it is no call of CUDA. In such a call, this thread could wait for another one that waits for the
-    device. (Works are not kept, as they would keep their tensors.)
+    The watcher reads that number without a call to CUDA, in which it could wait for another thread that waits
+    for the device. (Works are not kept, as they would keep their tensors.)
     """
 
-    @torch.inference_mode(False)  # Generation may need a lane first, and training marks the same one.
+    @torch.inference_mode(False)  # Generation may make the lane, and training marks the same one.
     def __init__(self, device: str) -> None:
         self._numbers = torch.arange(_NUM_MARKS, device=device)
         self._passed = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device == "cuda")
@@ -74,7 +74,7 @@ class _DeviceLane:
         self._open.append(operation)
 
     def mark(self) -> None:
-        """Let the current stream tell when it has come so far."""
+        """Let the current stream write the number of operations so far, once it has passed all of them."""
         self._passed.copy_(self._numbers[self._count % _NUM_MARKS], non_blocking=True)
 
     def unfinished(self) -> list[Operation]:
@@ -85,7 +85,7 @@ class _DeviceLane:
 
 
 class _HostLane:
-    """Operations that tell whether they have completed; tests have them, where a CPU pretends to use NCCL."""
+    """Operations whose works tell whether they are complete, for tests where a CPU pretends to use NCCL."""
 
     def __init__(self) -> None:
         self._open: list[tuple[Operation, Any]] = []
@@ -125,7 +125,7 @@ class Communicators:
     def note(self, operation: Operation, work: Any = None) -> None:
         """Remember an operation until it has completed. On CUDA the current stream waits for its `work`."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # Whoever replays the graph notes all of it as one operation.
+            return  # The code that replays the graph notes the whole graph as one operation.
         lane = self._lane()
         with self._lock:
             lane.add(operation, work)
@@ -151,11 +151,11 @@ class Communicators:
 
     @contextmanager
     def in_order(self) -> Iterator[bool]:
-        """Let what the block posts begin after all earlier posts have completed, of any communicator.
+        """Let operations of the block begin only when all earlier ones, of any communicator, have completed.
 
-        On CUDA, posts form a chain on a stream of their own, so that computation goes on beside it. Yields
-        whether there is one: the block then waits for its work, which is a wait of that stream. Operations in
-        a CUDA graph are no part of the chain: the stream must `join` it before the graph is replayed.
+        On CUDA, posts form a chain on a stream of their own, beside which computation goes on, and this
+        yields True: the block must then wait for its work, which makes that stream wait and not the host.
+        Operations in a CUDA graph are not in the chain: a stream must `join` the chain before the replay.
         """
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             yield False

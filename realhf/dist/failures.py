@@ -14,9 +14,9 @@ import torch.distributed as dist
 from realhf.dist.group import PeerError, name_ranks
 
 _EQUALS_SECONDS = 1.0
-"""Time that the first rank with a sentence waits for others with the same one, to name them all."""
+"""The first rank with a sentence waits this long for others with the same one, to name them all."""
 _PRINTING_SECONDS = 5.0
-"""Time that the other ranks wait for it to print; the launcher ends all workers as soon as one exits."""
+"""The others wait this long for it to print, because the launcher ends all workers as soon as one exits."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class FailureBoard:
     def report(self, sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
         """Post why this rank stops, and print it unless another rank of this host does.
 
-        The ranks with this sentence are named after it, unless `names_rank` or all ranks have it. If given,
-        `text`, such as a traceback, is printed instead. Returns when the sentence has been printed.
+        The printed sentence ends with the ranks that posted it, unless all ranks did or it `names_rank`
+        already. `text`, such as a traceback, is printed in place of both. Returns when it has been printed.
         """
         write_error_file(sentence)
         number = self._store.add("num_failures", 1)

@@ -23,9 +23,9 @@ from realhf.models.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
-_OPEN_STEPS = 4  # It bounds what an Outbox keeps; a pipeline of calls needs fewer.
+_OPEN_STEPS = 4  # An Outbox keeps the messages of this many steps; a pipeline of calls needs fewer.
 _SMALL_BYTES = 1 << 16
-"""Largest tensor that an all-reduce sends whole to every peer; of larger ones each peer sums a chunk."""
+"""An all-reduce sends tensors up to this size whole to every peer; of larger ones, each peer sums a chunk."""
 
 
 class PeerError(RuntimeError):
@@ -41,7 +41,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def peer_errors(ranks: Sequence[int] = ()) -> Iterator[None]:
-    """Turn the transport's errors into a PeerError that names the ranks, or the store if there are none."""
+    """Turn the transport's errors into a PeerError that names the ranks, or without any the store."""
     try:
         yield
     except RuntimeError as error:
@@ -54,7 +54,7 @@ def peer_errors(ranks: Sequence[int] = ()) -> Iterator[None]:
 
 @dataclass
 class Pending:
-    """Posted messages, with the ranks at the other end of each; keeps their tensors alive."""
+    """Posted messages that can be waited for, each with the ranks at its other end; keeps tensors alive."""
 
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
@@ -71,8 +71,8 @@ class Pending:
 class Outbox:
     """A container of posted messages, so that a sender continues while the receivers are busy.
 
-    It waits for the messages of all but the last steps, as gloo reports a message only to one who waits for
-    it.
+    It waits for the messages of all but the last few steps, because gloo completes a message only when the
+    sender waits for it.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Group:
     def __init__(
         self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
         purpose: str = "data",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
@@ -131,7 +131,7 @@ class Group:
 
         Tensors without elements are not sent. On gloo, posts never wait for one another. On NCCL, posts of
         one group run one after another, so two ranks that send to each other must do so in one post each.
-        The watch knows them by `name`.
+        `name` stands for the post in messages about stalled runs.
         """
         sends, recvs = ([(i, t) for i, t in side if t.numel()] for side in (sends, recvs))
         if not sends and not recvs:
@@ -150,7 +150,7 @@ class Group:
         return Pending(works, [*sends, *recvs], self._activity, operation)
 
     def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
-        """Start an `exchange`; return what to wait for until messages are sent, and until they have arrived.
+        """Start an `exchange`; return one Pending for the messages to send and one for those to receive.
 
         On NCCL both are the same, as messages that are posted together complete together.
         """
@@ -188,7 +188,7 @@ class Group:
         return out
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor`, of `size` rows, over the group; return row `index`. Other rows are undefined then."""
+        """Sum `tensor`, of `size` rows, over the group; return row `index`. Other rows become undefined."""
         mine = tensor[self.index]
         if self._native:
             self._run("reduce_scatter", "_reduce_scatter_base", mine, tensor).wait()
@@ -200,41 +200,41 @@ class Group:
         """Start to sum a flat tensor over the group, in place; it must stay untouched until the returned
         function is called.
 
-        Every member gets the sum of its own chunk (see `chunk_edges`), in whole over gloo. On NCCL this is
-        one collective, which leaves out the rest that only the last chunk has: see `sum_rests`.
+        Every member gets the sum of its own chunk (see `chunk_edges`). On NCCL this is one collective of
+        equal chunks, which leaves out the elements that the last chunk has beyond them: see `sum_rests`.
         """
         if not self._native:
             return self._post_reduce_scatter(self._chunks(flat), "reduce_scatter")
         body = chunk_body(len(flat), self.size)
         if not body:
             return lambda: None
-        own = flat[body * self.index :][:body]
-        return self._run("reduce_scatter", "_reduce_scatter_base", own, flat[: body * self.size]).wait
+        my_chunk = flat[body * self.index :][:body]
+        return self._run("reduce_scatter", "_reduce_scatter_base", my_chunk, flat[: body * self.size]).wait
 
     def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
         if self._native and (rests := self._rests(flats)):
             total = self.all_reduce(torch.cat(rests))
-            _copy_parts(total, rests)
+            _copy_to(rests, total)
 
     def all_gather_flat(self, flat: torch.Tensor) -> None:
         """Fill every chunk of a flat tensor (see `chunk_edges`), in place, from the member with its index.
 
-        On NCCL this is one collective, which leaves out the rest that only the last chunk has: see
-        `spread_rests`.
+        On NCCL this is one collective of equal chunks, which leaves out the elements that the last chunk has
+        beyond them: see `spread_rests`.
         """
         if not self._native:
             self._all_gather_chunks(self._chunks(flat), "all_gather")
         elif body := chunk_body(len(flat), self.size):
-            own = flat[body * self.index :][:body]
-            self._run("all_gather", "_allgather_base", flat[: body * self.size], own).wait()
+            my_chunk = flat[body * self.index :][:body]
+            self._run("all_gather", "_allgather_base", flat[: body * self.size], my_chunk).wait()
 
     def spread_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Fill what `all_gather_flat` has left out of these tensors, in one collective."""
         if self._native and (rests := self._rests(flats)):
             joined = torch.cat(rests)
             self._run("broadcast", "broadcast", joined, self.size - 1).wait()
-            _copy_parts(joined, rests)
+            _copy_to(rests, joined)
 
     def _run(self, name: str, method: str, *arguments: Any) -> Pending:
         """Post a collective on NCCL."""
@@ -242,7 +242,7 @@ class Group:
         return Pending([(work, self.ranks)], activity=self._activity, operation=operation)
 
     def _launch(self, name: str, post: Callable[[], Any]) -> tuple[Any, Operation]:
-        """Post a work on NCCL, in order with those of other groups; return it, and its name for the watch."""
+        """Post a work on NCCL, in order with those of other groups; return it with its Operation."""
         self.require_working()
         operation = self.new_operation(name)
         with peer_errors(self.ranks), self._activity.communicators.in_order() as is_chained:
@@ -258,12 +258,12 @@ class Group:
             raise PeerError(fault)
 
     def new_operation(self, name: str) -> Operation:
-        """Return the name and the number of an operation that is being posted."""
+        """Return the Operation for a post, with the next number."""
         self._num_operations += 1
         return Operation(name, self.ranks, self._purpose, self._num_operations, self._activity.place)
 
     def note(self, operation: Operation, work: Any = None) -> None:
-        """Let the watch follow an operation on NCCL, for which the current stream waits."""
+        """Tell the watcher of an operation on NCCL for which the current stream waits."""
         if self._native:
             self._activity.communicators.note(operation, work)
 
@@ -280,9 +280,9 @@ class Group:
         return [flat[first:last] for first, last in pairwise(edges)]
 
     def _rests(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the last chunk of each tensor has more than the others, where it has more."""
-        rests = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
-        return [rest for rest in rests if len(rest)]
+        """Return, for each tensor, the elements that the last chunk has beyond `chunk_body`, if any."""
+        tails = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
+        return [tail for tail in tails if len(tail)]
 
     def _post_reduce_scatter(self, chunks: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Start to sum chunk `index` of all members into this member's chunk, in place, over gloo.
@@ -291,13 +291,13 @@ class Group:
         """
         mine = chunks[self.index]
         peers = self._peers()
-        parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
+        terms = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
         sends = [(p, chunks[p]) for p in peers]
-        pending = self.post(sends, [(p, parts[p]) for p in peers], name=name)
+        pending = self.post(sends, [(p, terms[p]) for p in peers], name=name)
 
         def finish() -> None:
             pending.wait()
-            mine.copy_(reduce(torch.Tensor.add_, parts))
+            mine.copy_(reduce(torch.Tensor.add_, terms))
 
         return finish
 
@@ -308,8 +308,8 @@ class Group:
 
     def send_bytes(self, data: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> Pending:
         """Post any number of bytes (uint8) to some members; like the methods below, for gloo only."""
-        parts = (torch.tensor([len(data)]), data)
-        return self.post([(peer, part) for peer in peers for part in parts], [], tag=tag)
+        messages = (torch.tensor([len(data)]), data)
+        return self.post([(peer, message) for peer in peers for message in messages], [], tag=tag)
 
     def recv_bytes(self, peer: int, *, tag: int = 0) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
@@ -327,9 +327,9 @@ class Group:
     def all_gather_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of every member, in member order."""
         pending = self.send_bytes(data, self._peers())
-        parts = {peer: self.recv_bytes(peer) for peer in self._peers()} | {self.index: data}
+        data_of = {peer: self.recv_bytes(peer) for peer in self._peers()} | {self.index: data}
         pending.wait()
-        return [parts[i] for i in range(self.size)]
+        return [data_of[i] for i in range(self.size)]
 
     def all_gather_json(self, document: Any) -> list[Any]:
         """Return the JSON document of every member, in member order."""
@@ -346,10 +346,10 @@ class Group:
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
 
-def _copy_parts(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy a flat tensor to the parts that it is made of."""
-    for part, values in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-        part.copy_(values)
+def _copy_to(tensors: Sequence[torch.Tensor], joined: torch.Tensor) -> None:
+    """Copy a flat tensor, which holds the values of these tensors end to end, back to them."""
+    for tensor, values in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
+        tensor.copy_(values)
 
 
 def _encode_json(document: Any) -> torch.Tensor:

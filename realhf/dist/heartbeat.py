@@ -22,23 +22,23 @@ _OPERATIONS_SECONDS = 1.0
 _GRACE_SECONDS = 4.0
 """Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
 _ABORT_GRACE_SECONDS = 10.0
-"""The same time for a main thread that must first be freed from operations of NCCL."""
+"""The same time where operations of NCCL must first be aborted, so that the main thread can go on."""
 _SILENT_SHARE = 0.05
-"""Share of the timeout after which a silent rank is dead, where only signs of life tell (over NCCL)."""
+"""Over NCCL, a rank counts as dead if it is silent for this share of the timeout."""
 _SHORTEST_SILENCE_SECONDS = 30.0
-"""Shortest such time, unless the timeout is shorter."""
+"""The shortest such silence, unless the timeout is shorter."""
 _MAX_NAMED = 8
 """Most ranks that the sentence about a standstill lists."""
 _USER_ERROR = 2
-"""Exit code of a run whose ranks take different ways through the experiment's step()."""
+"""Exit code of a run whose ranks execute different operations in the experiment's step()."""
 _FAILED = 1
 """Exit code of a rank that stops because of a failure."""
 
 
 def silence_over_nccl(timeout_seconds: float) -> float:
-    """Return the time without a sign of life after which a rank is dead, where only these signs tell.
+    """Return the time without a sign of life after which a rank counts as dead over NCCL.
 
-    Over NCCL nothing else does: a connection that breaks is not noticed.
+    It is shorter than over gloo, where a connection that breaks tells of a dead rank, too.
     """
     return min(timeout_seconds, max(_SHORTEST_SILENCE_SECONDS, _SILENT_SHARE * timeout_seconds))
 
@@ -55,14 +55,14 @@ class Beat:
     """Operations in which the rank waits, and the seconds since they were posted (Activity.unfinished)."""
 
     def has_moved(self, before: "Beat") -> bool:
-        """Return whether the rank has got on since an earlier beat, or waits for nobody."""
+        """Return whether the rank has made progress since an earlier beat, or waits for nobody."""
         if self.waits_for is None and not self.unfinished:
             return True
         now, then = ([text for text, _ in beat.unfinished] for beat in (self, before))
         return now != then or (self.doing, self.num_waits) != (before.doing, before.num_waits)
 
     def __str__(self) -> str:
-        """Return in what the rank waits, and for whom."""
+        """Return in words where the rank waits, and for which ranks."""
         ranks = "" if self.waits_for is None else f" for {name_ranks(self.waits_for)}"
         oldest = [f": {text}, {seconds:.0f} s old" for text, seconds in self.unfinished[:1]]
         return "".join([self.doing, ranks, *oldest])
@@ -114,9 +114,9 @@ class Watch:
 
     def _describe_standstill(self) -> str:
         waits = [f"rank {rank} in {beat}" for rank, beat in sorted(self._last.items())]
-        rest = f"; and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
+        others = f"; and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
         what = f"all ranks have waited for one another for {self._timeout:g} s (--timeout)"
-        return f"{what}: {'; '.join(waits[:_MAX_NAMED])}{rest}"
+        return f"{what}: {'; '.join(waits[:_MAX_NAMED])}{others}"
 
 
 class Heartbeat:
@@ -124,21 +124,20 @@ class Heartbeat:
 
     Rank 0 watches all ranks, and the others watch rank 0. A rank that gives no sign for `timeout_seconds` is
     dead; a rank that computes or waits for a reward still gives signs. A run is stuck if every rank has
-    waited for others for that long. Over NCCL a rank also waits while the oldest operation of each
-    of its communicators stays unfinished. Either fault is posted on the failure board, which all ranks read.
-    Where the run uses NCCL, each rank then aborts its communicators, so that its main thread can say why it
-    ends.
+    waited for others for that long. (Over NCCL, a rank also waits while operations that it has posted stay
+    unfinished.) A rank that sees either fault posts it on the failure board, which all ranks read. In a run
+    over NCCL, each rank then aborts its communicators, so that its main thread can say why it ends.
     """
 
     def __init__(
         self, store: dist.Store, board: FailureBoard, activity: Activity,
         *, rank: int, size: int, timeout_seconds: float, silence_seconds: float | None = None,
         grace_seconds: float | None = None,
-    ) -> None:  # fmt: skip
-        """Take `store` and `board` with connections of their own, as the main thread may block on its own.
+    ) -> None:
+        """`store` and `board` must have connections of their own, as the main thread may block on its own.
 
-        A rank is dead after `silence_seconds`, by default after the timeout. The main thread has
-        `grace_seconds` to end this process itself.
+        A rank is dead after `silence_seconds` (None: after the timeout). After a failure elsewhere, the main
+        thread has `grace_seconds` to end this process itself.
         """
         self._store = dist.PrefixStore("realhf/heartbeat", store)
         self._board = board
@@ -221,7 +220,7 @@ class Heartbeat:
     def _leave(self, fault: str) -> None:
         """End this process because of a fault, unless the main thread ends it first.
 
-        Operations of NCCL are aborted, in which the main thread may wait for a rank that has stopped.
+        First abort operations of NCCL, because the main thread may wait in one for a rank that has stopped.
         """
         grace = _GRACE_SECONDS
         if communicators := self._activity.communicators:

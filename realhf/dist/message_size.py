@@ -1,7 +1,7 @@
 """Checks the sizes that other ranks announce. This module imports no torch."""
 
 MAX_MESSAGE_BYTES = 1 << 34
-"""Largest message whose size its sender announces. Parameters do not travel in such messages."""
+"""Largest size that a sender may announce. (Parameters travel in messages whose sizes all ranks know.)"""
 
 
 def checked_length(num_bytes: int, *, rank: int) -> int:

@@ -76,7 +76,7 @@ class OperationWatch:
                 self._num_read[rank] += 1
                 key = f"{rank}/{self._num_read[rank] + 1}"
         passed = min(self._reached.values())
-        self._known = {number: known for number, known in self._known.items() if number > passed}
+        self._known = {number: operation for number, operation in self._known.items() if number > passed}
         return fault
 
     def _compare(self, rank: int, operations: list[tuple[int, str, str]]) -> str:

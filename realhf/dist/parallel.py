@@ -14,8 +14,8 @@ class ParallelGroups:
 
     `all` has every rank of the layout. `ends` joins the first and the last pipeline stage; it is None on the
     stages between them and without pipelining. `ep` has the consecutive dp ranks that share one set of
-    experts. `pp_back` has the ranks of `pp`, for sampled tokens. It communicates over gloo, as `dp_control`,
-    `ep_control` and `replicas_control` (dp and cp) do.
+    experts. `pp_back` has the ranks of `pp`, and sends sampled tokens back to the first stage. It uses gloo
+    on any device, as all groups named `..._control` do; `replicas_control` has the ranks over dp and cp.
     """
 
     layout: Layout
@@ -42,15 +42,15 @@ class ParallelGroups:
         Every rank of the layout must call this, in the same order relative to its other group requests.
         """
         rank = world.rank
-        at = layout.coordinate(rank)
+        coordinate = layout.coordinate(rank)
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
-        first = at.dp - at.dp % layout.ep
+        first = coordinate.dp - coordinate.dp % layout.ep
         line["ep"] = line["dp"][first : first + layout.ep]
-        together = layout.grid[at.pp, first : first + layout.ep, at.cp].ravel().tolist()
-        is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
+        together = layout.grid[coordinate.pp, first : first + layout.ep, coordinate.cp].ravel().tolist()
+        is_end = layout.pp > 1 and coordinate.pp in (0, layout.pp - 1)
         ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
-            layout=layout, rank=rank, at=at, world=world, ends=ends,
+            layout=layout, rank=rank, at=coordinate, world=world, ends=ends,
             **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
             pp_back=world.group(line["pp"], purpose="tokens"),
             dp_control=world.group(line["dp"], purpose="control"),

@@ -48,7 +48,7 @@ class SharedMemory:
             "path": path, "length": length, "offset": offset,
             "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
             "stride": list(tensor.stride()),
-        }  # fmt: skip
+        }
 
 
 class Mapped:

@@ -1,4 +1,4 @@
-"""Tags: separate the kinds of messages that two ranks may exchange over a control group at the same time.
+"""Tags: they tell apart the messages that two ranks may exchange over a control group at the same time.
 
 Messages that all ranks exchange together have tag 0.
 """

@@ -19,17 +19,17 @@ from realhf.errors import UserError
 
 _ANY_TIME = timedelta(days=365)
 OVER_GLOO = ("control", "export", "ready", "tokens")
-"""Purposes of groups that communicate between hosts' processors on any device."""
+"""Purposes of groups that use gloo and host memory, on any device."""
 _REALLOC_CTAS = 8
-"""Most thread blocks, each on a multiprocessor, that a reallocation takes from the computation beside it."""
+"""The most multiprocessors (one thread block each) that a reallocation takes from computation beside it."""
 
 
 @contextmanager
 def _batch_threads() -> Iterator[None]:
     """Start threads under a policy by which they never interrupt a running thread on waking up (on Linux).
 
-    Gloo's thread polls while another thread holds the lock of a connection. If it interrupted that thread, as
-    happens with more ranks than cores, it would poll for a whole time slice in vain.
+    Gloo's thread polls while another thread holds the lock of a connection. With more ranks than cores it may
+    interrupt that very thread, and would then poll in vain for a whole time slice.
     """
     before = None
     with suppress(OSError, AttributeError):  # Some containers and other systems do not support it.
@@ -48,8 +48,8 @@ def _batch_threads() -> Iterator[None]:
 def _gloo_device(process: int) -> Any:
     """Return the connection to the network that all groups of this process share.
 
-    Each device of gloo has a thread that wakes up a hundred times per second, also when nothing comes. With
-    one for each group, some dozens of groups would keep a core busy.
+    Each of gloo's devices has a thread that wakes up a hundred times per second, even if no message comes. If
+    each group had its own device, some dozens of groups would keep a core busy.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
@@ -182,6 +182,6 @@ class World:
             options.config.max_ctas = _REALLOC_CTAS
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
         self.activity.communicators.add(backend)
-        # This makes one communicator for the whole group, also for coalesced messages among some members.
+        # This makes one communicator for the whole group, which messages among some members then use, too.
         backend.eager_connect_single_device(self.device)
         return backend

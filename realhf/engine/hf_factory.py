@@ -37,7 +37,7 @@ def class_spec(config: TransformersConfig) -> ModelSpec:
         num_positions = getattr(model.config, field)
     config = replace(config, architecture=type(model).__name__, num_positions=num_positions)
     params = [
-        ParamSpec(names[0], tuple(tensor.shape), 0, part=names[0], in_file=InFile(names[0]),
+        ParamSpec(names[0], tuple(tensor.shape), 0, short_name=names[0], in_file=InFile(names[0]),
                   trainable=isinstance(tensor, import_module("torch").nn.Parameter))
         for names, tensor in named_tensors(model)
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def file_spec(spec: ModelSpec) -> ModelSpec:
     """Return the table of tensors in the model's files; some classes fuse several of them into one."""
     model = _model_without_memory(config_of(spec))
     tensors = in_files(model, {names[0]: tensor for names, tensor in named_tensors(model)})
-    params = (ParamSpec(n, tuple(t.shape), 0, part=n, in_file=InFile(n)) for n, t in tensors.items())
+    params = (ParamSpec(n, tuple(t.shape), 0, short_name=n, in_file=InFile(n)) for n, t in tensors.items())
     return ModelSpec(spec.config, tuple(params))
 
 

@@ -48,8 +48,8 @@ class TransformersModel(ShardedParameters):
                 else:
                     module._buffers[attribute] = self.shards()[names[0]]
 
-    def _fused_part(self, param: ParamSpec) -> str:
-        return param.part
+    def _weight_name(self, param: ParamSpec) -> str:
+        return param.short_name
 
     @torch.no_grad()
     def load(self, directory: Path | None, *, seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An answer as the metrics see it; `vote` is what a majority compares, None if there is no answer."""
+    """An answer as the metrics see it; `vote` is its text in a majority vote, None if there is no answer."""
 
     score: float
     vote: str | None = None
@@ -33,8 +33,8 @@ def majority_score(answers: Sequence[ScoredAnswer]) -> float:
     """Return the score of the most frequent answer of one prompt.
 
     Samples without an answer do not vote, unless none has one. The score of an answer is the mean over the
-    samples that give it. Between answers that are equally frequent a fair lot decides, and this is its
-    expected score, so that the order of the samples does not matter.
+    samples that give it. If several answers are equally frequent, return the mean of their scores, so that
+    the order of the samples does not matter.
     """
     votes: dict[str | None, list[float]] = {}
     for answer in answers:
@@ -56,34 +56,34 @@ def sample_metrics(
 ) -> dict[str, float]:
     """Return the metrics of scored answers, given as the answers to each prompt.
 
-    It is `score`, the mean over all answers; with several samples per prompt also `mean@k` (the same), and
-    means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the number of
-    samples. A prompt with fewer samples than a pass@k needs does not count there.
+    `score` is the mean over all answers. With several samples per prompt there are also `mean@k` (the same),
+    and the means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the
+    number of samples. A prompt with fewer than k samples does not count in pass@k.
     """
-    known = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
-    known = [answers for answers in known if answers]
-    score = mean(answer.score for answers in known for answer in answers)
+    scored = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
+    scored = [answers for answers in scored if answers]
+    score = mean(answer.score for answers in scored for answer in answers)
     metrics = {"score": score}
     if samples == 1:
         return metrics
     metrics[f"mean@{samples}"] = score
     for k in pass_sizes(samples):
-        counts = [(len(some), sum(answer.score > correct_above for answer in some)) for some in known]
+        counts = [(len(answers), sum(a.score > correct_above for a in answers)) for answers in scored]
         metrics[f"pass@{k}"] = mean(pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k)
-    metrics[f"majority@{samples}"] = mean(majority_score(answers) for answers in known)
-    metrics[f"best@{samples}"] = mean(max(answer.score for answer in answers) for answers in known)
+    metrics[f"majority@{samples}"] = mean(majority_score(answers) for answers in scored)
+    metrics[f"best@{samples}"] = mean(max(answer.score for answer in answers) for answers in scored)
     return metrics
 
 
 def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the mean of each reward, given by name for each sample, if there are several of them.
+    """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
 
     None and NaN do not count.
     """
-    names = dict.fromkeys(name for some in scores for name in some)
+    names = dict.fromkeys(name for by_name in scores for name in by_name)
     if len(names) < 2:
         return {}
-    return {name: mean(known_values(some.get(name) for some in scores)) for name in names}
+    return {name: mean(known_values(by_name.get(name) for by_name in scores)) for name in names}
 
 
 def known_values(values: Iterable[float | None]) -> list[float]:
@@ -103,5 +103,5 @@ def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def mean(values: Iterable[float]) -> float:
     """Return the mean of the values; NaN if there are none."""
-    known = list(values)
-    return sum(known) / len(known) if known else nan
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else nan

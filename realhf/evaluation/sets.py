@@ -77,16 +77,16 @@ def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
     if isinstance(given, DatasetConfig):
         return {"": Evaluation(given)}
     sets = given if isinstance(given, Mapping) else {"": given}
-    found = {}
-    for name, one in sets.items():
+    evaluations = {}
+    for name, entry in sets.items():
         if isinstance(given, Mapping) and not _NAME.fullmatch(name):
             raise ValueError(
                 f"eval_dataset has a set named {name!r}: a name must have letters, digits, '.', '_' and '-', "
                 "and begin with a letter or a digit")
-        evaluation = one if isinstance(one, Evaluation) else Evaluation(one)
+        evaluation = entry if isinstance(entry, Evaluation) else Evaluation(entry)
         check_types(evaluation.dataset, f"{set_field(name)}.")
-        found[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))
-    return found
+        evaluations[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))
+    return evaluations
 
 
 def set_field(name: str) -> str:
@@ -100,5 +100,5 @@ def metric_prefix(name: str) -> str:
 
 
 def sampling_seed(seed: int, name: str) -> int:
-    """Return the seed of a set's answers. Each set has its own random numbers, as has training."""
+    """Return the seed of a set's answers: different for each set, and different from that of training."""
     return seed ^ zlib.crc32(metric_prefix(name).encode())

@@ -1,8 +1,8 @@
 """BlockAttention: attention of the newest tokens over blocks of a cache, as a CPU computes it fastest.
 
-It reads the blocks in place and treats each block separately; it reads a shared block, or several joined
-ones, once for all rows that share it. The partial results are combined by log-sum-exp (Dao et al. 2023,
-"Flash-Decoding"; for shared prefixes, Hydragen, arXiv:2402.05099).
+It reads the blocks in place, one by one. A shared block, or several joined ones, it reads once for all rows
+that share it. It combines the partial results by log-sum-exp (Dao et al. 2023, "Flash-Decoding"; for shared
+prefixes, Hydragen, arXiv:2402.05099).
 
 Shape suffixes: B rows, N query heads, K key-value heads, G queries per key-value head, D head dim; P blocks
 (joined blocks count as one), L tokens in a block, S rows that share a block, M blocks of a row, X partial
@@ -33,8 +33,8 @@ class BlockAttention:
         num_rows, num_heads, dim = q_BND.shape
         num_kv_heads = cached.shape[3]
         q_BKGD = q_BND.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-        parts = [self._part(cached, q_BKGD, blocks) for blocks in decoding.sets]
-        outs, lses = zip(*parts, strict=True)
+        partials = [self._partial(cached, q_BKGD, blocks) for blocks in decoding.sets]
+        outs, lses = zip(*partials, strict=True)
         out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
         parts_BM = decoding.parts_BM
         if parts_BM.shape[1] == 1:
@@ -46,7 +46,7 @@ class BlockAttention:
         out_BMKGD = out_BMKGD.to(lse_BMKG.dtype).mul_(lse_BMKG.softmax(1)[..., None])
         return out_BMKGD.sum(1).flatten(1, 2).to(q_BND.dtype)
 
-    def _part(self, cached: Tensor, q_BKGD: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
+    def _partial(self, cached: Tensor, q_BKGD: Tensor, blocks: BlockSet) -> tuple[Tensor, Tensor]:
         """Return the partial results of a set's blocks and rows: out (P * S, K, G, D) and log-sum-exp."""
         if blocks.joined > 1:
             cached = cached[:, blocks.blocks].unflatten(1, (-1, blocks.joined)).flatten(2, 3)

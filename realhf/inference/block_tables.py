@@ -24,23 +24,23 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class BlockSet:
-    """Some blocks, and for each of them the rows (by number in the batch) whose tokens attend to it.
+    """A set of blocks, and for each of them the rows (by number in the batch) whose tokens attend to it.
 
     `joined` adjacent blocks that have the same rows count as one large block.
     """
 
     blocks: slice | Tensor
     joined: int
-    rows_PS: Tensor  # Any number stands where a block has fewer rows, or none.
+    rows_PS: Tensor  # Where a block has fewer than S rows, the last entries are arbitrary.
     counts_PS: Tensor  # Tokens of the row from the start of the block on.
-    fewest: int  # Least of these counts, over the entries that have a row.
+    fewest: int  # The least of these counts, over the entries that have a row; `most` is the largest.
     most: int
     size: int  # Tokens that fit in a block.
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
-        """Every block is empty, or ends, after this many tokens."""
+        """No block has a token from this offset on."""
         return min(self.most, self.size)
 
     def with_next_tokens(self) -> "BlockSet":
@@ -49,7 +49,7 @@ class BlockSet:
             self, counts_PS=self.counts_PS + 1, fewest=self.fewest + 1, most=self.most + 1, _masks={})
 
     def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask of a decoding step: (P, 1, S * group or 1, L), for L tokens of a block;
+        """Return the additive mask of a decoding step, (P, 1, S * group or 1, L) for L tokens of a block, or
         None if everything is visible. All layers of an attention kind share it."""
         if window not in self._masks:
             self._masks[window] = self._new_mask(window, group, dtype)
@@ -74,8 +74,8 @@ class BlockSet:
 class Decoding:
     """A new token of every running row: where it is written, and what it attends to.
 
-    Attention to one block yields a partial result for each of its rows. All partial results are listed in
-    the order of sets, blocks and rows; those of row b have the indices parts_BM, except where missing_BM.
+    Attention to one block yields a partial result for each of its rows. All partial results form one list, in
+    the order of sets, blocks and rows. Row b has those at the indices parts_BM[b], except where missing_BM.
     """
 
     slots: Integers
@@ -186,7 +186,7 @@ class BlockTables:
         return self._last
 
     def _attended(self, slots: Integers) -> tuple[tuple[BlockSet, ...], Tensor, Tensor | None]:
-        """Return the blocks to which the rows attend, and where their partial results are (see Decoding)."""
+        """Return the `sets`, `parts_BM` and `missing_BM` of Decoding for the rows in these slots."""
         counts_B = self._counts[slots]
         table_BM = self._table[slots, : counts_B.max()]
         index_M = np.arange(table_BM.shape[1])
@@ -194,24 +194,24 @@ class BlockTables:
         is_shared_BM = index_M < self._num_shared[slots, None]
         is_own_BM = ~(is_shared_BM | missing_BM)
         parts_BM = np.zeros_like(table_BM)
-        own, parts_N = self._block_set(slots, is_own_BM, np.zeros_like(slots))
+        unshared, parts_N = self._block_set(slots, is_own_BM, np.zeros_like(slots))
         parts_BM[is_own_BM] = parts_N
-        sets: tuple[BlockSet, ...] = (own,)
+        sets: tuple[BlockSet, ...] = (unshared,)
         if is_shared_BM.any():
             shared, parts_N = self._block_set(slots, is_shared_BM, self._ordinals[slots], joins=True)
-            parts_BM[is_shared_BM] = len(own.rows_PS) + parts_N
+            parts_BM[is_shared_BM] = len(unshared.rows_PS) + parts_N
             missing_BM |= is_shared_BM & (index_M % shared.joined > 0)
             order_BM = np.argsort(missing_BM, axis=1, kind="stable")[:, : (~missing_BM).sum(1).max()]
             parts_BM = np.take_along_axis(parts_BM, order_BM, 1)
             missing_BM = np.take_along_axis(missing_BM, order_BM, 1)
-            sets = (own, shared)
+            sets = (unshared, shared)
         missing = torch.from_numpy(missing_BM) if missing_BM.any() else None
         return sets, torch.from_numpy(parts_BM), missing
 
     def _block_set(
         self, slots: Integers, chosen_BM: NDArray[np.bool_], ordinals_B: Integers, *, joins: bool = False
     ) -> tuple[BlockSet, Integers]:
-        """Return the chosen blocks of the rows in these slots, and the numbers of their partial results.
+        """Return the chosen blocks of the rows in these slots, and the indices of their partial results.
 
         `ordinals_B` number the rows that use the same blocks. With `joins`, adjacent blocks are joined where
         possible.
@@ -243,9 +243,9 @@ class BlockTables:
 
 
 def _num_joined(rows_PS: Integers, numbers_P: Integers) -> int:
-    """Return how many of these adjacent blocks can be joined: they always have the same rows, in order.
+    """Return how many adjacent blocks can be joined, so that joined blocks have the same rows in order.
 
-    This is the number of shared blocks of a prompt, if all prompts have equally many.
+    If all prompts have equally many shared blocks, it is that number.
     """
     is_used: NDArray[np.bool_] = np.any(rows_PS >= 0, axis=1)
     continues = (rows_PS[1:] == rows_PS[:-1]).all(1) & (numbers_P[1:] == numbers_P[:-1] + 1)

@@ -25,8 +25,8 @@ class CacheLimit:
     """A limit on the memory of a call's KV cache: what fits on the rank of its layout that has least.
 
     All ranks of the layout agree on it when the call first generates, and keep it for the whole run. A run
-    that continues from a checkpoint takes over the limit that is `recorded` there, as another number of
-    blocks would change the order in which samples run, and so the last bits of results.
+    that continues from a checkpoint takes over the limit that is `recorded` there. (Another number of blocks
+    would change the order in which samples run, and so the last bits of results.)
     """
 
     def __init__(self, groups: ParallelGroups, *, recorded: int | None = None) -> None:
@@ -37,22 +37,22 @@ class CacheLimit:
         """The limit of each rank; None before they have agreed on one."""
 
     def agree(self, pass_bytes: Callable[[], float], *, takes_all: bool = False) -> int:
-        """Return the limit. `pass_bytes` returns what the passes need beside the cache, and `takes_all` is
-        that of `kv_blocks.cache_limit`. All ranks of the layout call this."""
+        """Return the limit, on which all ranks of the layout agree when they first call this. `pass_bytes`
+        returns what the passes need beside the cache; `kv_blocks.cache_limit` explains `takes_all`."""
         if self.num_bytes is None:
             device = self._groups.world.device.type
-            own = cache_limit(self._free(), pass_bytes(), device_type=device, takes_all=takes_all)
-            self.num_bytes = min(self._gather(max(0, int(own))))
+            limit = cache_limit(self._free(), pass_bytes(), device_type=device, takes_all=takes_all)
+            self.num_bytes = min(self._gather(max(0, int(limit))))
         return self.num_bytes
 
     def require_recorded(self, call: str, taken: int) -> None:
-        """Raise UserError on all ranks of the layout if a cache of `taken` bytes on this one, by the limit of
-        an earlier run, does not fit on all of them. All ranks call this."""
+        """Raise UserError on all ranks of the layout if the limit comes from a checkpoint, and on one of them
+        the cache (on this rank of `taken` bytes) does not fit any more. All ranks call this."""
         if not self._is_unproven:
             return
         self._is_unproven = False
-        of_ranks = self._gather([self._groups.rank, taken, int(self._free())])
-        rank, need, free = max(of_ranks, key=lambda of_rank: of_rank[1] - of_rank[2])
+        by_rank = self._gather([self._groups.rank, taken, int(self._free())])
+        rank, need, free = max(by_rank, key=lambda of_rank: of_rank[1] - of_rank[2])
         if need <= free:
             return
         what = f"the KV cache of this run takes {need / _GIB:.3g} GiB on rank {rank}, as when it began"
@@ -107,11 +107,11 @@ class CacheLimits:
 
 
 def free_bytes(device: torch.device, *, num_users: int) -> int:
-    """Return this process's part of the free memory on its device, which `num_users` processes share if it is
-    a host. Memory that torch's allocator keeps for later counts as free."""
+    """Return the free memory of a GPU, or this process's share of that of a host with `num_users` processes.
+    Memory that torch's allocator keeps for later counts as free."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
     return _free_on_host() // num_users
 
 

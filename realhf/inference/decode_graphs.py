@@ -20,7 +20,7 @@ from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]
-"""Records a function of tensors at fixed addresses; returns one that repeats it into the same output."""
+"""Records a function of tensors at fixed addresses; returns one that replays it into the same output."""
 
 
 def recorder(device: torch.device) -> Record | None:
@@ -57,9 +57,9 @@ def recorder(device: torch.device) -> Record | None:
 class DecodeGraphs:
     """The decoding passes of one cache, whose page 0 is spare: padding rows write to it.
 
-    They hold the addresses of the cache and of the model's weights. Passes with collectives must be recorded
-    in the same step on all ranks: those of a tp group have the same rows, and those of an ep group agree on
-    the shapes (decode_windows.py). All of them agree on what they have recorded
+    They hold the addresses of the cache and of the model's weights. All ranks must record a pass with
+    collectives in the same step. So ranks of a tp group have the same rows, ranks of an ep group agree on the
+    shapes (decode_windows.py), and both drop their passes if they have not recorded the same ones
     (PagePool.drop_unequal_graphs).
     """
 
@@ -94,7 +94,7 @@ class DecodeGraphs:
         return RowPages(zeros_B, zeros_B, lens_B, table_BM)
 
     def __call__(self, x: Tensor, pages: RowPages[Tensor]) -> Tensor:
-        """Decode one token of each row; return hidden_BH, valid until the next call.
+        """Decode one token of each row and return hidden_BH, which is valid until the next call.
 
         `x` are the rows' last tokens, or the hidden states of the stage before, without padding.
         """
@@ -107,7 +107,7 @@ class DecodeGraphs:
         padded_x[: len(x)] = x
         torch._foreach_copy_(list(fixed), list(pages))
         compute = partial(self._compute, padded_x, fixed)
-        if is_new:  # Libraries initialise themselves in a first pass, and some shapes occur only once.
+        if is_new:  # Libraries initialise themselves in the first pass, and some shapes occur only once.
             return compute()[: len(x)]
         if shape not in self._replays:
             self._replays[shape] = self._record(compute)

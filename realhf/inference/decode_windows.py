@@ -1,11 +1,11 @@
 """Windows: steps whose number and shapes the ranks of an expert-parallel group have agreed on.
 
-These ranks decode different rows and pass through the experts together, so each takes part in the steps of
-the others. They agree before the first step of a window. Inside it, the number of steps and the shapes depend
-on nothing else, and no rank tells another one anything: a rank without rows computes padding until the window
-ends.
+These ranks decode different rows but pass through the experts together, so each takes part in the steps of
+the others. Before the first step of a window they agree on the number of its steps and on their shapes.
+Inside the window they exchange no further messages about it: a rank without rows computes padding until the
+window ends.
 
-Prompts are prefilled only in a window of a single step, because more rows follow it.
+A window in which prompts are prefilled has a single step, because the number of rows grows after it.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from realhf.inference.steps import Step
 from realhf.sizes.kv_blocks import padded_size
 
 MOST_STEPS = 16
-"""Most steps of a window. Slots that become free are filled only after it, and the last steps may be without
-rows."""
+"""Most steps of a window. Free slots are filled only when it ends, and its last steps may have no rows."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class DecodeWindows:
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
         prefilled = scheduler.prefilled_samples
-        own = scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages
+        wish = (scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages)
         prefills = step is not None and len(step.chunks) > 0
-        wishes = self._group.all_gather_json([*own, prefills])
+        wishes = self._group.all_gather_json([*wish, prefills])
         num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
         num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
         return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills)

@@ -49,12 +49,12 @@ class PagedTokens(Segment):
     """
 
     def __init__(
-        self, backends: PagedBackends, at: Pages, *, position_T: Tensor, length_T: Tensor,
+        self, backends: PagedBackends, pages: Pages, *, position_T: Tensor, length_T: Tensor,
         cache_positions_T: Tensor, longest: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(position_T, length_T, cache_positions_T, longest=longest)
         self._backends = backends
-        self._at = at
+        self._at = pages
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
@@ -100,7 +100,7 @@ def chunk_pages(chunks: Sequence[Chunk], *, page_size: int) -> ChunkPages[NDArra
 
 
 def paged_chunks(backends: PagedBackends, pages: ChunkPages[Tensor], chunks: Sequence[Chunk]) -> Segment:
-    """Return the segment of pieces of prompts, several of which may have been begun."""
+    """Return the segment of these pieces of prompts; `pages` are the `chunk_pages` on the device."""
     expanding = backends.for_expanded([(chunk.stop - chunk.start, chunk.start) for chunk in chunks])
     if expanding is not None:
         return ExpandedPieces(expanding, pages, chunks)
@@ -113,7 +113,7 @@ def paged_chunks(backends: PagedBackends, pages: ChunkPages[Tensor], chunks: Seq
 
 
 class _Context(NamedTuple):
-    """Cached tokens that precede some consecutive pieces of prompts, all or a part of them."""
+    """A range of the cached tokens before some consecutive pieces of prompts, computed at a time."""
 
     tokens: slice  # The pieces' own tokens in the segment.
     queries: Sequences  # The pieces.
@@ -124,8 +124,8 @@ class _Context(NamedTuple):
 class ExpandedPieces(Segment):
     """Later pieces of prompts with latent attention, for which keys and values are computed from latents.
 
-    Their tokens attend to one another, and then to the earlier tokens of their prompts, a part at a time, so
-    that the keys and values of no more than EXPANDED_TOKENS of those exist together.
+    Their tokens attend to one another, and then to the earlier tokens of their prompts, EXPANDED_TOKENS at a
+    time, so that keys and values exist for no more of these at once.
     """
 
     from_cache = False
@@ -143,7 +143,7 @@ class ExpandedPieces(Segment):
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind,
         expand: Expand | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert expand is not None, "only latents are expanded"
         self._contexts = self._contexts or self._split(cache.block_size, q_TND.device)
         latents = cache.pages(layer)[0].flatten(0, 1)
@@ -158,10 +158,11 @@ class ExpandedPieces(Segment):
         return out_TND.to(q_TND.dtype)
 
     def _split(self, page_size: int, device: torch.device) -> list[_Context]:
-        """Return what precedes the pieces, laid end to end and cut into parts."""
-        at = [np.arange(chunk.start) for chunk in self._chunks]
+        """Lay the cached tokens before the pieces end to end, and cut them into ranges."""
+        positions = [np.arange(chunk.start) for chunk in self._chunks]
         blocks = [np.array(chunk.prompt.blocks, np.int64) for chunk in self._chunks]
-        cached = [of[i // page_size] * page_size + i % page_size for of, i in zip(blocks, at, strict=True)]
+        pairs = zip(blocks, positions, strict=True)
+        cached = [table[i // page_size] * page_size + i % page_size for table, i in pairs]
         cached_J = upload(np.concatenate(cached), device)
         spans = list(pairwise(accumulate((chunk.start for chunk in self._chunks), initial=0)))
         places = list(accumulate(self._at.lens, initial=0))
@@ -220,7 +221,7 @@ class Prefill(Segment):
 
 
 def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
-    """Return one new token of every running row, for the paged path or (None) for a CPU's."""
+    """Return one new token of every running row, for the paged path or (`backends` is None) for a CPU."""
     if backends is None:
         return Decode(tables.advance())
     on_host = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
@@ -234,7 +235,7 @@ def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> 
     positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
     whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
     return Prefill([chunk.stop for chunk in fresh], upload(np.array(positions, np.int64), device),
-                   whole_lens=whole_lens)  # fmt: skip
+                   whole_lens=whole_lens)
 
 
 def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size: int) -> Iterator[Segment]:

@@ -36,9 +36,9 @@ class Generation:
     """The samples of one replica. All of its ranks call its methods alike.
 
     Weights may change between two calls of `advance`. With `keeps`, the keys and values of unfinished samples
-    stay cached, and the object continues these samples by itself, on the cohort on which they began. Without
-    it, `take` hands unfinished samples over; `resume` brings samples back, whose tokens are all computed
-    again.
+    stay cached, and the next call continues these samples on the cohort on which they began. Without it,
+    `take` hands unfinished samples over to the caller, who brings them back by `resume`; then all their
+    tokens are computed again.
 
     With `in_turns` (which needs `keeps`), an end-of-sequence token ends a turn of its sample. The sample is
     then parked: its tokens stay cached until an environment adds more by `append`, or ends it by `drop`.
@@ -47,10 +47,10 @@ class Generation:
     def __init__(
         self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit,
         pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
-    ) -> None:  # fmt: skip
-        """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
-        `limit` does. The cache consists of pages of `pool`; without one, every cohort has a cache of its own.
-        Raises UserError if the model cannot keep its cache."""
+    ) -> None:
+        """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
+        `work` does. The cache consists of pages of `pool`; without a pool, every cohort has a cache of its
+        own. Raises UserError if the model cannot keep its cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
         assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
         reads_response = work.sampling.stop or work.sampling.penalizes
@@ -77,7 +77,7 @@ class Generation:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the caches that stay between rounds."""
-        return sum(kept.pool.num_bytes for kept in self._kept or [])
+        return sum(cache.pool.num_bytes for cache in self._kept or [])
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""
@@ -105,20 +105,21 @@ class Generation:
     def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
-        Raises UserError when a prompt is empty, when a sample cannot fit in the model's positions or in the
-        budget of the KV cache, or when not all samples fit in a cache that is kept: on all replicas among
-        which prompts move, or on all replicas.
+        Raises UserError if a prompt is empty, or if a sample does not fit in the model's positions or in the
+        KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
+        in a cache that is kept.
         """
         limits = self._agree_on_limits(queue, budget)
-        kept: Sequence[KeptCache | None] = [None] * limits.num_cohorts
+        caches: Sequence[KeptCache | None] = [None] * limits.num_cohorts
         if self._kept is None:
-            parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
+            by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
-            self._kept = self._kept or [KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in kept]
-            parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
-            self._check_kept(parts, limits)
-            kept = self._kept
-        num_own = sum(len(cache.rows) for cache in kept if cache is not None)
+            self._kept = self._kept or [
+                KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in range(limits.num_cohorts)]
+            by_cohort = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
+            self._check_kept(by_cohort, limits)
+            caches = self._kept
+        num_own = sum(len(cache.rows) for cache in caches if cache is not None)
         num_own += len(self._new) + len(self._resumed)
         seed = stream_seed(self._work.seed, self._stream)
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
@@ -126,7 +127,7 @@ class Generation:
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, kept=cache,
                     pool=self._cohort_pool() if cache is None else cache.pool)
-                for groups, cache in zip(parts, kept, strict=True)]
+                for groups, cache in zip(by_cohort, caches, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._kept is None:
                 self._limit.require_recorded(self._stream, self.cache_bytes)
@@ -148,9 +149,10 @@ class Generation:
         return self._pool or PagePool(self._model)
 
     def take(self) -> tuple[list[int], list]:
-        """Return the ids of the samples that this replica continued in the last round, and on one of its
-        ranks (last stage, first of tp) the first columns of `Generate`, in which only tokens of that round
-        count as the response."""
+        """Return the ids of the samples that this replica continued in the last round, and their columns.
+
+        Only one rank of the replica (last stage, first of tp) gets the columns, the first ones of `Generate`.
+        Only tokens of that round count as the response."""
         buffers = self._last_buffers
         self._last_buffers = []
         ids = [i for buffer in buffers for i in buffer.ids[: len(buffer.prompts)].tolist()]
@@ -185,10 +187,11 @@ class Generation:
             limits.check(model.config.num_positions)
         return limits
 
-    def _check_kept(self, parts: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
+    def _check_kept(self, by_cohort: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
         assert self._kept is not None
-        needed = [cache.num_needed(part, limits) for cache, part in zip(self._kept, parts, strict=True)]
+        pairs = zip(self._kept, by_cohort, strict=True)
+        needed = [cache.num_needed(groups, limits) for cache, groups in pairs]
         most = max(needed)
         num_rows = sum(len(cache.rows) for cache in self._kept)
         num_rows += len(self._new) + len(self._resumed)
@@ -207,13 +210,13 @@ class Generation:
 def _split(
     unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
 ) -> list[list[PromptGroup]]:
-    """Split unfinished samples, and new ones, into equal parts."""
-    parts = []
+    """Split unfinished samples, and new ones, into equal lists, one for each cohort."""
+    by_cohort = []
     for i in range(num_parts):
         old = unfinished[slice(*even_split(len(unfinished), num_parts, i))]
         fresh = new[slice(*even_split(len(new), num_parts, i))]
-        parts.append([*join_equal(old), *join_equal(fresh)])
-    return parts
+        by_cohort.append([*join_equal(old), *join_equal(fresh)])
+    return by_cohort
 
 
 def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
@@ -226,7 +229,7 @@ def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[Pro
 
 
 def _progress(buffers: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
-    """Return how many samples of this replica have ended; it may have taken more than its own."""
+    """Return in words how many samples of this replica have ended, those that it has stolen included."""
     ended = sum(buffer.num_ended for buffer in buffers)
     tokens = sum(buffer.num_tokens for buffer in buffers)
     begun = sum(len(buffer.prompts) for buffer in buffers)

@@ -13,9 +13,9 @@ from realhf.sizes.kv_blocks import num_blocks
 
 @dataclass(frozen=True)
 class KeptRow:
-    """An unfinished sample with all of its tokens, and its blocks.
+    """An unfinished sample with all of its tokens, and its blocks of the cache.
 
-    If it `waits`, its turn has ended, and an environment must add tokens before it goes on.
+    If it `waits`, its turn has ended, and an environment must add tokens before it is continued.
     """
 
     group: PromptGroup
@@ -23,7 +23,7 @@ class KeptRow:
     waits: bool = False
 
     def continue_in(self, buffer: RolloutBuffer) -> ParkedRow | Prompt:
-        """Add the sample to a round; return it as a row, or as a prompt if several tokens are not cached."""
+        """Add the sample to a round. Return a row if only its last token is not cached, else a prompt."""
         prompt = buffer.add(self.group)
         parked = self.parked
         if parked.num_cached == len(prompt.tokens) - 1:
@@ -49,7 +49,7 @@ class KeptCache:
         self.blocks = BlockManager([])
 
     def num_needed(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> int:
-        """Return how many blocks the kept rows and new groups need until all of them have ended."""
+        """Return how many blocks suffice for the kept rows and new groups until all of them have ended."""
         max_new = limits.work.sampling.max_new_tokens
         size = limits.block_size
         shared = {block for row in self.rows for block in row.parked.blocks[: row.parked.num_shared]}

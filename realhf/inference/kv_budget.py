@@ -16,11 +16,11 @@ _GIB = 1 << 30
 
 
 def agreed_sizes(groups: Sequence[PromptGroup], gather: Callable[[Any], list[Any]]) -> list[Size]:
-    """Return, of each replica, the sizes of the longest prompt, of the longest one with several samples, and
-    of the one that is longest without drawn tokens.
+    """Return three sizes of each replica: of its longest prompt, of its longest prompt with several samples,
+    and of the prompt that is longest without drawn tokens.
 
-    GenerationLimits depend on no other sizes. Each replica gives its own groups, and `gather` joins JSON
-    documents. Raises UserError on all replicas if a prompt is empty.
+    GenerationLimits depend on no other sizes. Each replica passes its own groups; `gather` returns the JSON
+    documents of all replicas. Raises UserError on all replicas if a prompt is empty.
     """
     sizes = [group.size for group in groups]
     several = [size for size in sizes if size.num_samples > 1]
@@ -42,13 +42,13 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 
 
 class GenerationLimits:
-    """The limits of all cohorts of all replicas, shared so that none refuses a prompt another one accepts."""
+    """The limits of all cohorts, the same on all replicas: none refuses a prompt that another one accepts."""
 
     def __init__(
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
         cache_bytes: int | None = None, budget: int | None = None, fixed_block_size: int | None = None,
         page_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
         `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;
@@ -81,8 +81,8 @@ class GenerationLimits:
         return num_blocks(self._longest, self.block_size) + 1
 
     def affordable(self, count: int) -> int:
-        """Return how many of `count` blocks a cohort may have. One sample can always run, unless the user has
-        set the limit."""
+        """Return how many of `count` blocks a cohort may have: at least enough for one sample, unless the
+        user has set the limit."""
         if (gib := self.work.kv_cache_gib) is not None:
             return min(count, int(gib * _GIB / self.num_cohorts) // self.block_bytes)
         if self._cache_bytes is None:
@@ -102,14 +102,14 @@ class GenerationLimits:
 
 
 class CacheSizes:
-    """The sizes of a cohort's cache and tables, with which every one of the given prompts can run."""
+    """The sizes of a cohort's cache and tables, large enough that each of these prompts can run."""
 
     def __init__(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> None:
         sizes = [group.size for group in groups]
         self.block_size = limits.block_size
         num_samples = sum(size.num_samples for size in sizes)
         self.num_slots = min(-(-limits.work.max_rows // limits.num_cohorts), num_samples)
-        # (This is too much for rows that reach the most tokens of a response in this round.)
+        # (For rows that end in this round, because they reach `max_new_tokens`, this is too much.)
         self._longest = max((size.num_tokens for size in sizes), default=0) + limits.new_tokens
         self.num_wanted = blocks_for(
             [(size.num_tokens, size.num_samples) for size in sizes], size=self.block_size,
@@ -128,8 +128,8 @@ class CacheSizes:
         """Return how many of the groups, from the first on, find slots and blocks at the beginning."""
         rows = blocks = 0
         for number, size in enumerate(group.size for group in groups):
-            own = min(size.num_samples, self.num_slots - rows) * (size.num_samples > 1)
-            blocks += num_blocks(size.num_tokens, self.block_size) + own
+            own_blocks = min(size.num_samples, self.num_slots - rows) * (size.num_samples > 1)
+            blocks += num_blocks(size.num_tokens, self.block_size) + own_blocks
             if rows >= self.num_slots or blocks > self.num_blocks:
                 return number
             rows += size.num_samples

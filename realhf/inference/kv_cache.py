@@ -15,8 +15,8 @@ from realhf.pinned import upload
 
 
 class KVCache:
-    """A paged cache of keys and values: of each local layer, both of `shape` (blocks, tokens in a block, kv
-    heads, head_dim).
+    """A paged cache of keys and values. Each local layer has two tensors of `shape` (blocks, tokens in a
+    block, kv heads, head_dim).
 
     With `value_dim`, the values are the first dims of the keys and are not stored separately.
     """
@@ -24,9 +24,9 @@ class KVCache:
     def __init__(
         self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
-        parts = 1 if value_dim else 2
-        self.layers = [_zeros((parts, *shape), dtype, device) for _ in range(num_layers)]
+    ) -> None:
+        num_tensors = 1 if value_dim else 2
+        self.layers = [_zeros((num_tensors, *shape), dtype, device) for _ in range(num_layers)]
         self.value_dim = value_dim
 
     @classmethod
@@ -73,7 +73,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, because what follows a row's end is multiplied by probability zero and must be finite.
+    """Return zeros, because values after a row's end are multiplied by probability zero and must be finite.
 
     On a CPU they come from numpy, whose pages take neither memory nor time before they are written to.
     """

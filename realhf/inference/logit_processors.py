@@ -17,7 +17,7 @@ from torch import Tensor
 
 from realhf.calls import SamplingConfig
 from realhf.inference.drawn_samples import DrawnSamples
-from realhf.inference.sampling import parts_of
+from realhf.inference.sampling import rows_at_a_time
 from realhf.pinned import upload
 
 
@@ -174,7 +174,7 @@ class LogitProcessors:
     def __call__(self, logits_BV: Tensor, rows_B: Tensor | None, drawn_B: Tensor) -> Tensor:
         """Return other logits; `drawn_B` is how many tokens each response has."""
         changed_BV = logits_BV.clone()
-        for at in parts_of(changed_BV):
+        for at in rows_at_a_time(changed_BV):
             part_BV = changed_BV[at]
             if self._bias_V is not None:
                 part_BV += self._bias_V

@@ -15,9 +15,9 @@ _LEAST_WIDTH = 8  # Pages; the width of tables is this or a power of two above i
 class PagePool:
     """Pages of one size that cohorts of samples lease.
 
-    With `backends`, kernels attend to pages (the paged path), and the pool outlives the generations of its
-    engine, with the recorded passes that hold its addresses. Without, a CPU attends block by block, and every
-    cohort has a pool of its own.
+    With `backends`, kernels attend to pages (the paged path). The pool, and the recorded passes that hold its
+    addresses, then outlive the generations of an engine. Without `backends`, a CPU attends block by block,
+    and every cohort has a pool of its own.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PagePool:
 
     @property
     def page_tokens(self) -> int | None:
-        """A page must have a multiple of so many tokens; None: a CPU has blocks of any size."""
+        """The number of tokens in a page must be a multiple of this; None: a CPU has blocks of any size."""
         return None if self.backends is None else self.backends.page_tokens
 
     @property
@@ -65,20 +65,20 @@ class PagePool:
     def drop_unequal_graphs(self, group: Group) -> None:
         """Forget the recorded passes unless all ranks of a group (over gloo) have recorded the same ones.
 
-        A rank may have lost its own, for example when its pool grew or its memory was needed. All ranks then
-        record anew, in the same steps.
+        A rank may have lost some, for example when its pool grew or its memory was needed. All ranks then
+        record their passes anew, in the same steps.
         """
         if group.size == 1:
             return
         graphs = None if self._cache is None else self.graphs
-        known = group.all_gather_json(None if graphs is None else graphs.known)
-        if any(other != known[0] for other in known):
+        recorded = group.all_gather_json(None if graphs is None else graphs.known)
+        if any(other != recorded[0] for other in recorded):
             self.drop_graphs()
 
     def lease(self, count: int, *, page_size: int) -> list[int]:
-        """Return `count` pages of `page_size` tokens, for which the pool grows if it must.
+        """Return `count` pages of `page_size` tokens; the pool grows if it has too few.
 
-        Pages that others have keep their contents. Without any page, there is still the spare one.
+        Pages that are leased already keep their contents. The first lease also makes the spare page 0.
         """
         if count == 0 and self._cache is not None:
             return []
@@ -119,13 +119,13 @@ class PagePool:
     def table_width(self, row_pages: int) -> int:
         """Return the width of the tables of rows, which have up to `row_pages` pages.
 
-        It depends on nothing else: kernels choose by it into how many parts to split keys, and a run that
-        continues from a checkpoint must choose as before.
+        It depends on nothing else, because kernels choose by it into how many pieces to split keys, and a run
+        that continues from a checkpoint must choose the same.
         """
         return max(_LEAST_WIDTH, 1 << (row_pages - 1).bit_length())
 
     def release(self) -> None:
-        """Free all memory, and the recorded passes with it, unless somebody has pages."""
+        """Free all memory, and the recorded passes with it, unless pages are leased."""
         if self._num_leased:
             return
         self._graphs = None

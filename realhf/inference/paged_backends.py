@@ -39,15 +39,15 @@ class PagedBackends:
             shape = AttentionShape(kind, model.config.head_dim, self._mla.v_head_dim, dtype)
             self._expanding = backend or partial_backend(device, shape)
         self.page_tokens = lcm(*(backend.page_tokens for backend in self._of.values()))
-        """A page has a multiple of so many tokens."""
+        """The number of tokens in a page is a multiple of this."""
         self.in_graph = all(backend.in_graph for backend in self._of.values())
         """Whether CUDA graphs can record all of them."""
 
     def for_expanded(self, pieces: Sequence[tuple[int, int]]) -> PartialAttention | None:
-        """Return the backend for keys and values that are computed from cached latents; None if the latents
-        themselves are attended to, which takes fewer FLOPs for few tokens.
+        """Return the backend that attends to keys and values computed from cached latents. Return None if it
+        takes fewer FLOPs to attend to the latents themselves, as for few tokens.
 
-        The pieces of prompts are given as (tokens, earlier tokens). FLOPs are counted per head.
+        Pieces of prompts are (tokens, earlier tokens). FLOPs are counted per head.
         """
         mla = self._mla
         if mla is None:

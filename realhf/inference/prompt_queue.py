@@ -25,10 +25,10 @@ class Lines:
         self._counts = counts
         self._index = index
         self._store = store
-        order = [*range(index, len(counts)), *range(index)]  # Each thief tries another line first.
+        order = [*range(index, len(counts)), *range(index)]  # Each replica steals from another line first.
         self._left = [line for line in order if counts[line] > 0]
         self._num_own = self._num_reserved = 0
-        self._num_waiting = counts[index]  # Items left in its own line, as far as this replica knows.
+        self._num_waiting = counts[index]  # Items in its own line when this replica last looked.
 
     def take(self) -> tuple[int, int] | None:
         """Take an item and return its line and number, or None when there are no more items."""
@@ -45,10 +45,10 @@ class Lines:
         return None
 
     def _reserve(self) -> bool:
-        """Reserve several items of this replica's line, because each access to the store takes time; return
-        whether there were any.
+        """Reserve several items of this replica's line at once, as each access to the store takes time.
+        Return whether there were any.
 
-        The number is at most half of its share of what is left (guided self-scheduling, Polychronopoulos &
+        It takes at most half of an equal share of the items left (guided self-scheduling, Polychronopoulos &
         Kuck 1987).
         """
         count = self._counts[self._index]
@@ -74,19 +74,19 @@ class PromptQueue:
     """The waiting prompts of one generation. Its replicas are the ranks over dp and cp.
 
     The first rank of a replica takes a prompt and tells the replica's other ranks, which all call `take` at
-    the same time. Without `stealing` every replica has a queue of its own, and only results are sent, between
-    ranks over cp.
+    the same time. Without `stealing` every replica has a queue of its own, and the ranks over cp exchange
+    only results.
     """
 
     def __init__(self, groups: ParallelGroups, *, stealing: bool) -> None:
-        at = groups.at
+        coordinate = groups.at
         self._parallel = groups
         self._replicas = groups.replicas_control
         self._is_shared = stealing and self._replicas.size > 1
         self._line = self._replicas.index if self._is_shared else 0
-        self._cp = groups.layout.cp  # Replicas of a data shard; the first gets its results.
-        ranks: list[int] = groups.layout.grid[:, at.dp, at.cp, :].ravel().tolist()
-        # (If a replica has its own queue, all of its ranks take the same prompts without being told.)
+        self._cp = groups.layout.cp  # Replicas of a data shard; the first one collects its results.
+        ranks: list[int] = groups.layout.grid[:, coordinate.dp, coordinate.cp, :].ravel().tolist()
+        # (If a replica has its own queue, all of its ranks take the same prompts by themselves.)
         self._leader, *self._followers = ranks if self._is_shared else [groups.rank]
         self._waiting: list[list[PromptGroup]] = []
         self._lines: Lines | None = None
@@ -99,7 +99,7 @@ class PromptQueue:
         return self._replicas.all_gather_json(document) if self._is_shared else [document]
 
     def put(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-        """Make `groups` this replica's line; return the groups of all lines, any of which `take` may return.
+        """Make `groups` this replica's line; return the groups of all lines, which `take` may return.
 
         All ranks call this, once.
         """
@@ -132,40 +132,40 @@ class PromptQueue:
             self._stolen |= dict.fromkeys(group.ids, line // self._cp)
         return group
 
-    def collect_results(self, made: Batch, ids: Sequence[int]) -> Batch:
-        """Return `ids`, the samples of this rank's data shard in their order, from the replicas that `made`
-        them. All ranks call this; those that are not result ranks of the layout get no columns."""
+    def collect_results(self, generated: Batch, ids: Sequence[int]) -> Batch:
+        """Return the samples `ids` of this rank's data shard, in this order, from the replicas that generated
+        them. `generated` are those of this rank. All ranks call this; only result ranks get columns."""
         thieves = self._thieves()
         for pending in self._sent:
             pending.wait()
         if self._lines is not None:  # Nobody takes a prompt any more.
             self._lines.forget()
-        if not made.fields:
-            return made
+        if not generated.fields:
+            return generated
         home = self._parallel.at.dp
         index = self._replicas.index
-        first = home * self._cp
+        collector = home * self._cp
         rows: dict[int, list[int]] = {home: []}
-        for row, sample in enumerate(made.ids):
+        for row, sample in enumerate(generated.ids):
             rows.setdefault(self._stolen.get(sample, home), []).append(row)
         sent = [
-            self._replicas.send_bytes(made.select(chosen).pack(), [shard * self._cp])
+            self._replicas.send_bytes(generated.select(chosen).pack(), [shard * self._cp])
             for shard, chosen in rows.items() if shard * self._cp != index]
         received = [
             Batch.unpack(self._replicas.recv_bytes(peer)) for peer, shards in enumerate(thieves)
-            if index == first != peer and (peer // self._cp == home or home in shards)]
+            if index == collector != peer and (peer // self._cp == home or home in shards)]
         for pending in sent:
             pending.wait()
-        if index != first:
+        if index != collector:
             return Batch([])
-        whole = Batch.concat([made, *received]) if received else made
+        whole = Batch.concat([generated, *received]) if received else generated
         row_of = {sample: row for row, sample in enumerate(whole.ids)}
         assert len(row_of) == len(whole), "a sample has been continued twice"
         assert not (lost := set(ids) - row_of.keys()), f"nobody has continued samples {sorted(lost)}"
         return whole if whole.ids == list(ids) else whole.select([row_of[sample] for sample in ids])
 
     def _thieves(self) -> list[list[int]]:
-        """Return for each replica the other data shards whose samples it has; nothing is taken after this."""
+        """Return for each replica the data shards that it has stolen samples from. No `take` may follow."""
         if not self._is_shared or not any(self._waiting):
             return [[]] * self._replicas.size
         return self._replicas.all_gather_json(sorted(set(self._stolen.values()) - {self._parallel.at.dp}))

@@ -30,8 +30,8 @@ Floats = NDArray[np.float64]
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _CHUNK = 256  # Vocabulary tokens in a chunk, whose probabilities are summed first.
-_PART_NUMEL = 1 << 18  # Logits that are processed at a time, so that they stay in a core's cache.
-_CUDA_PARTS = 256  # A GPU processes this many times more, because each part costs kernel launches.
+_BLOCK_NUMEL = 1 << 18  # Logits that are processed at a time, so that they stay in a core's cache.
+_CUDA_FACTOR = 256  # A GPU processes this many times more, because each block costs kernel launches.
 _AHEAD = 16  # Positions for which random numbers are computed at a time.
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -51,11 +51,11 @@ def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int =
 def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
     """Return float64 numbers in [0, 1) with 53 random bits, a function of (seed, sample id, position) alone.
 
-    They are computed on the host, where sample ids and positions are known before the logits are.
+    They are computed on the host, which knows sample ids and positions before the GPU has the logits.
     """
     ids = sample_ids.astype(np.uint64)
-    at = positions.astype(np.uint64)
-    counter = [ids & _MASK, ids >> _HALF, at, np.zeros_like(at)]
+    position_words = positions.astype(np.uint64)
+    counter = [ids & _MASK, ids >> _HALF, position_words, np.zeros_like(position_words)]
     words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
     return bits.astype(np.float64) / 2.0**53
@@ -103,58 +103,94 @@ def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group,
     processing: Callable[[Tensor], Tensor] | None = None, widest_shard: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return token ids (int64) and their log-probs (float64), on all ranks of `group`.
 
-    The ranks hold shards of the vocabulary, this one's from `vocab_start`; `widest_shard` is the most tokens
-    that one of them holds, which a group of one need not give.
-    `processing` changes the logits of which the tokens are drawn. The log-probs are those of `logits_BV` at
-    the temperature, before it and before the filters. Exponentials are computed in the logits' dtype and
-    summed in float64.
+    The ranks hold shards of the vocabulary; this rank's shard begins at token `vocab_start`, and the largest
+    shard has `widest_shard` tokens (a group of one rank need not say). `processing` changes the logits from
+    which tokens are drawn. The log-probs are those of `logits_BV` at the temperature, without processing and
+    filters. Exponentials are computed in the logits' dtype and summed in float64.
     """
     greedy = config.temperature == 0
-    scores_BV = logits_BV if processing is None else processing(logits_BV)
+    processed_BV = logits_BV if processing is None else processing(logits_BV)
     if config.temperature not in (0, 1):
         logits_BV = logits_BV / config.temperature
-        scores_BV = logits_BV if processing is None else scores_BV / config.temperature
-    max_B, argmax_B = scores_BV.max(-1)
-    own_max_B = max_B  # The maximum of the logits themselves.
+        processed_BV = logits_BV if processing is None else processed_BV / config.temperature
+    processed_max_B, best_B = processed_BV.max(-1)
+    max_B = processed_max_B
     if processing is not None:
-        own_max_B = logits_BV.max(-1).values
-        max_B = max_B.clamp(min=torch.finfo(max_B.dtype).min)  # All tokens of a shard may be forbidden.
-    kept_BV = scores_BV if greedy else _filter(
-        scores_BV, max_B, config, group=group, widest_shard=widest_shard)
-    cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
-    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, own_max_B).sum(-1)
+        max_B = logits_BV.max(-1).values
+        # All tokens of a shard may be forbidden, and then have minus infinity.
+        processed_max_B = processed_max_B.clamp(min=torch.finfo(max_B.dtype).min)
+    kept_BV = processed_BV if greedy else _filter(
+        processed_BV, processed_max_B, config, group=group, widest_shard=widest_shard)
+    cdf_BC = _chunk_sums(kept_BV, processed_max_B).cumsum(-1)
+    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    shard = _Shard(logits_BV, max_B, sum_B, kept_BV, processed_max_B, cdf_BC, best_B)
     if group.size == 1:
-        local_B = argmax_B if greedy else _inverse_cdf(kept_BV, max_B, cdf_BC, uniform_B * cdf_BC[:, -1])
-        chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0]
-        return local_B, chosen_B.double().sub_(own_max_B).sub_(sum_B.log())
-    shards = _gather_sums(own_max_B, sum_B, cdf_BC[:, -1], None if processing is None else max_B, group=group)
-    owner_B, local_B = shards.kept_max_RB.argmax(0), argmax_B
-    if not greedy:
-        owner_B, inside_B = _in_shard(cdf_BC, shards.kept_mass_RB, uniform_B, index=group.index)
-        local_B = _inverse_cdf(kept_BV, max_B, cdf_BC, inside_B)
-    chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - shards.log_total_B
-    answer_2B = torch.stack([(local_B + vocab_start).to(chosen_B.dtype), chosen_B])
+        return _sample_whole(shard, None if greedy else uniform_B)
+    return _sample_sharded(shard, None if greedy else uniform_B, vocab_start=vocab_start, group=group)
+
+
+class _Shard(NamedTuple):
+    """A rank's shard of the vocabulary: the model's logits at the temperature, and what is kept of them to
+    draw from, after processing and filters. Sums are those of exp(value - maximum of the shard)."""
+
+    logits_BV: Tensor
+    max_B: Tensor
+    sum_B: Tensor
+    kept_BV: Tensor
+    kept_max_B: Tensor
+    kept_cdf_BC: Tensor  # Cumulative sums, up to the end of each chunk of the vocabulary.
+    best_B: Tensor  # The token with the largest kept value, numbered within the shard like all tokens here.
+
+    def chosen_logits(self, tokens_B: Tensor) -> Tensor:
+        """Return the model's logits of these tokens."""
+        return self.logits_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def _sample_whole(shard: _Shard, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return tokens and log-probs of a rank with the whole vocabulary; the best ones without `uniform_B`."""
+    tokens_B = shard.best_B
+    if uniform_B is not None:
+        tokens_B = _inverse_cdf(shard, uniform_B * shard.kept_cdf_BC[:, -1])
+    return tokens_B, shard.chosen_logits(tokens_B).double().sub_(shard.max_B).sub_(shard.sum_B.log())
+
+
+def _sample_sharded(
+    shard: _Shard, uniform_B: Tensor | None, *, vocab_start: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and log-probs on all ranks that share the vocabulary; the best ones without `uniform_B`.
+
+    Every rank finds out which rank owns the shard that holds the chosen token. The owner then finds the token
+    in its shard, and sends it and its log-prob to the others.
+    """
+    sums = _gather_sums(shard, group=group)
+    if uniform_B is None:
+        owner_B = sums.kept_max_RB.argmax(0)
+        local_B = shard.best_B
+    else:
+        owner_B, inside_B = _in_shard(shard.kept_cdf_BC, sums.kept_mass_RB, uniform_B, index=group.index)
+        local_B = _inverse_cdf(shard, inside_B)
+    logprobs_B = shard.chosen_logits(local_B) - sums.log_total_B
+    answer_2B = torch.stack([(local_B + vocab_start).to(logprobs_B.dtype), logprobs_B])
     tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
     return tokens_B.long(), logprobs_B
 
 
 class _ShardSums(NamedTuple):
-    """Maxima and sums of all shards of the vocabulary: of the model's logits (`own`), and of the scores that
-    processing and filters keep of them (`kept`). Sums are those of exp(value - maximum of the shard)."""
+    """The maxima and sums of all shards of the vocabulary (see _Shard)."""
 
-    own_max_RB: Tensor
-    own_sum_RB: Tensor
-    kept_sum_RB: Tensor
+    max_RB: Tensor
+    sum_RB: Tensor
     kept_max_RB: Tensor
+    kept_sum_RB: Tensor
 
     @property
     def log_total_B(self) -> Tensor:
         """The logarithm of the sum of exp(logit) over the whole vocabulary."""
-        top_B = self.own_max_RB.max(0).values
-        return top_B + (self.own_sum_RB * (self.own_max_RB - top_B).exp()).sum(0).log()
+        top_B = self.max_RB.max(0).values
+        return top_B + (self.sum_RB * (self.max_RB - top_B).exp()).sum(0).log()
 
     @property
     def kept_mass_RB(self) -> Tensor:
@@ -162,57 +198,54 @@ class _ShardSums(NamedTuple):
         return self.kept_sum_RB * (self.kept_max_RB - self.kept_max_RB.max(0).values).exp()
 
 
-def _gather_sums(
-    own_max_B: Tensor, own_sum_B: Tensor, kept_sum_B: Tensor, kept_max_B: Tensor | None, *, group: Group
-) -> _ShardSums:
-    """Return the sums of all shards, gathered in one message; without `kept_max_B` the maxima are equal."""
-    sums = [own_max_B.to(own_sum_B.dtype), own_sum_B, kept_sum_B]
-    sums += [] if kept_max_B is None else [kept_max_B.to(own_sum_B.dtype)]
-    shards = group.all_gather(torch.stack(sums))
-    own_max_RB, own_sum_RB, kept_sum_RB, *others = shards.unbind(1)
-    return _ShardSums(own_max_RB, own_sum_RB, kept_sum_RB, others[0] if others else own_max_RB)
+def _gather_sums(shard: _Shard, *, group: Group) -> _ShardSums:
+    """Return the sums of all shards, gathered in one message."""
+    columns = (shard.max_B, shard.sum_B, shard.kept_max_B, shard.kept_cdf_BC[:, -1])
+    sums_4B = torch.stack([column.to(shard.sum_B.dtype) for column in columns])
+    return _ShardSums(*group.all_gather(sums_4B).unbind(1))
 
 
 def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
     """Return the sums of exp(logits - max) over each chunk of the vocabulary: sums_BC in float64."""
-    parts = []
+    blocks = []
     whole = logits_BV.shape[1] // _CHUNK * _CHUNK
-    for at in parts_of(logits_BV):
-        weights = (logits_BV[at] - max_B[at, None]).exp_()
+    for rows in rows_at_a_time(logits_BV):
+        weights = (logits_BV[rows] - max_B[rows, None]).exp_()
         sums = [weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)] if whole else []
         if whole < weights.shape[1]:
             sums.append(weights[:, whole:].sum(-1, keepdim=True))
-        parts.append(sums[0] if len(sums) == 1 else torch.cat(sums, dim=1))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+        blocks.append(sums[0] if len(sums) == 1 else torch.cat(sums, dim=1))
+    return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).double()
 
 
-def parts_of(logits_BV: Tensor) -> Iterator[slice]:
+def rows_at_a_time(logits_BV: Tensor) -> Iterator[slice]:
     """Yield the rows that are processed at a time."""
-    numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
+    numel = _BLOCK_NUMEL * (_CUDA_FACTOR if logits_BV.is_cuda else 1)
     step = max(1, numel // max(1, logits_BV.shape[1]))
     for start in range(0, len(logits_BV), step):
         yield slice(start, start + step)
 
 
-def _in_shard(
-    cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
-) -> tuple[Tensor, Tensor]:
-    """Return the rank whose shard holds the drawn token, and the draw's value in this shard's CDF.
+def _in_shard(cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int) -> tuple[Tensor, Tensor]:
+    """Return the rank whose shard holds the drawn token, and the draw's value in the CDF of this shard.
 
-    The value is meaningful on that rank only; `index` is this rank's.
+    The value has a meaning on that rank only. `index` is that of this rank.
     """
     end_RB = mass_RB.cumsum(0)
     start_RB = torch.cat([torch.zeros_like(end_RB[:1]), end_RB[:-1]])
     total_B = end_RB[-1]
     target_B = torch.minimum(uniform_B * total_B, _before(total_B))
     owner_B = (start_RB <= target_B).sum(0) - 1
-    # The value is scaled from the total mass to this shard's CDF, which ends at the shard's own sum.
+    # Shards' masses are on one scale; this shard's CDF ends at its own sum.
     scale_B = cdf_BC[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
     return owner_B, (target_B - start_RB[index]) * scale_B
 
 
-def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Tensor) -> Tensor:
+def _inverse_cdf(shard: _Shard, inside_B: Tensor) -> Tensor:
     """Return the token of the shard at this value of its CDF: find the chunk first, then the token in it."""
+    logits_BV = shard.kept_BV
+    max_B = shard.kept_max_B
+    cdf_BC = shard.kept_cdf_BC
     if cdf_BC.shape[1] == 1:
         cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
         return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[:, 0]
@@ -230,8 +263,8 @@ def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Ten
 
 
 def _find(cdf_BC: Tensor, inside_B1: Tensor) -> Tensor:
-    """Return the first index at which the CDF is above the value; should rounding lead past the end, the last
-    index of positive weight."""
+    """Return the first index at which the CDF is above the value. If rounding leads past the end, return the
+    last index of positive weight."""
     inside_B1 = torch.minimum(inside_B1, _before(cdf_BC[:, -1:]))
     return torch.searchsorted(cdf_BC, inside_B1, right=True).clamp_(max=cdf_BC.shape[1] - 1)
 
@@ -244,7 +277,7 @@ def _filter(
     logits_BV: Tensor, max_B: Tensor, config: SamplingConfig, *, group: Group, widest_shard: int
 ) -> Tensor:
     """Set logits outside top-k to minus infinity, then those outside the nucleus (Holtzman et al. 2020), then
-    those below `min_p` of the maximum (Nguyen et al. 2024), of which `max_B` is the shard's."""
+    those below `min_p` times the highest probability (Nguyen et al. 2024). `max_B` is the shard's maximum."""
     size = logits_BV.shape[-1]
     if config.top_k > 0:
         largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)

@@ -1,6 +1,6 @@
 """The table of model families: how each config.json is read, and how the parameters are named.
 
-To add a decoder whose parts exist already, add one entry here and one line to the tests' table; see
+To add a decoder whose modules exist already, add one entry here and one line to the tests' table; see
 docs/adding-a-model.md.
 """
 
@@ -28,8 +28,8 @@ LLAMA = {
     "lm_head": "lm_head",
     "score": "score",
 }
-"""Part -> its module in a checkpoint. A norm that is not named does not exist. Parts that share a module are
-stored in one tensor, in this order."""
+"""Our name of a module -> its name in a checkpoint. A norm that is not named does not exist. Modules that
+have the same name there are stored in one tensor, in this order."""
 QK_NORM = {
     "q_norm": "model.layers.{layer}.self_attn.q_norm",
     "k_norm": "model.layers.{layer}.self_attn.k_norm",
@@ -40,8 +40,8 @@ SANDWICH = {
     "mlp_out_norm": "model.layers.{layer}.post_feedforward_layernorm",
 }
 POST_NORM = {
-    **{part: name for part, name in LLAMA.items() if part not in ("attn_norm", "mlp_norm")},
-    **{part: name for part, name in SANDWICH.items() if part != "mlp_norm"},
+    **{module: name for module, name in LLAMA.items() if module not in ("attn_norm", "mlp_norm")},
+    **{module: name for module, name in SANDWICH.items() if module != "mlp_norm"},
 }
 ONE_GATE_UP = dict.fromkeys(("gate", "up"), "model.layers.{layer}.mlp.gate_up_proj")
 EXPERTS = {
@@ -53,8 +53,8 @@ EXPERTS = {
 
 
 def _shared_experts(name: str) -> dict[str, str]:
-    at = f"model.layers.{{layer}}.mlp.{name}"
-    return {f"shared_{part}": f"{at}.{part}_proj" for part in ("gate", "up", "down")}
+    prefix = f"model.layers.{{layer}}.mlp.{name}"
+    return {f"shared_{module}": f"{prefix}.{module}_proj" for module in ("gate", "up", "down")}
 
 
 MIXTRAL_EXPERTS = {
@@ -91,11 +91,11 @@ class Family:
     """A kind of decoder, identified by the `model_type` of its config.json.
 
     `reads` (added to COMMON) and `sets` fill fields of ModelConfig, and `moe` fills those of MoeConfig.
-    `defaults` holds the values of keys that config.json may leave out, as in transformers. `only` holds keys
-    for which a single value is supported.
+    `defaults` holds transformers' values of keys that config.json may leave out. `only` holds keys for which
+    a single value is supported.
     """
 
-    prefix: str  # The names of its classes in transformers begin with it.
+    prefix: str  # The first part of the names of its classes in transformers.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     reads: Mapping[str, Reader] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
@@ -138,8 +138,8 @@ def _gemma3_windows(hf: Hf) -> tuple[int | None, ...]:
 
 def _no_rope_layers(hf: Hf) -> tuple[bool, ...]:
     interval = hf["no_rope_layer_interval"]
-    given = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(hf["num_hidden_layers"])]
-    return () if all(given) else tuple(map(bool, given))
+    rotates = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(hf["num_hidden_layers"])]
+    return () if all(rotates) else tuple(map(bool, rotates))
 
 
 def _smollm3_windows(hf: Hf) -> tuple[int | None, ...]:
@@ -176,12 +176,12 @@ COMMON: Mapping[str, Reader] = {
 COMMON_DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
     "mlp_bias": False, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-}  # fmt: skip
+}
 _ATTENTION_BIAS: Mapping[str, Reader] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
+}
 _GEMMA_READS: Mapping[str, Reader] = {
     **_ATTENTION_BIAS,
     "activation": "hidden_activation",
@@ -325,4 +325,4 @@ FAMILIES: Mapping[str, Family] = {
             "topk_group": 4,
         },
     ),
-}  # fmt: skip
+}

@@ -12,8 +12,8 @@ from realhf.user_input.hf_fields import is_positive, is_whole
 
 PREFIX = "base_model.model."
 """PEFT puts this before the names of parameters."""
-_ATTENTION = {f"{part}.weight" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
-_MLP = {f"{prefix}{part}.weight" for prefix in ("", "shared_") for part in ("gate", "up", "down")}
+_ATTENTION = {f"{module}.weight" for module in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
+_MLP = {f"{prefix}{module}.weight" for prefix in ("", "shared_") for module in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class LoraConfig:
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
     merge: bool = False  # Generate with W + scale B A, in memory of its own.
     adapter: str | None = None
-    """PEFT directory, or the hub's `org/name`, to start from, whose rank, alpha, target modules and rslora
-    then apply."""
+    """PEFT directory, or the hub's `org/name`, to start from; its rank, alpha, targets and rslora apply."""
     export_merged: bool = False  # Export whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:
@@ -72,13 +71,13 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
         mine = [p for p in targets if p.layer == layer]
         if not mine:
             raise ValueError(f"lora.target_modules: none of them is in layer {layer}")
-        modules = {_module(p): p for p in reversed(mine)}  # Module -> its first part.
+        modules = {_module(p): p for p in reversed(mine)}  # Module in the checkpoint -> its first weight.
         params += [_factor(p, "lora_A", lora.rank) for p in reversed(modules.values())]
         params += [_factor(p, "lora_B", lora.rank) for p in mine]
     if config.head == "score":
         name = f"{PREFIX}score.weight"
-        head = ParamSpec(name, (1, config.hidden_size), None, part="score.weight", in_file=InFile(name))
-        params.append(head)
+        params.append(ParamSpec(
+            name, (1, config.hidden_size), None, short_name="score.weight", in_file=InFile(name)))
     return ModelSpec(config, tuple(params))
 
 
@@ -92,11 +91,12 @@ def _linear_layers(config: ModelConfig) -> list[ParamSpec]:
 
     DeepSeek's MLPs cannot, because PEFT would take their names for those of its routed experts.
     """
-    parts = _ATTENTION if config.family == "deepseek_v3" else _ATTENTION | _MLP
-    return [p for p in model_spec(config).params if p.part in parts]
+    names = _ATTENTION if config.family == "deepseek_v3" else _ATTENTION | _MLP
+    return [p for p in model_spec(config).params if p.short_name in names]
 
 
 def _module(param: ParamSpec) -> str:
+    """Return the name of a weight's module in the checkpoint."""
     return param.in_file.name.removesuffix(".weight")
 
 
@@ -110,7 +110,7 @@ def _check_targets(
     for name in () if lora.all_linear else lora.target_modules:
         if any(_is_named(name, p) for p in linear):
             continue
-        routed = [p for p in weights if p.expert is not None or "router." in p.part]
+        routed = [p for p in weights if p.expert is not None or "router." in p.short_name]
         is_routed = any(_is_named(name, p) for p in routed)
         why = "routed experts and routers cannot be targeted; " if is_routed else ""
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_targets(
 
 def _check_rank(lora: LoraConfig, targets: Sequence[ParamSpec]) -> None:
     """Raise ValueError if the rank exceeds the smaller dim of a layer, at which B A can be any matrix."""
-    rows: dict[str, int] = {}  # Parts in one tensor count together.
+    rows: dict[str, int] = {}  # Linear layers in one tensor count together.
     columns: dict[str, int] = {}
     for p in targets:
         module = _module(p)
@@ -145,6 +145,6 @@ def _factor(p: ParamSpec, kind: Literal["lora_A", "lora_B"], rank: int) -> Param
     is_split = p.split_dim == dim
     return ParamSpec(
         file + suffix, shape, p.layer, dim if is_split else None, p.num_units if is_split else 1,
-        part=p.part.replace(".weight", f".{kind}"), partial=p.split_dim == 1 - dim,
+        short_name=p.short_name.replace(".weight", f".{kind}"), partial=p.split_dim == 1 - dim,
         in_file=InFile(file, 0 if is_down else p.in_file.start),
-    )  # fmt: skip
+    )

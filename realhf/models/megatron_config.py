@@ -57,7 +57,7 @@ class MegatronConfig(ModelConfig):
 
     def native(self) -> ModelConfig:
         """Return the config of the native engine, which generates with the model."""
-        return ModelConfig(**{part.name: getattr(self, part.name) for part in fields(ModelConfig)})
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def check_layout(self, layout: Layout) -> None:
         super().check_layout(layout)
@@ -85,8 +85,9 @@ def check_installed() -> None:
     """Raise ValueError unless the right version of Megatron-Core is installed."""
     mend = "pip install 'realhf[megatron]'"
     try:
-        found = version("megatron-core")
+        installed = version("megatron-core")
     except PackageNotFoundError:
         raise ValueError(f"engine is megatron, which is not installed: {mend}") from None
-    if found != VERSION:
-        raise ValueError(f"engine is megatron, for megatron-core {VERSION}, and {found} is installed: {mend}")
+    if installed != VERSION:
+        need = f"engine is megatron, for megatron-core {VERSION}"
+        raise ValueError(f"{need}, and {installed} is installed: {mend}")

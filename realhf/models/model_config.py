@@ -20,7 +20,7 @@ ROPE_KEYS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH),
     "longrope": ("short_factor", "long_factor"),
-}  # fmt: skip
+}
 """Rotary embeddings that `nn` computes -> the keys that config.json must have for each."""
 _ARCHITECTURES = {
     architecture: (name, head)
@@ -55,7 +55,7 @@ class MoeConfig:
     def check_groups(self) -> None:
         """Raise ValueError if no router can choose by these groups: such a model can only be planned."""
         experts, groups, chosen = self.num_experts, self.num_groups, self.num_groups_per_token
-        # The score of a group is the sum of its two best experts', so that it needs two.
+        # The score of a group is the sum of its two best experts' scores, so it needs two experts.
         if experts % groups or (groups > 1 and experts < 2 * groups):
             legal = f"it must split the {experts} experts into equal groups of at least 2"
             raise ValueError(f"n_group is {groups}: {legal}")
@@ -155,12 +155,11 @@ class ModelConfig:
         """
         architecture = (CheckedFields(hf).get("architectures") or ["(none)"])[0]
         if architecture not in _ARCHITECTURES:
-            known = ", ".join(family.prefix for family in FAMILIES.values())
+            prefixes = ", ".join(family.prefix for family in FAMILIES.values())
             raise ValueError(
                 f"architectures is {architecture!r}: supported are the causal and sequence classification "
-                f"models of {known}; docs/adding-a-model.md shows how to add one, and engine transformers "
-                "(--actor.engine transformers) takes those of other families as they are"
-            )
+                f"models of {prefixes}; docs/adding-a-model.md shows how to add one, and engine transformers "
+                "(--actor.engine transformers) takes those of other families as they are")
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]
         full = CheckedFields({**COMMON_DEFAULTS, **family.defaults, **hf})
@@ -222,15 +221,14 @@ class ModelConfig:
         if architecture is None:
             raise ValueError(
                 f"transformers has no sequence classification model of {self.describes.prefix}, as which a "
-                "model with a score head is exported: take one of another family"
-            )
+                "model with a score head is exported: take one of another family")
         return labelled({**self.hf, "architectures": [architecture], "model_type": self.family}, self.head)
 
     @property
     def hf_dtype(self) -> Any:
         """Return the dtype that config.json names, such as "bfloat16"; None if it names none.
 
-        The config of a model with more than text may name it for the text model only.
+        The config of a model that also reads images may name it for the text model only.
         """
         text = self.hf.get("text_config")
         for fields_ in (self.hf, text if isinstance(text, Mapping) else {}):
@@ -267,22 +265,23 @@ class ModelConfig:
     def rope_kinds(self) -> dict[str, dict[str, Any]]:
         """Return layer type ("full_attention") -> rotary parameters; under "" if all layers share them."""
         hf = CheckedFields({**COMMON_DEFAULTS, **self.describes.defaults, **self.hf})
-        given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         common = {"partial_rotary_factor": hf["partial_rotary_factor"]}
         thetas = {"sliding_attention": hf.get("rope_local_base_freq", hf["rope_theta"])}
-        if not any(key in LAYER_TYPES or isinstance(rope, Mapping) for key, rope in given.items()):
-            rope = {**common, "rope_theta": hf["rope_theta"], **given, "rope_type": self._rope_type(given)}
+        if not any(key in LAYER_TYPES or isinstance(rope, Mapping) for key, rope in parameters.items()):
+            rope = {**common, "rope_theta": hf["rope_theta"], **parameters}
+            rope["rope_type"] = self._rope_type(parameters)
             if "rope_local_base_freq" not in hf:
                 return {"": rope}
             local = {**common, "rope_type": "default", "rope_theta": thetas["sliding_attention"]}
             return {"full_attention": rope, "sliding_attention": local}
         kinds: dict[str, dict[str, Any]] = {}
         for kind in sorted({LAYER_TYPES[self.window(layer) is not None] for layer in range(self.num_layers)}):
-            own = given.get(kind)
-            if not isinstance(own, Mapping):
-                raise ValueError(f"rope_parameters.{kind} is {_json(own)}: it must be an object")
+            of_kind = parameters.get(kind)
+            if not isinstance(of_kind, Mapping):
+                raise ValueError(f"rope_parameters.{kind} is {_json(of_kind)}: it must be an object")
             theta = thetas.get(kind, hf["rope_theta"])
-            kinds[kind] = {**common, "rope_theta": theta, **own, "rope_type": self._rope_type(own)}
+            kinds[kind] = {**common, "rope_theta": theta, **of_kind, "rope_type": self._rope_type(of_kind)}
         return kinds
 
     def _rope_type(self, rope: Mapping[str, Any]) -> Any:
@@ -324,7 +323,7 @@ class ModelConfig:
 
 
 def refuse_adapters(directory: Path) -> None:
-    """Raise ValueError if the directory holds LoRA adapters, as PEFT saves them, instead of a model."""
+    """Raise ValueError if the directory has LoRA adapters saved by PEFT instead of a model."""
     if (file := directory / "adapter_config.json").is_file():
         try:
             base = json.loads(file.read_text()).get("base_model_name_or_path")
@@ -332,8 +331,7 @@ def refuse_adapters(directory: Path) -> None:
             base = None
         raise ValueError(
             f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
-            f"model and set lora.adapter to {directory}, or merge the two and give the result"
-        )
+            f"model and set lora.adapter to {directory}, or merge the two and give the result")
 
 
 def check_eos(hf: Hf, generation: Hf | None) -> None:
@@ -346,7 +344,9 @@ def check_eos(hf: Hf, generation: Hf | None) -> None:
 
 
 def _latent_attention(hf: Hf) -> MlaConfig:
-    return MlaConfig(**{part.name: hf[part.name] for part in fields(MlaConfig)})
+    return MlaConfig(**{size.name: hf[size.name] for size in fields(MlaConfig)})
+
+
 def _refuse_run(directory: Path) -> None:
     """Raise ValueError if the directory is that of a run, and name the model that the run has exported."""
     if (directory / "metrics.jsonl").is_file():
@@ -382,8 +382,8 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
             f"{where}: partial_rotary_factor {share} of {head_dim} dims per head: "
             "an even number of dims, at most all, must turn")
     for key in lists:
-        given = rope[key]
-        if not isinstance(given, list) or len(given) != half or not all(map(is_positive, given)):
+        factors = rope[key]
+        if not isinstance(factors, list) or len(factors) != half or not all(map(is_positive, factors)):
             raise ValueError(f"{where}: {key} must be a list of {half} numbers above 0, one per pair of dims")
 
 

@@ -16,12 +16,12 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec
 
 TokenSpan = tuple[int, int]
-"""Positions of a sequence, from the first to before the last, whose tokens a pass computes."""
+"""The positions [start, stop) of a sequence whose tokens a pass computes."""
 
 
 def dense_params(spec: ModelSpec) -> int:
     """Return the number of block parameters that are multiplied with every token: all but routed experts."""
-    blocks = (p for p in spec.params if p.layer not in (None, -1) and p.part.endswith(".weight"))
+    blocks = (p for p in spec.params if p.layer not in (None, -1) and p.short_name.endswith(".weight"))
     return sum(p.numel for p in blocks if len(p.shape) == 2 and p.expert is None)
 
 
@@ -35,7 +35,7 @@ def attention_flops(config: ModelConfig) -> int:
 class ModelFlops:
     """The FLOPs of passes of one model. An output is a row of logits, a value or a score."""
 
-    matrices: int  # Parameters of the blocks that a token is multiplied with; of experts, those it chooses.
+    matrices: int  # Block parameters that a token is multiplied with, only those of the experts it chooses.
     head: int
     attention: int  # See `attention_flops`.
     num_layers_by_window: tuple[tuple[int | None, int], ...]
@@ -78,8 +78,7 @@ class ModelFlops:
     def _attention(self, spans: list[TokenSpan]) -> int:
         pairs = (
             count * (_num_pairs(stop, window) - _num_pairs(start, window))
-            for start, stop in spans for window, count in self.num_layers_by_window
-        )
+            for start, stop in spans for window, count in self.num_layers_by_window)
         return self.attention * sum(pairs)
 
 
@@ -88,6 +87,6 @@ def _num_tokens(spans: list[TokenSpan]) -> int:
 
 
 def _num_pairs(length: int, window: int | None) -> int:
-    """Return how many tokens those of a sequence see in all, each itself included."""
+    """Return how many pairs of a token and one that it sees a sequence has; a token also sees itself."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * (window or 0)

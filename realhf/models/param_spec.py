@@ -42,8 +42,8 @@ class ParamSpec:
 
     `split_dim` is split over tp in `num_units` indivisible units (attention heads, or single rows or
     columns). If there are fewer units than tp ranks, neighbours hold the same unit, and each computes a part
-    of its gradient. Only the ranks that have expert `expert` hold its parameters; experts are split evenly
-    over ep. `name` is the name in the checkpoint, followed by "/part" if a tensor there holds several.
+    of its gradient. Experts are split evenly over ep: only the ranks that have `expert` hold the parameter.
+    `name` is the name of the tensor in a checkpoint, and "/module" after it if that holds several parameters.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ParamSpec:
     split_dim: int | None = None
     num_units: int = 1
     expert: int | None = None
-    part: str = ""  # Its name within the layer, the same in every family: "q.weight".
+    short_name: str = ""  # Without the layer, the same in every family: "q.weight".
     partial: bool = False  # Every tp rank holds the whole parameter and computes a part of its gradient.
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
@@ -66,7 +66,7 @@ class ParamSpec:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it has one dim in checkpoints, like norms and biases, to which no weight decay applies."""
+        """Whether it has one dim in checkpoints, as norms and biases have; no weight decay applies to it."""
         return len(self.shape) - (self.num_terms > 1) <= 1
 
     def region(self, tp: int, index: int) -> Region:
@@ -83,7 +83,7 @@ class ParamSpec:
         return tuple(i for i in range(tp) if self.region(tp, i) == self.region(tp, index))
 
     def has_partial_gradient(self, tp: int) -> bool:
-        """Return whether ranks that share a region must sum their gradients; else each has the whole one."""
+        """Return whether the ranks that share a region each compute only a part of its gradient."""
         return tp > 1 and (self.partial or (self.split_dim is not None and tp > self.num_units))
 
 
@@ -93,7 +93,7 @@ class ModelSpec:
 
     config: ModelConfig
     params: tuple[ParamSpec, ...]
-    section_numel: int = 1 << 24  # The least size of the parts into which `sections` splits parameters.
+    section_numel: int = 1 << 24  # The fewest elements of each section but the last (see `sections`).
 
     @property
     def numel(self) -> int:
@@ -117,13 +117,13 @@ class ModelSpec:
         """Return parameter name -> region on `rank`, in table order; empty for a rank outside the layout."""
         if rank not in layout:
             return {}
-        at = layout.coordinate(rank)
+        stage, dp, _, tp = layout.coordinate(rank)
         kinds, stages, owners = self._placement_keys(layout)
-        on_stage = (stages == at.pp) | ((stages == _BOTH_ENDS) & (at.pp in (0, layout.pp - 1)))
-        here = np.flatnonzero(on_stage & ((owners < 0) | (owners == at.dp % layout.ep)))
+        on_stage = (stages == stage) | ((stages == _BOTH_ENDS) & (stage in (0, layout.pp - 1)))
+        here = np.flatnonzero(on_stage & ((owners < 0) | (owners == dp % layout.ep)))
         regions: dict[int, Region] = {}
         for kind, first in zip(*np.unique(kinds[here], return_index=True), strict=True):
-            regions[int(kind)] = self.params[here[first]].region(layout.tp, at.tp)
+            regions[int(kind)] = self.params[here[first]].region(layout.tp, tp)
         numbers = zip(here.tolist(), kinds[here].tolist(), strict=True)
         return {self.params[i].name: regions[kind] for i, kind in numbers}
 
@@ -132,43 +132,43 @@ class ModelSpec:
     ) -> dict[str, tuple[Region, ...]]:
         """Return parameter name -> the boxes of it on `rank`, which do not overlap.
 
-        With `sharded`, these are boxes of the optimizer's copy, of which every replica has a part (ZeRO-1):
-        at most three of a matrix.
+        With `sharded`, these are boxes of the optimizer's copy, which is split over the replicas (ZeRO-1): at
+        most three of a matrix.
         """
         if not sharded:
             return {name: (region,) for name, region in self.held_by(layout, rank).items()}
         sections = self.sections(layout, rank) if rank in layout else []
-        parts = [split_evenly(held, len(ranks))[ranks.index(rank)] for held, ranks in sections]
-        return {name: boxes for part in parts for name, boxes in part.items()}
+        chunks = [split_evenly(held, len(ranks))[ranks.index(rank)] for held, ranks in sections]
+        return {name: boxes for chunk in chunks for name, boxes in chunk.items()}
 
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
         """Split the regions on `rank` into sections, each with the ranks that hold the same regions.
 
-        These ranks sum the section's gradients and share its optimizer. They are the replicas over dp and cp;
-        for experts, those of equal ep index. Large sections are split between layers, so that the gradients
-        of the last layers can be summed while the backward pass continues.
+        These ranks sum the section's gradients and share its optimizer. They are the replicas over dp and cp
+        (for experts, replicas with the same ep index). Large sections are split between layers, so that
+        gradients of the last layers can be summed while the backward pass continues.
         """
         held = self.held_by(layout, rank)
         if layout.ep == 1:
-            return [(part, layout.replicas(rank)) for part in self._split_by_layer(held)]
+            return [(section, layout.replicas(rank)) for section in self._split_by_layer(held)]
         shared = {name: region for name, region in held.items() if name not in self._expert_names}
         experts = {name: region for name, region in held.items() if name in self._expert_names}
         both = ((shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank)))
-        return [(part, ranks) for regions, ranks in both for part in self._split_by_layer(regions)]
+        return [(section, ranks) for regions, ranks in both for section in self._split_by_layer(regions)]
 
     def _split_by_layer(self, regions: Mapping[str, Region]) -> list[dict[str, Region]]:
-        """Split into parts of whole layers; all but the last have at least `section_numel` elements."""
-        parts: list[dict[str, Region]] = []
+        """Split into sections of whole layers; all but the last have at least `section_numel` elements."""
+        sections: list[dict[str, Region]] = []
         numel, last = 0, None
         for name, region in regions.items():
             layer = self.layer_of[name]
-            if not parts or (numel >= self.section_numel and layer != last):
-                parts.append({})
+            if not sections or (numel >= self.section_numel and layer != last):
+                sections.append({})
                 numel = 0
-            parts[-1][name] = region
+            sections[-1][name] = region
             numel += region_size(region)
             last = layer
-        return parts
+        return sections
 
     def placements(self, layout: Layout, *, sharded: bool = False) -> list[Placement]:
         """Return every parameter's placement, in table order; parameters placed alike share one object."""
@@ -179,8 +179,7 @@ class ModelSpec:
         _, firsts, groups = np.unique(keys, return_index=True, return_inverse=True)
         distinct = [
             _placement(self.params[i], layout, stage, owner)
-            for i, stage, owner in zip(firsts, stages[firsts].tolist(), owners[firsts].tolist(), strict=True)
-        ]
+            for i, stage, owner in zip(firsts, stages[firsts].tolist(), owners[firsts].tolist(), strict=True)]
         return [distinct[group] for group in groups.tolist()]
 
     def _sharded_placements(self, layout: Layout) -> list[Placement]:
@@ -190,8 +189,8 @@ class ModelSpec:
             for regions, ranks in sections:
                 if owner and not self._expert_names & regions.keys():  # Counted with the first owner.
                     continue
-                for part, rank in zip(split_evenly(regions, len(ranks)), ranks, strict=True):
-                    for name, boxes_of_name in part.items():
+                for chunk, rank in zip(split_evenly(regions, len(ranks)), ranks, strict=True):
+                    for name, boxes_of_name in chunk.items():
                         for box in boxes_of_name:
                             boxes[name].setdefault(box, []).append(rank)
         equal: dict[Placement, Placement] = {}  # So that equal placements are one object.
@@ -199,13 +198,13 @@ class ModelSpec:
         placements = (tuple((box, tuple(sorted(ranks))) for box, ranks in items) for items in all_of)
         return [equal.setdefault(placement, placement) for placement in placements]
 
-    def is_primary(self, param: ParamSpec, layout: Layout, at: Coordinate) -> bool:
-        """Return whether sums over parameters count the region at this coordinate.
+    def is_primary(self, param: ParamSpec, layout: Layout, coordinate: Coordinate) -> bool:
+        """Return whether the rank at this coordinate counts its region in a sum over all parameters.
 
-        Each replica counts a region once: on its first stage, at the first tp rank that holds it.
+        Each replica counts a region once: on the first stage and the first tp rank that hold it.
         """
         stage = self._first_stage(param.layer, layout)
-        return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
+        return coordinate.pp == stage and coordinate.tp == param.sharers(layout.tp, coordinate.tp)[0]
 
     def _first_stage(self, layer: int | None, layout: Layout) -> int:
         if layer is None:
@@ -228,8 +227,7 @@ class ModelSpec:
         rows = [
             (kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)), self._layer_index(p),
              -1 if p.expert is None else p.expert)
-            for p in self.params
-        ]
+            for p in self.params]
         return np.array(rows).T
 
     def _layer_index(self, param: ParamSpec) -> int:
@@ -239,7 +237,7 @@ class ModelSpec:
         """
         if param.layer is None:
             return self.config.num_layers
-        return 0 if param.part == "positions.weight" else param.layer
+        return 0 if param.short_name == "positions.weight" else param.layer
 
     def _placement_keys(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the columns that decide placements: index of shape and split, stage, ep index (-1: all)."""
@@ -289,9 +287,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         table.add("lm_head.weight", (c.vocab_size, c.hidden_size), None, 0, c.vocab_size)
     if c.moe:
         for i in range(c.moe.num_dense_layers, c.num_layers):
-            for parts in (("gate", "up"), ("down",)):
+            for modules in (("gate", "up"), ("down",)):
                 for j in range(c.moe.num_experts):
-                    _mlp(table, "expert_", c.moe.expert_width, i, expert=j, parts=parts)
+                    _mlp(table, "expert_", c.moe.expert_width, i, expert=j, modules=modules)
     return ModelSpec(config, tuple(table.params))
 
 
@@ -302,33 +300,33 @@ class _ParamTable:
         self.config = config
         self.params: list[ParamSpec] = []
         self._names = config.describes.names
-        modules = list(self._names.values())
-        self._fused = {module for module in modules if modules.count(module) > 1}
+        stored = list(self._names.values())
+        self._fused = {name for name in stored if stored.count(name) > 1}
         self._filled: dict[str, int] = {}  # Fused tensor -> how many of its rows have been assigned.
 
-    def norm(self, part: str, layer: int | None) -> None:
+    def norm(self, module: str, layer: int | None) -> None:
         """Add a norm over the hidden states, if the family has it."""
-        if part in self._names:
-            self.add(f"{part}.weight", (self.config.hidden_size,), layer)
+        if module in self._names:
+            self.add(f"{module}.weight", (self.config.hidden_size,), layer)
             if self.config.norm == "layer":
-                self.add(f"{part}.bias", (self.config.hidden_size,), layer)
+                self.add(f"{module}.bias", (self.config.hidden_size,), layer)
 
     def add(
-        self, part: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
+        self, short_name: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
         num_units: int = 1, *, expert: int | None = None, partial: bool = False, trainable: bool = True,
         num_terms: int = 1,
-    ) -> None:  # fmt: skip
-        part_name, _, kind = part.rpartition(".")
-        module = self._names[part_name]
-        in_file = f"{module.format(layer=layer, expert=expert)}.{kind}"
+    ) -> None:
+        module, _, kind = short_name.rpartition(".")
+        stored_module = self._names[module]
+        in_file = f"{stored_module.format(layer=layer, expert=expert)}.{kind}"
         name, start = in_file, 0
-        if module in self._fused:
-            name, start = f"{in_file}/{part_name}", self._filled.get(in_file, 0)
+        if stored_module in self._fused:
+            name, start = f"{in_file}/{module}", self._filled.get(in_file, 0)
             self._filled[in_file] = start + shape[0]
         is_linear = kind == "weight" and len(shape) == 2 and layer not in (None, -1)
         transposed = self.config.describes.transposed and is_linear
         self.params.append(ParamSpec(
-            name, shape, layer, split_dim, num_units, expert, part, partial,
+            name, shape, layer, split_dim, num_units, expert, short_name, partial,
             InFile(in_file, start, transposed), trainable, num_terms))
 
 
@@ -336,14 +334,14 @@ def _attention(table: _ParamTable, layer: int) -> None:
     c = table.config
     hidden, q_rows, kv_rows = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = (("q", q_rows, c.num_heads), ("k", kv_rows, c.num_kv_heads), ("v", kv_rows, c.num_kv_heads))
-    for part, rows, heads in qkv:
-        table.add(f"{part}.weight", (rows, hidden), layer, 0, heads)
+    for module, rows, heads in qkv:
+        table.add(f"{module}.weight", (rows, hidden), layer, 0, heads)
     if c.qkv_bias:
-        for part, rows, heads in qkv:
-            table.add(f"{part}.bias", (rows,), layer, 0, heads)
+        for module, rows, heads in qkv:
+            table.add(f"{module}.bias", (rows,), layer, 0, heads)
     if c.qk_norm == "head":
-        for part in ("q_norm", "k_norm"):
-            table.add(f"{part}.weight", (c.head_dim,), layer, partial=True)
+        for module in ("q_norm", "k_norm"):
+            table.add(f"{module}.weight", (c.head_dim,), layer, partial=True)
     if c.qk_norm == "all":
         table.add("q_norm.weight", (q_rows,), layer, 0, c.num_heads)
         table.add("k_norm.weight", (kv_rows,), layer, 0, c.num_kv_heads)
@@ -386,15 +384,15 @@ def _routing(table: _ParamTable, layer: int) -> None:
 
 def _mlp(
     table: _ParamTable, prefix: str, width: int, layer: int,
-    *, expert: int | None = None, parts: tuple[str, ...] = ("gate", "up", "down"),
-) -> None:  # fmt: skip
+    *, expert: int | None = None, modules: tuple[str, ...] = ("gate", "up", "down"),
+) -> None:
     c = table.config
-    for part in parts:
-        if part == "down":
+    for module in modules:
+        if module == "down":
             table.add(f"{prefix}down.weight", (c.hidden_size, width), layer, 1, width, expert=expert)
-        elif part == "up" or c.gated:
-            table.add(f"{prefix}{part}.weight", (width, c.hidden_size), layer, 0, width, expert=expert)
+        elif module == "up" or c.gated:
+            table.add(f"{prefix}{module}.weight", (width, c.hidden_size), layer, 0, width, expert=expert)
     if c.mlp_bias and expert is None:
-        for part in ("gate", "up") if c.gated else ("up",):
-            table.add(f"{prefix}{part}.bias", (width,), layer, 0, width)
+        for module in ("gate", "up") if c.gated else ("up",):
+            table.add(f"{prefix}{module}.bias", (width,), layer, 0, width)
         table.add(f"{prefix}down.bias", (c.hidden_size,), layer)

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 CHUNK_MULTIPLE = 128
-"""Number of elements that divides a chunk, so that the chunks of all members start at aligned addresses."""
+"""All chunks but the last have a multiple of this many elements, so that all start at aligned addresses."""
 Region = tuple[tuple[int, int], ...]
 """A half-open index range for each dim."""
 
@@ -15,9 +15,9 @@ def region_size(region: Region) -> int:
     return math.prod(stop - start for start, stop in region)
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def overlap(region: Region, other: Region) -> Region | None:
     """Return the box that two regions of a parameter share, or None if they share nothing."""
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
@@ -42,13 +42,13 @@ def boxes_between(region: Region, start: int, stop: int) -> Iterator[Region]:
     if start >= stop:
         return
     low = region[0][0]
-    rest = region[1:]
-    row = region_size(rest)
+    inner = region[1:]
+    row = region_size(inner)
     first = start // row
     last = stop // row
 
     def inside_row(row_index: int, start: int, stop: int) -> Iterator[Region]:
-        for box in boxes_between(rest, start, stop):
+        for box in boxes_between(inner, start, stop):
             yield ((low + row_index, low + row_index + 1), *box)
 
     if first == last:
@@ -58,39 +58,39 @@ def boxes_between(region: Region, start: int, stop: int) -> Iterator[Region]:
         yield from inside_row(first, start % row, row)
         first += 1
     if first < last:
-        yield ((low + first, low + last), *rest)
+        yield ((low + first, low + last), *inner)
     yield from inside_row(last, 0, stop % row)
 
 
-def chunk_edges(numel: int, num_parts: int) -> list[int]:
-    """Return where the chunks of a flat tensor start, one per part, and where the last one stops.
+def chunk_edges(numel: int, num_chunks: int) -> list[int]:
+    """Return where the chunks of a flat tensor start, and where the last one stops.
 
-    All but the last are equal, and a multiple of CHUNK_MULTIPLE, so that one collective operation takes them
-    all. The last one also has the rest, which is less than num_parts * (CHUNK_MULTIPLE + 1).
+    All chunks have `chunk_body` elements, so that one collective operation can send them all; the last one
+    also has the elements that are left, fewer than num_chunks * (CHUNK_MULTIPLE + 1).
     """
-    body = chunk_body(numel, num_parts)
-    return [*(body * i for i in range(num_parts)), numel]
+    body = chunk_body(numel, num_chunks)
+    return [*(body * i for i in range(num_chunks)), numel]
 
 
-def chunk_body(numel: int, num_parts: int) -> int:
+def chunk_body(numel: int, num_chunks: int) -> int:
     """Return the number of elements that every chunk of a flat tensor has (see `chunk_edges`)."""
-    return numel // (num_parts * CHUNK_MULTIPLE) * CHUNK_MULTIPLE if num_parts > 1 else numel
+    return numel // (num_chunks * CHUNK_MULTIPLE) * CHUNK_MULTIPLE if num_chunks > 1 else numel
 
 
-def split_evenly(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, tuple[Region, ...]]]:
-    """Split regions that are stored end to end into one chunk per part (see `chunk_edges`).
+def split_evenly(regions: Mapping[str, Region], num_chunks: int) -> list[dict[str, tuple[Region, ...]]]:
+    """Split regions that are stored end to end into chunks (see `chunk_edges`).
 
-    Returns name -> the boxes that a chunk has of the region, for each part.
+    Returns, for each chunk, name -> the boxes of that region that the chunk holds.
     """
     sizes = [region_size(region) for region in regions.values()]
-    edges = chunk_edges(sum(sizes), num_parts)
-    parts: list[dict[str, tuple[Region, ...]]] = [{} for _ in range(num_parts)]
+    edges = chunk_edges(sum(sizes), num_chunks)
+    chunks: list[dict[str, tuple[Region, ...]]] = [{} for _ in range(num_chunks)]
     start = 0
     for (name, region), size in zip(regions.items(), sizes, strict=True):
-        for part in range(bisect_right(edges, start, hi=num_parts) - 1, num_parts):
-            first, last = max(edges[part], start), min(edges[part + 1], start + size)
+        for i in range(bisect_right(edges, start, hi=num_chunks) - 1, num_chunks):
+            first, last = max(edges[i], start), min(edges[i + 1], start + size)
             if first >= last:
                 break
-            parts[part][name] = tuple(boxes_between(region, first - start, last - start))
+            chunks[i][name] = tuple(boxes_between(region, first - start, last - start))
         start += size
-    return parts
+    return chunks

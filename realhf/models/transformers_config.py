@@ -47,11 +47,11 @@ class TransformersConfig(ModelConfig):
         read: dict[str, Any] = {"head": head or "lm", "hf": dict(hf), "generation": dict(generation or {})}
         try:
             name = FAMILIES[family].architecture("lm")
-            known = ModelConfig.from_hf({**hf, "architectures": [name]}, head=head, generation=generation)
+            native = ModelConfig.from_hf({**hf, "architectures": [name]}, head=head, generation=generation)
         except (KeyError, ValueError):
             sizes, unplannable = _estimate(hf)
             return cls(family, unplannable=unplannable, **read, **sizes)
-        sizes = {part.name: getattr(known, part.name) for part in fields(known)}
+        sizes = {field.name: getattr(native, field.name) for field in fields(native)}
         return cls(**{**sizes, **read}, has_table=True)
 
     def to_hf(self) -> dict[str, Any]:
@@ -73,24 +73,24 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
     """Return fields of ModelConfig, and the reason why the planner cannot use them, if it cannot."""
     if isinstance(text := hf.get("text_config"), Mapping):
         return _estimate({**text, "text_config": None})[0], "it has more than a text model (text_config)"
-    found = {name: _first(hf, keys) for name, keys in _KEYS.items()}
-    why = next((f"config.json has no {_KEYS[name][0]}" for name, n in found.items() if n is None), "")
+    counts = {name: _first(hf, keys) for name, keys in _KEYS.items()}
+    why = next((f"config.json has no {_KEYS[name][0]}" for name, n in counts.items() if n is None), "")
     if why:
-        found = dict.fromkeys(_KEYS, 1)
+        counts = dict.fromkeys(_KEYS, 1)
     elif experts := [key for key in _EXPERTS if is_whole(hf.get(key), least=2)]:
         why = f"it has experts ({experts[0]}), and its family no table"
-    hidden = found["hidden_size"] or 1
-    heads = found["num_heads"] or 1
+    hidden = counts["hidden_size"] or 1
+    heads = counts["num_heads"] or 1
     act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
     kv_heads = 1 if hf.get("multi_query") else _first(hf, ("num_key_value_heads", "num_kv_heads"))
     sizes: dict[str, Any] = {
-        **found, "vocab_size": hf.get("vocab_size"),
+        **counts, "vocab_size": hf.get("vocab_size"),
         "head_dim": _first(hf, ("head_dim",)) or max(1, hidden // heads),
         "num_kv_heads": kv_heads if kv_heads and heads % kv_heads == 0 else heads,
         "intermediate_size": _first(hf, _WIDTHS) or 4 * hidden,
         "activation": act if act in ACTIVATION_NAMES else "gelu", "gated": act in ("silu", "swish"),
         "tie_word_embeddings": hf.get("tie_word_embeddings") is True,
-    }  # fmt: skip
+    }
     return sizes, why
 
 

@@ -33,7 +33,7 @@ _GELU_TANH = ElementwiseFunction(
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
     "relu": ElementwiseFunction(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
-}  # fmt: skip
+}
 
 
 def activation(config: ModelConfig) -> Activation:
@@ -58,7 +58,7 @@ def activated_linear(
     return adapted_linear(activation(config)(up_TF), weight_HF, adapter=adapter)
 
 
-def _parts(x_TF: Tensor) -> list[slice]:
+def _rows_at_a_time(x_TF: Tensor) -> list[slice]:
     return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else PART_NUMEL))
 
 
@@ -66,11 +66,11 @@ def _activate(up_TF: Tensor, function: ElementwiseFunction, gated: bool) -> Tens
     if not gated:
         return function.compute(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
-    parts = _parts(up_TF)
-    if len(parts) == 1:
+    blocks = _rows_at_a_time(up_TF)
+    if len(blocks) == 1:
         return function.compute(gate_TF).mul_(up_TF)
     out_TF = up_TF.new_empty(up_TF.shape)
-    for rows in parts:
+    for rows in blocks:
         torch.mul(function.compute(gate_TF[rows]), up_TF[rows], out=out_TF[rows])
     return out_TF
 
@@ -90,7 +90,7 @@ def _gradient(
     out_TF = torch.empty_like(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     grad_gate_TF, grad_up_TF = out_TF.chunk(2, dim=1)
-    for rows in _parts(grad_TF):
+    for rows in _rows_at_a_time(grad_TF):
         activated = function.compute(gate_TF[rows])
         torch.mul(activated, grad_TF[rows], out=grad_up_TF[rows])
         grad_gate_TF[rows] = function.backward(grad_TF[rows] * up_TF[rows], gate_TF[rows])

@@ -17,7 +17,7 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.models.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
-from realhf.nn.attention import Attend, attend_in_parts
+from realhf.nn.attention import Attend, attend_each
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.moe import Moe, RouterLosses
@@ -29,11 +29,11 @@ from realhf.nn.rope import Angles, rotate
 class Norm:
     """RMSNorm or LayerNorm over the last dim, or the identity where the family has no such norm."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, part: str) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, module: str) -> None:
         self.eps = config.norm_eps
         self.offset = config.norm_offset
-        self.weight = weights.get(f"{part}.weight")
-        self.bias = weights.get(f"{part}.bias")
+        self.weight = weights.get(f"{module}.weight")
+        self.bias = weights.get(f"{module}.bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -67,7 +67,7 @@ class Block:
     def __call__(
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         # Intermediate results have no names, so that they are freed at once: memory peaks here.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
         return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))
@@ -95,7 +95,7 @@ class Attention:
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
         self.kind = AttentionKind.of(config, layer)
-        # A kind that no kernel computes is refused now, and not in the middle of a run.
+        # If no kernel computes this kind, this raises now, and not in the middle of a run.
         dim = config.head_dim
         packed_backend(self.qkv.device, AttentionShape(self.kind, dim, dim, self.qkv.dtype))
 
@@ -112,8 +112,7 @@ class Attention:
         if angles is not None:
             qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-        out_TND = attend_in_parts(
-            attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
+        out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
         y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias

@@ -1,10 +1,11 @@
 """Context parallelism: ranks split the tokens, and inside attention the heads (arXiv:2309.14509).
 
-Each rank does the token-wise work for its own part of the packed tokens; a sequence may be split anywhere. An
-all-to-all before attention turns all heads of a part of the tokens into a part of the heads of all tokens,
-and another one after attention turns that back. Attention itself does not change (DeepSpeed-Ulysses).
+Each rank does the token-wise work for its own range of the packed tokens; a sequence may be split anywhere.
+Before attention, a rank has all heads of its tokens; an all-to-all exchanges these for all tokens of some
+heads. Another all-to-all after attention turns that back. Attention itself does not change
+(DeepSpeed-Ulysses).
 
-Shape suffixes: T tokens of all sequences end to end, t this rank's part of them, C ranks of the group, R =
+Shape suffixes: T tokens of all sequences end to end, t those of this rank's range, C ranks of the group, R =
 C * t; N heads of queries and K of keys and values before the exchange, n and k after it; D dim of queries
 and keys, E of values, W numbers that one token sends to one rank.
 """
@@ -21,14 +22,14 @@ from realhf.layout import even_split
 
 
 def token_range(num_tokens: int, group: Group) -> tuple[int, int]:
-    """Return this rank's part [start, stop) of the tokens of a micro-batch; it may be empty."""
+    """Return this rank's range [start, stop) of the tokens of a micro-batch; it may be empty."""
     return even_split(num_tokens, group.size, group.index)
 
 
 def attend_over_group(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], q_tND: Tensor, k_tKD: Tensor, v_tKE: Tensor,
     *, group: Group, num_tokens: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return out_tNE of this rank's tokens; each rank runs `attention` on all tokens and N / C query heads.
 
     A key-value head goes to every rank that has one of its query heads, and its gradients are added up.
@@ -43,13 +44,13 @@ def attend_over_group(
     n, k = N // C, N // C // share
     shapes = ((n, D), (k, D), (k, E))
     widths = [num_heads * dim for num_heads, dim in shapes]
-    parts = zip((q_tND, k_tKD, v_tKE), widths, strict=True)
+    sent = zip((q_tND, k_tKD, v_tKE), widths, strict=True)
     mine = [t] * C
     whole = [stop - start for start, stop in (even_split(num_tokens, C, i) for i in range(C))]
     got_TW = exchange_rows(  # Sends (C, t, W): t rows to each rank.
-        torch.cat([x.reshape(t, C, width).transpose(0, 1) for x, width in parts], dim=2).flatten(0, 1),
+        torch.cat([x.reshape(t, C, width).transpose(0, 1) for x, width in sent], dim=2).flatten(0, 1),
         group, mine, whole,
-    )  # fmt: skip
+    )
     q_TnD, k_TkD, v_TkE = (
         x.unflatten(1, shape) for x, shape in zip(got_TW.split(widths, dim=1), shapes, strict=True))
     out_RW = exchange_rows(attention(q_TnD, k_TkD, v_TkE).flatten(1), group, whole, mine)

@@ -1,7 +1,7 @@
 """Weight: a parameter whose gradients are added directly to the gradient buffer.
 
 Autograd would allocate a gradient for every use of a weight and then add it to the buffer. Instead, linear
-layers and embeddings add to the buffer themselves, and the first gradient of a step overwrites it: no
+layers and embeddings add to the buffer themselves, and the first gradient of a step overwrites it. So no
 gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulation fusion).
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
@@ -20,9 +20,9 @@ class Weight(torch.nn.Parameter):
     """A parameter, frozen at first, that sums up its gradients of a step."""
 
     total: Tensor | None = None
-    """The sum of the gradients, a part of the gradient buffer; None before `collect`."""
+    """The sum of the gradients, a view of the gradient buffer; None before `collect`."""
     is_empty = True
-    """True before the first gradient of a step, while `total` may hold anything."""
+    """True before the first gradient of a step: until then, the values of `total` have no meaning."""
 
     def collect(self, total: Tensor) -> None:
         """Make the parameter trainable and add its gradients to `total` from now on."""

@@ -16,7 +16,7 @@ from realhf.nn import half_matmul
 
 class RowGroups:
     """Consecutive groups of rows: where they end (ends_L, int32, on the rows' device) and, on the host, how
-    many rows each has. Without gradients there may be rows after the last group, which nobody computes."""
+    many rows each has. Without gradients there may be rows after the last group, which are not computed."""
 
     def __init__(self, ends_L: Tensor, counts: Sequence[int] | None = None) -> None:
         """Without `counts`, they are computed when they are first asked for, which waits for a GPU."""
@@ -34,8 +34,8 @@ class RowGroups:
 def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
     """Return y_RO: the rows of group i times the transpose of weight i.
 
-    Uses torch's grouped kernel, which is faster, where it takes the operands; else one product per group, for
-    which the host must know how many rows each group has. In bfloat16 a GPU takes the kernel.
+    Uses torch's grouped kernel, which is faster, where it takes the operands, as in bfloat16 on a GPU. Else
+    computes one product per group, for which the host must know how many rows each group has.
     """
     if _kernel_takes(x_RI) and takes_kernel(weight_LOI):
         x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
@@ -50,11 +50,12 @@ def takes_kernel(weight_LOI: Tensor) -> bool:
 
 
 def _kernel_takes(x: Tensor) -> bool:
-    """Return whether torch's grouped kernel takes an operand, whose rows must be aligned to 16 bytes.
+    """Return whether torch's grouped kernel takes an operand, whose base and rows need 16-byte alignment.
 
-    So must its base. On CUDA one that is not is copied, so that the host need not wait: only weights
-    behind parameters of odd sizes, which no shipped model has (tests/models/test_shipped_models.py). The
-    kernel takes only bfloat16 here, because with other dtypes torch waits for the ends.
+    On CUDA, `grouped_linear` copies an operand whose base is not aligned, as the host would have to wait for
+    the other way. Only a weight that lies behind a parameter of odd size can be such an operand; no shipped
+    model has one (tests/models/test_shipped_models.py). On CUDA the kernel is used in bfloat16 only, because
+    with other dtypes torch waits for the ends of the groups.
     """
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     has_aligned_rows = x.shape[-1] * x.element_size() % 16 == 0
@@ -71,8 +72,8 @@ class _ByGroup(torch.autograd.Function):
         ctx.counts = counts
         y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
         num_rows = sum(counts)
-        parts = x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts)
-        for x, weight, y in zip(*parts, strict=True):
+        groups = zip(x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts), strict=True)
+        for x, weight, y in groups:
             half_matmul.product(x, weight.T, out=y)
         return y_RO
 

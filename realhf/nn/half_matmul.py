@@ -1,8 +1,8 @@
 """Matrix products of 16-bit operands that are computed in float32.
 
 A CPU without units for 16-bit numbers multiplies them one by one, which is far slower than float32. So the
-operands are converted to float32, one part at a time that stays in a core's cache, and the results are
-rounded. The head of a model with `float32_head` computes in float32 on every device, and does not round.
+operands are converted to float32, as many rows at a time as fit a core's cache, and the results are rounded.
+The head of a model with `float32_head` computes in float32 on every device, and does not round.
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
 """
@@ -76,26 +76,26 @@ def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bo
 def _add_mm(total: Tensor, x: Tensor, y: Tensor) -> None:
     """Add x y, computed in float32, to a float32 sum.
 
-    If y is in bfloat16, a GPU multiplies it with three bfloat16 numbers whose sum is x: their products are
-    exact in float32, and its 16-bit units are several times as fast as those for float32.
+    If y is in bfloat16, a GPU multiplies it with three bfloat16 tensors whose sum is x. Their products are
+    exact in float32, and a GPU's 16-bit units are several times as fast as those for float32.
     """
     if not y.is_cuda or y.dtype != torch.bfloat16:
         total.addmm_(x.float(), y.float())
         return
-    rest = x.float()
+    remainder = x.float()
     for _ in range(3):  # A bfloat16 number has 8 of the 24 bits of a float32.
-        part = rest.bfloat16()
-        total.add_(torch.mm(part, y, out_dtype=torch.float32))
-        rest = rest - part
+        term = remainder.bfloat16()
+        total.add_(torch.mm(term, y, out_dtype=torch.float32))
+        remainder = remainder - term
 
 
 def _tokens(x_T: Tensor, width: int) -> Iterator[slice]:
-    """Yield parts of the tokens, of which `width` elements each are converted."""
+    """Yield ranges of tokens to convert at a time, if each token has `width` elements to convert."""
     return row_blocks(len(x_T), width, WIDENED_TOKENS_NUMEL * (CUDA_PARTS if x_T.is_cuda else 1))
 
 
 def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
-    """Yield parts of a weight's rows, so small that the outputs for `num_tokens` tokens are small, too."""
+    """Yield ranges of a weight's rows, so small that the outputs for `num_tokens` tokens are small, too."""
     share = WIDENED_TOKENS_NUMEL // WIDENED_WEIGHT_NUMEL
     numel = WIDENED_WEIGHT_NUMEL * (CUDA_PARTS if weight_OI.is_cuda else 1)
     return row_blocks(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), numel)

@@ -16,7 +16,7 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.half_precision import widened
 from realhf.models.model_config import ModelConfig
-from realhf.nn.attention import Attend, attend_in_parts
+from realhf.nn.attention import Attend, attend_each
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
@@ -28,8 +28,8 @@ class LatentAttention:
     """Attention over this rank's heads, with keys and values computed from one latent vector per token.
 
     The cache holds the latent and the rotated dims of the key, which all heads share. Attention to the cache
-    is multi-query attention: the up-projection of the keys is applied to the queries instead, and that of the
-    values to the outputs.
+    is multi-query attention over these: instead of keys and values, queries and outputs are multiplied with
+    the up-projections.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class LatentAttention:
         self.mla = config.mla
         self.tp = tp
         self.adapters = adapters
-        parts = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
-        self.linears = {part: weights[f"{part}.weight"] for part in parts if f"{part}.weight" in weights}
+        modules = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
+        self.linears = {name: weights[f"{name}.weight"] for name in modules if f"{name}.weight" in weights}
         self.q_a_norm = weights.get("q_a_norm.weight")
         self.kv_a_norm = weights["kv_a_norm.weight"]
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
@@ -60,7 +60,7 @@ class LatentAttention:
         if angles is not None:
             turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
             q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
-        out_TNV = attend_in_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
+        out_TNV = attend_each(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
         return sum_over_group(self._project("o", out_TNV.flatten(1)), self.tp)
 
     def _attended(
@@ -99,8 +99,8 @@ class LatentAttention:
             q = self._project("q_b", copy_to_group(latent, self.tp))
         return q.unflatten(1, (self.num_heads, -1))
 
-    def _project(self, part: str, x: Tensor) -> Tensor:
-        return adapted_linear(x, self.linears[part], adapter=self.adapters.get(f"{part}.weight"))
+    def _project(self, module: str, x: Tensor) -> Tensor:
+        return adapted_linear(x, self.linears[module], adapter=self.adapters.get(f"{module}.weight"))
 
     def _up(self) -> tuple[Tensor, Tensor]:
         """Return the up-projections from the latent to keys (without rotation) and to values."""
@@ -109,7 +109,6 @@ class LatentAttention:
         per_head = weight.unflatten(0, (self.num_heads, -1))
         key, value = per_head.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         return key, value
-
 
 
 def _by_head(equation: str, x: Tensor, weight: Tensor) -> Tensor:

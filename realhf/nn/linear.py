@@ -15,8 +15,8 @@ from realhf.nn.grad_accumulation import Weight, collects
 from realhf.sizes.chunk_sizes import SMALL_PRODUCT
 
 _ROW_MULTIPLE = 32
-"""Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch
-compiles a product anew for every number of rows, which changes from step to step there."""
+"""Without gradients, bfloat16 rows on CPU are padded to a multiple of this: torch compiles a product anew for
+every number of rows, and that changes from step to step in generation."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -20,9 +20,9 @@ from realhf.nn.parameters import ShardedParameters
 class Adapter:
     """The adapters of one weight, which may hold several linear layers side by side (such as q, k and v).
 
-    `down` stacks the layers' A by rows, or is the one A that they share. `ups` lists for each layer its B,
-    None if it has no adapter, and its number of outputs. If the weight's rows are split over tp, x A^T is
-    complete on every rank; if its columns are, x A^T is a partial sum, as the layer's output is.
+    `down` stacks the layers' A by rows, or is the one A that they share. `ups` lists, for each layer, its B
+    (None if it has no adapter) and its number of outputs. If the weight's rows are split over tp, x A^T is
+    complete on every rank; if its columns are split, x A^T is a partial sum, like the layer's output.
     """
 
     def __init__(
@@ -31,18 +31,19 @@ class Adapter:
         self.weight = weight
         self._down = down
         self._scale = scale
-        self._parts: list[tuple[slice, slice, Tensor]] = []
+        self._ups: list[tuple[slice, slice, Tensor]] = []
+        """For each layer with an adapter: its columns of x A^T, its outputs, and its B."""
         rank, output = 0, 0
         for up, num_outputs in ups:
             if up is not None:
-                self._parts.append((slice(rank, rank + up.shape[1]), slice(output, output + num_outputs), up))
+                self._ups.append((slice(rank, rank + up.shape[1]), slice(output, output + num_outputs), up))
                 rank += up.shape[1]
             output += num_outputs
         assert (rank, output) == (len(down), len(weight))
         self.merged_weight: Tensor | None = None
-        """A copy of the weight with the adapters merged in; while it is there, it is computed with."""
+        """A copy of the weight with the adapters merged in; None unless passes are to compute with it."""
         self._memory: Tensor | None = None
-        """The memory of merged weights, which recorded passes read at its address."""
+        """The memory of merged weights. It stays the same, because recorded passes read it."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
         multiply = linear if needs_float32(x_TI) else F.linear
@@ -50,12 +51,12 @@ class Adapter:
             return multiply(x_TI, self.merged_weight, bias)
         y_TO = multiply(x_TI, self.weight, bias)
         x_TR = multiply(x_TI, self._down)
-        for ranks, outputs, up_OR in self._parts:
-            part_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
+        for ranks, outputs, up_OR in self._ups:
+            layer_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
             if needs_float32(x_TI):
-                part_TO.add_(linear(x_TR[:, ranks], up_OR), alpha=self._scale)
+                layer_TO.add_(linear(x_TR[:, ranks], up_OR), alpha=self._scale)
             else:
-                part_TO.addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
+                layer_TO.addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
         return y_TO
 
     @torch.no_grad()
@@ -86,13 +87,13 @@ class Adapter:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         sum_OI = self.weight.to(wide, copy=True)
         down_RI = self._down.to(wide)
-        for ranks, outputs, up_OR in self._parts:
+        for ranks, outputs, up_OR in self._ups:
             sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
         return sum_OI
 
 
 Adapted = Mapping[str, Adapter]
-"""Part ("qkv.weight") -> the adapter of that weight; empty without LoRA."""
+"""Short name ("qkv.weight") -> the adapter of that weight; empty without LoRA."""
 
 
 def adapted_linear(
@@ -108,21 +109,22 @@ class Adapters(ShardedParameters):
     def __init__(
         self, config: ModelConfig, lora: LoraConfig, groups: ParallelGroups, *, dtype: torch.dtype,
         memory: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(adapter_spec(config, lora), groups, dtype=dtype, memory=memory)
         self.lora = lora
 
     def of_weights(self, base: ShardedParameters, layer: int) -> dict[str, Adapter]:
-        """Return the adapters of a layer's weights by part, such as "qkv.weight"."""
-        own = self.of_layer(layer)
-        by_part = {}
-        for part, weight in base.of_layer(layer).items():
-            module, _, kind = part.rpartition(".")
-            if kind != "weight" or f"{module}.lora_A" not in own:
+        """Return short name ("qkv.weight") -> the adapter of that weight of a layer."""
+        factors = self.of_layer(layer)
+        adapters = {}
+        for weight_name, weight in base.of_layer(layer).items():
+            module, _, kind = weight_name.rpartition(".")
+            if kind != "weight" or f"{module}.lora_A" not in factors:
                 continue
-            ups = [(own.get(f"{module}.lora_B"), len(weight))]
+            ups = [(factors.get(f"{module}.lora_B"), len(weight))]
             if ups[0][0] is None:
-                parts = base.fused(layer, part).items()
-                ups = [(own.get(name.replace(".weight", ".lora_B")), rows) for name, rows in parts]
-            by_part[part] = Adapter(weight, own[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
-        return by_part
+                fused = base.fused(layer, weight_name).items()
+                ups = [(factors.get(name.replace(".weight", ".lora_B")), rows) for name, rows in fused]
+            adapters[weight_name] = Adapter(
+                weight, factors[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
+        return adapters

@@ -29,8 +29,8 @@ class RouterLosses:
     """The load-balancing loss and the z-loss of all routers in one pass over packed sequences.
 
     The balance loss is computed per sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20, without
-    alpha), the z-loss per token (ST-MoE, arXiv:2202.08906, equation 5). Their sums, times the scales, are
-    added to the loss from which the pass goes backward.
+    alpha), the z-loss per token (ST-MoE, arXiv:2202.08906, equation 5). The backward pass of the loss also
+    computes the gradients of their sums, times the scales.
     """
 
     def __init__(self, *, balance_scale: float = 0.0, z_scale: float = 0.0) -> None:
@@ -84,16 +84,16 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Moe:
-    """A layer that sums each token's best experts' outputs, weighted by the router, and the shared experts'.
+    """A layer whose router chooses experts for each token and weights the sum of their outputs.
 
-    `shared` is the MLP of the shared experts, if there are any. All ranks of an ep group must call the layer
-    equally often, because they exchange tokens.
+    `shared` is the MLP of the shared experts, if there are any, which is added for all tokens. All ranks of
+    an ep group must call the layer equally often, because they exchange tokens.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, groups: ParallelGroups,
         *, activation: Activation, shared: Callable[[Tensor], Tensor] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert config.moe is not None
         self.moe = config.moe
         self.layer = layer
@@ -126,7 +126,7 @@ class Moe:
         return y_TH + shared_TH
 
     def _dispatched(self, x_TH: Tensor, losses: RouterLosses | None) -> Tensor:
-        """Return the weighted sums of the experts' outputs, to whose ranks the tokens go; partial over tp."""
+        """Send tokens to their experts' ranks; return the weighted sums of the outputs, partial over tp."""
         weights_TK, expert_TK = self._route(x_TH, losses)
         # The weights multiply outputs that are partial sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
@@ -138,9 +138,10 @@ class Moe:
         return _mixed(weights_TK, y_TKH)
 
     def _gathered(self, x_TH: Tensor) -> Tensor:
-        """Return the same, without gradients: every rank computes its experts for the tokens of all ranks.
+        """Return what `_dispatched` returns, but gather the tokens of all ranks and compute own experts on
+        all.
 
-        All sizes are known beforehand, so that the host need not wait.
+        There are no gradients. All sizes are known beforehand, so that the host need not wait for the GPU.
         """
         assert self.gathered_tokens is not None and not x_TH.requires_grad
         padding = self.gathered_tokens - len(x_TH)
@@ -148,7 +149,7 @@ class Moe:
         weights_AK, expert_AK = self._route(x_AH, None)
         first, stop = self.experts[self.ep.index]
         is_mine_AK = (expert_AK >= first) & (expert_AK < stop)
-        # The rows of other ranks' experts come last. Nobody computes them: they may hold anything.
+        # The rows of other ranks' experts come last. They are not computed, so their values have no meaning.
         local_AK = torch.where(is_mine_AK, expert_AK - first, self.num_local)
         expert_R, order_R = local_AK.flatten().sort(stable=True)
         rows_RH = x_AH.index_select(0, order_R // expert_AK.shape[1])
@@ -160,8 +161,7 @@ class Moe:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether grouped kernels compute the experts, so that the host need not know their numbers of
-        rows."""
+        """Whether grouped kernels compute the experts: then the host need not know how many rows each has."""
         up_LFH = self.up.view(self.num_local, -1, self.down.shape[0] // self.num_local)
         down_LHF = self.down.view(self.num_local, up_LFH.shape[2], -1)
         return takes_kernel(up_LFH) and takes_kernel(down_LHF)
@@ -188,9 +188,9 @@ class Moe:
         return weights_TK, expert_TK
 
     def _dispatch(self, rows_RH: Tensor, expert_R: Tensor) -> Tensor:
-        """Return the experts' outputs of rows sorted by expert, which go to the experts' ranks and back.
+        """Return the experts' outputs for rows sorted by expert. The rows go to the experts' ranks and back.
 
-        On a GPU the host waits for the counts of rows once if there are other ranks, and else not at all.
+        On a GPU the host waits once, for the counts of rows, if there are other ranks.
         """
         ends_E = _ends(expert_R, self.moe.num_experts)
         if self.ep.size == 1:
@@ -203,8 +203,7 @@ class Moe:
         rows_RH = exchange_rows(rows_RH, self.ep, sends, recvs)
         # Rows arrive sorted by sender and, from each sender, by expert.
         expert_R = torch.arange(self.num_local, device=rows_RH.device).repeat(self.ep.size)
-        expert_R = expert_R.repeat_interleave(
-            counts_GE[:, first:stop].flatten(), output_size=len(rows_RH))
+        expert_R = expert_R.repeat_interleave(counts_GE[:, first:stop].flatten(), output_size=len(rows_RH))
         expert_R, order_R = expert_R.sort(stable=True)
         back_R = _inverse(order_R)
         rows_RH = _Take.apply(rows_RH, order_R, back_R, 1)
@@ -226,7 +225,7 @@ def _mixed(weights_TK: Tensor, y_TKH: Tensor) -> Tensor:
 
 @contextmanager
 def gathering(layers: Iterable[object], num_tokens: int) -> Iterator[None]:
-    """Inside, layers with experts on several ranks gather the tokens of all ranks, and do not wait for a GPU.
+    """Inside this context, layers with experts on several ranks gather all ranks' tokens, without waiting.
 
     This is for few tokens without gradients, as in decoding. All ranks of an ep group give the same
     `num_tokens`, and none of them passes more tokens to a layer.

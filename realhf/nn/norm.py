@@ -3,7 +3,7 @@
 torch has a fused kernel on CUDA only. On CPU it makes a dozen passes over memory and keeps their results;
 here the CPU processes as many rows at a time as fit a core's cache.
 
-Shape suffixes: H the dim that is normalised; p a part of the rows.
+Shape suffixes: H the dim that is normalised; p the rows that are processed at a time.
 """
 
 from typing import Any
@@ -37,13 +37,13 @@ def _normalise(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]
     y = x.new_empty(x.shape)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide)
     for rows in row_blocks(len(x), x[:1].numel(), PART_NUMEL):
-        part = x[rows].to(wide)
-        norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+        x_p = x[rows].to(wide)
+        norm = torch.linalg.vector_norm(x_p, dim=-1, keepdim=True)
         torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[rows])
         if wide == x.dtype:
-            torch.mul(part, scale[rows], out=y[rows]).mul_(weight_H)
+            torch.mul(x_p, scale[rows], out=y[rows]).mul_(weight_H)
         else:
-            y[rows] = part.mul_(scale[rows]).mul_(weight_H)
+            y[rows] = x_p.mul_(scale[rows]).mul_(weight_H)
     return y, scale
 
 

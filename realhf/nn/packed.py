@@ -18,14 +18,14 @@ from realhf.pinned import upload
 class Segment(ABC):
     """Tokens of one pass that attend in the same way, and whose keys and values go into a cache.
 
-    For each token it has the position, the final length of the sequence, and the cache position: block *
+    It has, for each token, the position, the final length of its sequence, and the cache position: block *
     block_size + offset in the block.
     """
 
     from_cache = True
     """Whether the tokens attend to the cache's contents, rather than to one another."""
     expands = False
-    """Whether tokens that attend to one another also attend to earlier ones, as `Attend` says."""
+    """Whether tokens that attend to one another also attend to earlier ones (see Attend.expands)."""
 
     def __init__(
         self, position_T: Tensor, length_T: Tensor, cache_positions_T: Tensor, *, longest: int = 0

@@ -19,7 +19,7 @@ from realhf.realloc.pieces import Shards, one_piece_each, pairs, shards_of
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""
 Weights = Mapping[str, Weight]
-"""Part ("o.weight") -> a layer's weight; q, k and v are one weight ("qkv.weight"), gate and up another."""
+"""Short name ("o.weight") -> a layer's weight; q, k and v are one ("qkv.weight"), gate and up another."""
 
 
 class ShardedParameters:
@@ -49,21 +49,21 @@ class ShardedParameters:
         self._shards = shards_of(self.flat, self.regions)
         self._pieces = one_piece_each(self._shards, self.regions)
         self.grad_buffer: Tensor | None = None
-        """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them. They
-        have no memory between `release_grads` and `hold_grads`."""
+        """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them.
+        Between `release_grads` and `hold_grads` they have no memory."""
         self._grad_shards: dict[str, Tensor] = {}
         held = [p for p in spec.params if p.name in self.regions]
         self._fused: dict[tuple[int | None, str], list[ParamSpec]] = {}
-        """(layer, part) -> the parameters of which that weight consists."""
+        """(layer, short name of a weight) -> the parameters of which that weight consists."""
         for p in held:
-            self._fused.setdefault((p.layer, self._fused_part(p)), []).append(p)
+            self._fused.setdefault((p.layer, self._weight_name(p)), []).append(p)
         self._by_layer: dict[int | None, dict[str, Weight]] = {}
-        """Layer (as in ParamSpec) -> part -> weight."""
+        """Layer (as in ParamSpec) -> short name -> weight."""
         self._weight_of: dict[str, Weight] = {}
-        for (layer, part), params in self._fused.items():
+        for (layer, name), params in self._fused.items():
             whole = self.flat[self.offsets[params[0].name][0] : self.offsets[params[-1].name][1]]
             weight = Weight(whole.view(-1, *self._shards[params[0].name].shape[1:]), requires_grad=False)
-            self._by_layer.setdefault(layer, {})[part] = weight
+            self._by_layer.setdefault(layer, {})[name] = weight
             self._weight_of |= {p.name: weight for p in params}
         partial: dict[tuple[int, ...], list[str]] = {}
         tp = groups.layout.tp
@@ -73,23 +73,24 @@ class ShardedParameters:
         self._partial = [(groups.tp_subgroup(members), names) for members, names in partial.items()]
         """Groups of ranks, and the parameters whose gradients they must add up."""
         if self.config.tied and groups.ends is not None:
-            self._partial.append((groups.ends, [p.name for p in held if p.part == "embedding.weight"]))
+            self._partial.append((groups.ends, [p.name for p in held if p.short_name == "embedding.weight"]))
 
-    def _fused_part(self, param: ParamSpec) -> str:
-        part = param.part
-        if part.endswith("lora_B") and param.in_file.name == param.name:
-            return part
+    def _weight_name(self, param: ParamSpec) -> str:
+        """Return the short name of the weight that holds a parameter, alone or fused with others."""
+        name = param.short_name
+        if name.endswith("lora_B") and param.in_file.name == param.name:
+            return name
         if self.config.gated:
-            part = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", part)
-        return part if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", part)
+            name = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", name)
+        return name if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", name)
 
     def of_layer(self, layer: int | None) -> Weights:
-        """Return the weights of a layer (as in ParamSpec) by part; empty if the layer is on another stage."""
+        """Return the weights of a layer (as in ParamSpec), by short name; none if it is on another stage."""
         return self._by_layer.get(layer, {})
 
-    def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
-        """Return the parts that are fused into a weight -> their numbers of rows on this rank."""
-        return {p.part: len(self._shards[p.name]) for p in self._fused[layer, part]}
+    def fused(self, layer: int | None, weight_name: str) -> Mapping[str, int]:
+        """Return the short names of a weight's parameters -> their numbers of rows on this rank."""
+        return {p.short_name: len(self._shards[p.name]) for p in self._fused[layer, weight_name]}
 
     def check_lengths(self, seq_lens: Sequence[int]) -> None:
         """Raise UserError if a sequence has more tokens than the model has positions."""
@@ -160,29 +161,29 @@ class ShardedParameters:
     def finish_grads(self, names: Collection[str] | None = None) -> None:
         """Complete the gradients of this replica, or those in `names`, after a step's last backward pass.
 
-        Tp ranks that share a parameter, but use it for different work (key-value heads, norms of heads, the
-        unsplit side of adapters), add up their gradients; so do the two stages that hold a tied embedding.
-        The optimizer adds up the gradients of the replicas, which are over dp and cp.
+        Tp ranks that share a parameter but use it for different work (key-value heads, norms of heads, the
+        unsplit side of adapters) add up their gradients, and so do the two stages that hold a tied embedding.
+        The optimizer later adds up the gradients of the replicas, over dp and cp.
         """
-        some = set(self.regions if names is None else names)
-        for name in some:
+        wanted = set(self.regions if names is None else names)
+        for name in wanted:
             self._weight_of[name].finish()
         grads = self.grad_shards()
         for group, partial in self._partial:
-            parts = [grads[name].view(-1) for name in partial if name in some]
-            if len(parts) == 1:
-                group.all_reduce(parts[0])
-            elif parts:
-                total = group.all_reduce(torch.cat(parts))
-                for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
-                    part.copy_(value)
+            flats = [grads[name].view(-1) for name in partial if name in wanted]
+            if len(flats) == 1:
+                group.all_reduce(flats[0])
+            elif flats:
+                total = group.all_reduce(torch.cat(flats))
+                for flat, value in zip(flats, total.split([len(flat) for flat in flats]), strict=True):
+                    flat.copy_(value)
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield [first, stop) of the rows to draw at a time, because it takes time to touch fresh memory.
+    """Yield [first, stop) of the rows to draw at a time: one small buffer is faster than much fresh memory.
 
-    The numbers are those that would be drawn at once: the generator makes normal numbers 16 at a time, so
-    blocks are multiples of 16 rows, and the rest is a part of the last block.
+    The numbers are the same as if all were drawn at once: the generator makes normal numbers 16 at a time, so
+    blocks have a multiple of 16 rows, and the last block also has the rows that are left.
     """
     width = math.prod(shape[1:])
     step = max(1, _DRAWN_NUMEL // (16 * max(1, width))) * 16
@@ -202,17 +203,17 @@ def draw_parameters(
     config = spec.config
     params = {param.name: param for param in spec.params}
     for name in shards if names is None else shards.keys() & names:
-        part = params[name].part
-        if part.endswith(("norm.weight", "bias", "lora_B")):
+        short_name = params[name].short_name
+        if short_name.endswith(("norm.weight", "bias", "lora_B")):
             for _, tensor in shards[name]:
-                tensor.fill_(1 - config.norm_offset if part.endswith("norm.weight") else 0)
+                tensor.fill_(1 - config.norm_offset if short_name.endswith("norm.weight") else 0)
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         shape = params[name].shape
         for first, stop in _row_blocks(shape):
             whole = torch.empty(stop - first, *shape[1:])
-            if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
+            if short_name.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
                 bound = 1 / math.sqrt(shape[1])
                 whole.uniform_(-bound, bound, generator=generator)
             else:

@@ -47,16 +47,16 @@ class Rotary:
 
     def _angles(self, kind: str, position_T: Tensor, length_T: Tensor) -> Angles:
         if self._kinds[kind]["rope_type"] in _BY_LENGTH:
-            if (limit := self.boundary) is not None:  # Only the side of the limit matters.
+            if (limit := self.boundary) is not None:  # Lengths on the same side of it have equal frequencies.
                 index_T = (length_T > limit).long()
-                found = [self._frequencies(kind, length) for length in (limit, limit + 1)]
+                by_length = [self._frequencies(kind, length) for length in (limit, limit + 1)]
             else:
                 length_T = length_T.clamp(min=self._scaled_config.max_position_embeddings)
                 lengths, index_T = length_T.unique(return_inverse=True)
                 # Even without tokens, the frequencies must have their shape.
-                found = [self._frequencies(kind, length) for length in lengths.tolist() or [None]]
-            frequencies = torch.stack([f for f, _ in found])[index_T][:, None]
-            factor = found[0][1]
+                by_length = [self._frequencies(kind, length) for length in lengths.tolist() or [None]]
+            frequencies = torch.stack([f for f, _ in by_length])[index_T][:, None]
+            factor = by_length[0][1]
         else:
             frequencies, factor = self._frequencies(kind, None)
         angles = position_T[:, None, None].to(self._wide) * frequencies

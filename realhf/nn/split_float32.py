@@ -1,8 +1,8 @@
 """Float32 values stored as the sum of several terms of a model's dtype.
 
-In this form values that need float32 are stored, moved and averaged like all other parameters. In bfloat16
-three terms hold all 24 bits of a float32, in wider dtypes the first term does; float16 loses what is below
-2^-25.
+In this form, values that need float32 are stored, moved and averaged like all other parameters. In bfloat16,
+three terms together hold all 24 bits of a float32; in a wider dtype, the first term alone does. In float16,
+bits below 2^-25 are lost.
 """
 
 import torch
@@ -21,7 +21,7 @@ def joined(terms: Tensor) -> Tensor:
 
 def split_into(terms: Tensor, values: Tensor) -> None:
     """Set the terms so that they add up to these values."""
-    rest = values.to(terms.device, sum_dtype(terms.dtype), copy=True)
+    remainder = values.to(terms.device, sum_dtype(terms.dtype), copy=True)
     for term in terms:
-        term.copy_(rest)
-        rest -= term
+        term.copy_(remainder)
+        remainder -= term

@@ -42,14 +42,14 @@ class Transformer(ShardedParameters):
     Call the model for a forward pass over whole sequences, and `advance` for tokens that extend a KV cache.
     Either takes token ids on the first stage and hidden states on the others, and returns hidden states. The
     last stage turns those into `logits` or `scores`, or into log-probabilities with the `head`. `adapters`
-    are LoRA parameters of their own, whose outputs are added to those of the linear layers. With
-    `float32_head`, the products of a 16-bit `head` are computed in float32.
+    are separate LoRA parameters, whose outputs are added to those of the linear layers. With `float32_head`,
+    the products of a 16-bit `head` are computed in float32.
     """
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None,
         adapters: Adapters | None = None, float32_head: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self.float32_head = float32_head
         self.adapters = adapters
@@ -63,7 +63,7 @@ class Transformer(ShardedParameters):
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
-        param = next(p for p in spec.params if p.part == "embedding.weight")
+        param = next(p for p in spec.params if p.short_name == "embedding.weight")
         self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
 
@@ -118,7 +118,7 @@ class Transformer(ShardedParameters):
     def __call__(
         self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
         router_losses: RouterLosses | None = None, layer_done: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run packed sequences through this stage, and return hidden_TH.
 
         `x` is ids_T of all tokens on the first stage, else hidden_TH of the stage before. With context
@@ -142,7 +142,7 @@ class Transformer(ShardedParameters):
             x, position_T[mine], length_T[mine], lambda layer: [attend],
             recompute=recompute, router_losses=router_losses,
             layer_done=layer_done if torch.is_grad_enabled() else None,
-        )  # fmt: skip
+        )
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
@@ -162,28 +162,27 @@ class Transformer(ShardedParameters):
             return [
                 Attend(
                     partial(segment.attend, cache, layer),
-                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part,
+                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, span,
                     segment.expands)
-                for segment, part in zip(segments, tokens, strict=True)
-            ]
+                for segment, span in zip(segments, tokens, strict=True)]
 
         return self._stage(x, position_T, length_T, attends)
 
     def _attend(
-        self, at: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+        self, sequences: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
-        attention = partial(packed_attention, at=at, kind=kind)
+        attention = partial(packed_attention, sequences=sequences, kind=kind)
         if self.groups.cp.size == 1:
             return attention(q_TND, k_TKD, v_TKD)
         return attend_over_group(
-            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(at.lens))
+            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(sequences.lens))
 
     def _stage(
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
         layer_done: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the embedding (first stage), the blocks, and the final norm (last stage)."""
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
@@ -224,16 +223,15 @@ class Transformer(ShardedParameters):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """The addresses of the weights with which `advance` computes; recorded passes are valid while they
-        stay the same."""
+        """The addresses of the weights that `advance` reads; while they stay, recorded passes are valid."""
         flats = [self.flat] if self.adapters is None else [self.flat, self.adapters.flat]
         merged = [adapter.merged_weight for adapter in self._adapted if adapter.merged_weight is not None]
         return tuple(x.data_ptr() for x in (*flats, *merged))
 
     @property
     def rope_boundary(self) -> int | None:
-        """Number of tokens beyond which all cached ones of a sequence must be computed anew, as longrope
-        rotates them differently; None without longrope."""
+        """The length beyond which longrope rotates all tokens of a sequence differently, so that cached ones
+        must be computed anew; None without longrope."""
         return None if self._rope is None else self._rope.boundary
 
     @cached_property
@@ -266,7 +264,7 @@ class Transformer(ShardedParameters):
 
     @property
     def _score_weight(self) -> Tensor | None:
-        """The weight of the score head, on the last stage; one that is trained with adapters replaces it."""
+        """The weight of the score head, on the last stage: that of the adapters if they train one."""
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 

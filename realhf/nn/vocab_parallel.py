@@ -81,7 +81,7 @@ class Head:
 def head_logprobs(
     hidden_TH: Tensor, labels: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False,
     chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return the labels' log-probs and entropy_T, the same on every rank; entropy_T is None unless `entropy`.
 
     The labels are global token ids: one per token (labels_T), or several (labels_TK). Their log-probabilities
@@ -102,16 +102,16 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_TK: Tensor, head: Head, temperature: float,
         entropy: bool, chunk: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         here_TK = (labels_TK >= 0) & (labels_TK < len(weight_VH))
         at_TK = torch.where(here_TK, labels_TK, 0)
-        parts = []
+        statistics = []
         logits_tV = hidden_TH
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
             logits_tV = head.product(hidden_TH[tokens])
-            parts += _statistics(logits_tV, at_TK[tokens], head, temperature, entropy)
-        lse_RT, label_RTK, *mean = _gathered(parts, here_TK, head.group)
+            statistics += _statistics(logits_tV, at_TK[tokens], head, temperature, entropy)
+        lse_RT, label_RTK, *mean = _gathered(statistics, here_TK, head.group)
         lse_T = lse_RT.logsumexp(0)
         entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0) if entropy else None
         # Not by save_for_backward, because the backward pass overwrites and frees them.
@@ -167,21 +167,21 @@ def _statistics(
     logits_tV: Tensor, at_tK: Tensor, head: Head, temperature: float, entropy: bool
 ) -> list[Tensor]:
     """Return, per slice, each token's log-sum-exp, its labels' logits and, if wanted, its mean logit."""
-    parts = []
+    by_slice = []
     for rows in _slices(logits_tV):
         x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
         lse_s1 = x_sV.logsumexp(1, keepdim=True)
         columns = [lse_s1, x_sV.gather(1, at_tK[rows])]
         if entropy:
             columns.append((x_sV - lse_s1).exp_().mul_(x_sV).sum(1, keepdim=True))
-        parts.append(torch.cat(columns, dim=1))
-    return parts
+        by_slice.append(torch.cat(columns, dim=1))
+    return by_slice
 
 
-def _gathered(parts: list[Tensor], here_TK: Tensor, group: Group) -> list[Tensor]:
+def _gathered(by_slice: list[Tensor], here_TK: Tensor, group: Group) -> list[Tensor]:
     """Return the statistics of all ranks: lse_RT, label_RTK with 0 for labels of other ranks, and perhaps
     mean_RT."""
-    statistics = torch.cat(parts)
+    statistics = torch.cat(by_slice)
     stop = 1 + here_TK.shape[1]
     statistics[:, 1:stop].masked_fill_(~here_TK, 0)
     gathered = group.all_gather(statistics)
@@ -191,7 +191,7 @@ def _gathered(parts: list[Tensor], here_TK: Tensor, group: Group) -> list[Tensor
 def _to_gradient(
     logits_tV: Tensor, grad_tK: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor],
     of_entropy: tuple[Tensor, Tensor] | None, head: Head, temperature: float,
-) -> None:  # fmt: skip
+) -> None:
     """Turn logits in place into their gradient.
 
     With p = softmax, it is the sum over labels of the gradient of the log-prob times (one-hot - p) and, if
@@ -233,7 +233,7 @@ def head_top_logprobs(
     They are in falling order of log softmax(logits / temperature); of tokens with equal logits, those with
     lower ids come first. The vocabulary must have `k` tokens or more.
     """
-    parts = []
+    by_slice = []
     width = min(k, len(head.weight_VH))
     for tokens in row_blocks(len(hidden_TH), 1, chunk_tokens or head.chunk_tokens):
         logits_tV = head.product(hidden_TH[tokens])
@@ -244,9 +244,9 @@ def head_top_logprobs(
             # Every rank sends k columns, in one message; float32 holds all token ids exactly.
             top_sK = F.pad(top_sK, (0, k - width), value=-torch.inf)
             ids_sK = F.pad(ids_sK + head.vocab_start, (0, k - width)).to(x_sV.dtype)
-            parts.append(torch.cat([lse_s1, top_sK, ids_sK], dim=1))
+            by_slice.append(torch.cat([lse_s1, top_sK, ids_sK], dim=1))
         del logits_tV
-    lse_RT1, top_RTK, ids_RTK = head.group.all_gather(torch.cat(parts)).split([1, k, k], dim=-1)
+    lse_RT1, top_RTK, ids_RTK = head.group.all_gather(torch.cat(by_slice)).split([1, k, k], dim=-1)
     top_TX = top_RTK.transpose(0, 1).flatten(1)
     # A stable sort keeps the order of ranks, which is that of token ids.
     order_TK = top_TX.sort(dim=1, descending=True, stable=True).indices[:, :k]

@@ -27,7 +27,7 @@ def _compiled(pattern: str, name: str) -> re.Pattern[str]:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of a pattern's last match, or the whole match; None without one."""
+    """Return the first group of a pattern's last match, or the whole match without groups; None: no match."""
     matches = list(pattern.finditer(text))
     return matches[-1][1 if pattern.groups else 0] if matches else None
 
@@ -41,8 +41,8 @@ class ExactMatch:
 
     answer_key: str = "answer"  # The column with the right answer.
     extract: str | None = None
-    """A regular expression, whose last match in the completion is the answer: its first group, or all of it.
-    Such as `<answer>(.*?)</answer>`. None: the whole completion is the answer."""
+    """A regular expression, such as `<answer>(.*?)</answer>`. The answer is the first group of its last match
+    in the completion, or the whole match without groups. None: the whole completion is the answer."""
     ignore_case: bool = False
     __name__: ClassVar[str] = "exact_match"
 
@@ -61,14 +61,14 @@ class ExactMatch:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion."""
-        found = [self.answer_of(text_of(completion)) for completion in completions]
+        answers = [self.answer_of(text_of(completion)) for completion in completions]
         return [None if right is None else float(answer == (self._normal(str(right)) or None))
-                for answer, right in zip(found, columns[self.answer_key], strict=True)]  # fmt: skip
+                for answer, right in zip(answers, columns[self.answer_key], strict=True)]
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text; None if there is none, or an empty one."""
-        found = completion if self._pattern is None else _last(self._pattern, completion)
-        return None if found is None else self._normal(found) or None
+        text = completion if self._pattern is None else _last(self._pattern, completion)
+        return None if text is None else self._normal(text) or None
 
     def _normal(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()
@@ -96,7 +96,7 @@ class RegexMatch:
         return [float(find(text_of(completion).strip()) is not None) for completion in completions]
 
     def answer_of(self, completion: str) -> str | None:
-        """Return what the last match has found, its first group if it has groups; None without a match."""
+        """Return the first group of the last match, or the whole match without groups; None: no match."""
         return _last(self._compiled, completion)
 
 
@@ -130,5 +130,5 @@ class FormatReward:
 
     def answer_of(self, completion: str) -> str | None:
         """Return the text of the last section; None without one."""
-        found = _last(_compiled(f"<{self.tags[-1]}>(.*?)</{self.tags[-1]}>", "tags"), completion)
-        return None if found is None else found.strip()
+        section = _last(_compiled(f"<{self.tags[-1]}>(.*?)</{self.tags[-1]}>", "tags"), completion)
+        return None if section is None else section.strip()

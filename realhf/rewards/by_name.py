@@ -43,7 +43,7 @@ def _from_file(path: Path, function: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from error
-    if not callable(found := getattr(module, function, None)):
+    if not callable(reward := getattr(module, function, None)):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise UserError(f"--reward {path}:{function}: the file's functions are {', '.join(names) or 'none'}")
-    return found
+    return reward

@@ -16,9 +16,9 @@ from realhf.rewards.system_calls import NEWEST, system_calls
 
 NOBODY = 65534
 PROCESS_ERRNO = errno.EAGAIN
-"""The error of starting a process: that of a full process table."""
+"""The error that starting a process raises, as if the process table were full."""
 NETWORK_ERRNO = errno.ENETDOWN
-"""The error of opening a socket."""
+"""The error that opening a socket raises."""
 _WRITE_ERRNO = errno.EROFS
 _SET_PDEATHSIG, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS, _SET_SECCOMP = 1, 8, 38, 22
 _CAPABILITY_VERSION = 0x20080522
@@ -36,9 +36,9 @@ _DATAGRAM = 2
 _UNNAMED_FILE = 0o20000000
 """Bit of O_TMPFILE, for files that no folder has."""
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Reading settings and size of a terminal, the number of bytes that wait, and settings of the descriptor."""
+"""Allowed: read a terminal's settings and size and the number of waiting bytes, and set descriptor flags."""
 _FORBIDDEN_FCNTLS = (8, 10, 15, 1024, 1026)
-"""Who gets signals about a descriptor (it may be another process), which signal, and leases of files."""
+"""These choose the process that gets signals about a descriptor, choose the signal, or lease files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,21 +62,20 @@ def limit_resources(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     limits = {
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 0,
-    }  # fmt: skip
+    }
     for kind, wanted in limits.items():
         resource.setrlimit(kind, (wanted, wanted))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-def confine(
-    folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True
-) -> bool:
+def confine(folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True) -> bool:
     """Take from this process all rights but to compute, to read `readable` and to write to `folder`.
 
-    Without `may_delete`, it cannot delete files there, whose space could not be measured any more.
+    Without `may_delete`, it cannot delete files there: the space of deleted files that are still open could
+    not be measured.
 
-    Return whether it can write to the folder: without a new Landlock (or with `landlock` false), it cannot
-    write to any file. Raises Unprotected.
+    Return whether it can write to the folder. Without a new enough Landlock, or with `landlock` false, it
+    cannot write to any file. Raises Unprotected.
     """
     machine = platform.machine()
     numbers = system_calls(machine)
@@ -100,7 +99,7 @@ def confine(
 
 
 def _drop_rights() -> bool:
-    """Give up the rights of root, if this is root; return whether this is another user then."""
+    """Give up the rights of root, if this is root; return whether the process now has another user."""
     if os.geteuid() != 0:
         return False
     _call("prctl", _SET_KEEPCAPS, 1, 0, 0, 0)
@@ -158,9 +157,9 @@ def _restrict_paths(folder: str, readable: Sequence[str], abi: int, *, may_delet
             continue
         if not os.path.isdir(path):
             rights &= execute | write | read | truncate
-        at = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _call("syscall", _LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, at), 0)
-        os.close(at)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _call("syscall", _LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, descriptor), 0)
+        os.close(descriptor)
     _call("syscall", _LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
 
@@ -179,18 +178,18 @@ def _filter_program(
 ) -> list[tuple[int, int, int, int]]:
     """Return the instructions of the filter, in classic BPF: code, jump if true, jump if false, operand."""
     refused = {"PROCESSES": PROCESS_ERRNO, "NETWORK": NETWORK_ERRNO, "FORBIDDEN": errno.EPERM,
-               "MISSING": errno.ENOSYS} | ({} if writes else {"WRITES": _WRITE_ERRNO})  # fmt: skip
+               "MISSING": errno.ENOSYS} | ({} if writes else {"WRITES": _WRITE_ERRNO})
     program = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL),
                (_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, NEWEST + 1),
-               (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # fmt: skip
+               (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     for group, number in refused.items():
         for call in numbers[group].values():
             program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | number)]
-    own = os.getpid()
+    this_process = os.getpid()
     checks: dict[str, list[tuple[int, int, int, int]]] = {
         "clone": _argument_check(0, _EQUAL, [_THREAD], PROCESS_ERRNO, mask=_THREAD),
-        "kill": _argument_check(0, _EQUAL, [own], errno.EPERM),
-        "tgkill": _argument_check(0, _EQUAL, [own], errno.EPERM),
+        "kill": _argument_check(0, _EQUAL, [this_process], errno.EPERM),
+        "tgkill": _argument_check(0, _EQUAL, [this_process], errno.EPERM),
         "prlimit64": _argument_check(0, _EQUAL, [0], errno.EPERM),
         "prctl": _argument_check(0, _EQUAL, [_SET_PDEATHSIG], errno.EPERM, inverted=True),
         "socketpair": [
@@ -212,11 +211,11 @@ def _filter_program(
 def _argument_check(
     index: int, code: int, operands: Sequence[int], number: int, *, mask: int = 0xFFFFFFFF,
     inverted: bool = False,
-) -> list[tuple[int, int, int, int]]:  # fmt: skip
-    """Return instructions that allow a call if an argument's lower half passes the test with any operand.
+) -> list[tuple[int, int, int, int]]:
+    """Return instructions that allow a call if an argument passes the test with any operand, else refuse it.
 
-    Else they return an error; the other way round if `inverted`. Only the bits of the argument that are in
-    the mask count.
+    With `inverted` they refuse it if it passes, else allow it. The test sees the lower half of the argument,
+    of which only the bits in `mask` count.
     """
     allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | number)
     tests = [(code, len(operands) - i, 0, operand) for i, operand in enumerate(operands)]

@@ -1,4 +1,4 @@
-"""LimitedCall: calls a function, plain or `async`, within a time limit: once, or many times at once."""
+"""LimitedCall: calls a function, plain or `async`, within a time limit, once or many times in parallel."""
 
 import asyncio
 import functools
@@ -42,9 +42,9 @@ def start_thread(function: Callable[[], Any], done: Callable[[Outcome], Any]) ->
 
 
 def run_together(functions: Sequence[Callable[[], Any]], *, here: Sequence[bool]) -> list[Outcome]:
-    """Call functions at the same time and return their outcomes, in the given order.
+    """Call functions at the same time, each in a thread, and return their outcomes in the same order.
 
-    Those with a true entry in `here` run one after another in this thread.
+    Functions whose entry in `here` is true run in this thread instead, one after another.
     """
     done: list[queue.SimpleQueue[Outcome]] = [queue.SimpleQueue() for _ in functions]
     if len(functions) > 1:
@@ -73,17 +73,17 @@ class LimitedCall:
     def __init__(
         self, function: Callable[..., Any], *, seconds: float | None,
         setting: str = "reward_limits.timeout_seconds",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._function = function
         self._seconds = seconds
         self._setting = setting
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, **arguments: Any) -> Any:
         """Return the function's answer. Raises TimeoutError, and what the function raises."""
         if self._seconds is None or is_async(self._function):
-            answer = self._function(**given)
+            answer = self._function(**arguments)
         else:
-            answer = self._in_thread(given)
+            answer = self._in_thread(arguments)
         return self._run(self._awaited(answer)) if inspect.isawaitable(answer) else answer
 
     def each(
@@ -117,27 +117,27 @@ class LimitedCall:
     ) -> list[Outcome]:
         free = asyncio.Semaphore(concurrency)
 
-        async def one(make: Callable[[], Arguments]) -> Outcome:
+        async def with_retries(make: Callable[[], Arguments]) -> Outcome:
             async with free:
                 for _ in range(retries):
-                    outcome = await self._one(make())
+                    outcome = await self._call(make())
                     if outcome.error is None or not isinstance(outcome.error, Exception):
                         return outcome
-                return await self._one(make())
+                return await self._call(make())
 
-        return list(await asyncio.gather(*(one(make) for make in arguments)))
+        return list(await asyncio.gather(*(with_retries(make) for make in arguments)))
 
-    async def _one(self, given: Arguments) -> Outcome:
+    async def _call(self, arguments: Arguments) -> Outcome:
         if is_async(self._function):
-            return await self._awaited(self._function(**given))
-        outcome = await self._awaited(_in_pool_thread(functools.partial(self._function, **given)))
+            return await self._awaited(self._function(**arguments))
+        outcome = await self._awaited(_in_new_thread(functools.partial(self._function, **arguments)))
         if outcome.error is None and inspect.isawaitable(outcome.value):
             return await self._awaited(outcome.value)
         return outcome
 
-    def _in_thread(self, given: Arguments) -> Any:
+    def _in_thread(self, arguments: Arguments) -> Any:
         result: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        start_thread(functools.partial(self._function, **given), result.put)
+        start_thread(functools.partial(self._function, **arguments), result.put)
         try:
             outcome = result.get(timeout=self._seconds)
         except queue.Empty as error:
@@ -149,7 +149,7 @@ class LimitedCall:
 
 
 async def _outcome(answer: Awaitable[Any]) -> Outcome:
-    """Wait for an answer. A `sys.exit` is kept as well, as it would end the event loop."""
+    """Wait for an answer, and keep what it raises, even a `sys.exit`, which would end the event loop."""
     try:
         return Outcome(await answer)
     except asyncio.CancelledError:
@@ -158,7 +158,7 @@ async def _outcome(answer: Awaitable[Any]) -> Outcome:
         return Outcome(error=error)
 
 
-async def _in_pool_thread(function: Callable[[], Any]) -> Any:
+async def _in_new_thread(function: Callable[[], Any]) -> Any:
     """Call a plain function in a thread of its own and return its answer."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Outcome] = loop.create_future()

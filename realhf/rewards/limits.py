@@ -11,9 +11,9 @@ class RewardLimits:
     """Settings for failures of a reward function."""
 
     timeout_seconds: float | None = None
-    """Longest time of a call with all samples of a rank, or with one if the reward has a `concurrency`. The
-    function then runs in a thread of its own, where Python's `signal.alarm` does not work; one that never
-    returns keeps its thread. None: no limit."""
+    """Longest time of a call with all samples of a rank, or with one sample if the reward has a
+    `concurrency`. With a limit the function runs in a thread of its own, in which Python's `signal.alarm`
+    does not work. A function that never returns keeps its thread. None: no limit."""
     retries: int = 0
     """How often a call that has failed is made again."""
     on_failure: Literal["stop", "drop"] = "stop"

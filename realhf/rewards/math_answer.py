@@ -36,8 +36,8 @@ class MathAnswer:
 
     answer_key: str = "answer"  # The column with the right answer.
     anchored: bool = False
-    r"""Whether only LaTeX counts that is in `\boxed{}` or follows words like `the answer is`; else plain
-    numbers and expressions count as well, the last one of the text if nothing is boxed."""
+    r"""Whether only LaTeX in `\boxed{}` or after words like `the answer is` counts. Otherwise plain numbers
+    and expressions count as well, and if nothing is boxed, the last one in the text is the answer."""
     unparsed_gold: float | None = None
     """The reward if the right answer cannot be parsed; None: the reward does not apply."""
     timeout_seconds: float = 10.0  # Longest time of a comparison, counted on the processor.
@@ -57,10 +57,10 @@ class MathAnswer:
     def __call__(
         self, completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
-    ) -> list[float | None]:  # fmt: skip
+    ) -> list[float | None]:
         """Return the reward of each completion."""
         jobs = [{"text": text_of(completion), "gold": None if gold is None else str(gold)}
-                for completion, gold in zip(completions, columns[self.answer_key], strict=True)]  # fmt: skip
+                for completion, gold in zip(completions, columns[self.answer_key], strict=True)]
         results = self._workers.answers(jobs)
         if log_metric is not None:
             log_metric("math_answer/timeout", sum(result is None for result in results) / len(results))
@@ -96,7 +96,7 @@ class _Workers:
             self._free.put(_Worker(seconds))
 
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Return the result of each job; None for those that have ended their process."""
+        """Return the result of each job; None if its process ended over it (see math_worker.py)."""
         jobs = [job | {"anchored": self._anchored} for job in jobs]
         if len(jobs) == 1:
             return [self._answer(jobs[0])]

@@ -37,12 +37,12 @@ def main() -> None:
 
 
 def _answer(math_verify: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Return whether a text gives the right answer, None if this cannot be parsed; and the text's answer."""
-    found = _parse(math_verify, job["text"], anchored=job["anchored"])
-    result: dict[str, Any] = {"answer": _normal_form(found)}
+    """Return the text's answer and, under `right`, whether it is the job's (None: that cannot be parsed)."""
+    answers = _parse(math_verify, job["text"], anchored=job["anchored"])
+    result: dict[str, Any] = {"answer": _normal_form(answers)}
     if job.get("gold") is not None:
         gold = _parse_gold(math_verify, job["gold"])
-        right = bool(found) and math_verify.verify(gold, found, timeout_seconds=None) if gold else None
+        right = bool(answers) and math_verify.verify(gold, answers, timeout_seconds=None) if gold else None
         result["right"] = right
     return result
 
@@ -58,17 +58,17 @@ def _parse_gold(math_verify: Any, text: str) -> list[Any]:
     """Return the right answer: text with LaTeX, a number, or a solution that ends like `#### 72`."""
     text = text.rsplit("####", maxsplit=1)[-1].strip()
     is_formula = not _ANCHOR.search(text) and not _WORD.search(re.sub(r"\\[A-Za-z]+", "", text))
-    found = _parse(math_verify, f"${text}$") if is_formula else []  # Else (1, 2) would be read as 2.
-    return found or _parse(math_verify, text)
+    parsed = _parse(math_verify, f"${text}$") if is_formula else []  # Else (1, 2) would be read as 2.
+    return parsed or _parse(math_verify, text)
 
 
-def _normal_form(found: list[Any]) -> str | None:
+def _normal_form(answers: list[Any]) -> str | None:
     """Return a text that is the same for equal numbers, such as 0.5 and 1/2; None without an answer."""
-    if not found:
+    if not answers:
         return None
     import sympy  # type: ignore[import-untyped]
 
-    value = found[0]
+    value = answers[0]
     if isinstance(value, sympy.Basic) and value.is_number:
         value = sympy.nsimplify(value.doit(), rational=True)
     return str(value)

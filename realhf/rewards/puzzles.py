@@ -16,9 +16,9 @@ from realhf.user_input.field_types import check_types
 class ReasoningGym:
     """The score that reasoning-gym's own scorer of a dataset gives to an answer.
 
-    It does not apply to rows without metadata, such as those of the other parts of a mixture.
     Each row has the library's entry in two columns: the `answer`, and the `metadata`, an object whose
-    `source_dataset` names the dataset. The package reasoning-gym must be installed.
+    `source_dataset` names the dataset. The reward does not apply to rows without metadata, such as those of
+    other parts of a mixture. The package reasoning-gym must be installed.
     """
 
     answer_key: str = "answer"
@@ -52,9 +52,9 @@ class ReasoningGym:
             if entry[1] is None:
                 scores.append(None)
                 continue
-            found = self.answer_of(text_of(completion))
-            known = dict(zip(("answer", "metadata", "question"), entry, strict=True))
-            scores.append(float(_scorer_of(self._dataset(entry[1]))(answer=found, entry=known)))
+            fields = dict(zip(("answer", "metadata", "question"), entry, strict=True))
+            score = _scorer_of(self._dataset(entry[1]))
+            scores.append(float(score(answer=self.answer_of(text_of(completion)), entry=fields)))
         return scores
 
     def answer_of(self, completion: str) -> str | None:

@@ -70,8 +70,8 @@ class RemoteJudge:
         """Return the reward of each completion."""
         texts = [text_of(completion) for completion in completions]
         if self.prompt is None:
-            given = {name: columns[name] for name in self.columns}
-            document = {"prompts": list(prompts), "completions": texts, "columns": given}
+            sent = {name: columns[name] for name in self.columns}
+            document = {"prompts": list(prompts), "completions": texts, "columns": sent}
             return self._scores_in(await self._post(document), len(texts))
         scores: list[float | None] = []
         for i, text in enumerate(texts):
@@ -82,17 +82,17 @@ class RemoteJudge:
 
     async def _asked(self, template: str, shown: Mapping[str, str]) -> float:
         """Return the score that a chat model gives."""
-        content = re.sub(r"\{(\w+)\}", lambda found: shown.get(found[1], found[0]), template)
+        content = re.sub(r"\{(\w+)\}", lambda matches: shown.get(matches[1], matches[0]), template)
         messages = [{"role": "user", "content": content}]
         reply = await self._post({"model": self.model, "messages": messages, "temperature": 0.0})
         try:
             text = str(reply["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(f"{self.url} answered {_short(reply)}: it must be a chat completion") from error
-        found = re.findall(self.pattern, text, re.DOTALL)
-        if not found:
+        matches = re.findall(self.pattern, text, re.DOTALL)
+        if not matches:
             raise UserError(f"{self.url} answered {_short(text)}, in which the pattern finds no score")
-        last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+        last = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
         return float(last) / self.scale
 
     async def _post(self, document: Mapping[str, Any]) -> Any:

@@ -16,9 +16,8 @@ RewardFunction = Callable[..., Any]
 """A function of (prompts, completions, completion_ids, **columns) that returns a list of numbers, as in TRL.
 It may be `async`. None in the list means that the reward does not apply to the sample.
 
-An object may have `column_names`, the columns that it reads, instead of naming them as parameters. It may
-also have a method `answer_of(completion)`, which returns the answer that a text gives, or None; answers that
-are equal count as the same in a vote."""
+An object may name the columns that it reads in `column_names`, instead of as parameters. It may also have a
+method `answer_of(completion)`, which returns the answer in a text, or None; a majority vote counts these."""
 STANDARD = ("prompts", "completions", "completion_ids")
 EXTRAS = ("log_metric", "log_extra", "trainer_state")
 """Arguments that a function gets if it names them, as in TRL."""
@@ -28,10 +27,10 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
           "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
           "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "answer_ids", "answer_mask",
           "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
-          "reward_metrics")  # fmt: skip
+          "reward_metrics")
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
-"""Names that metrics `reward/...` of all rewards together have."""
+"""Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 
 
@@ -48,8 +47,9 @@ class Reward:
     plain functions run in threads, those of `async` functions in one event loop."""
     timeout_seconds: float | None = None  # Longest time of a call; None: that of `reward_limits`.
     on_failure: Literal["stop", "drop", "skip"] | None = None
-    """What happens if the function fails on a sample; None: as `reward_limits` says. With `skip`, the reward
-    does not apply to the sample, and the metric `reward/<name>/failed` is the share of such samples."""
+    """What happens if the function fails on a sample; None: what `reward_limits` says. With `skip`, the
+    reward does not apply to the sample, and the metric `reward/<name>/failed` is the share of such
+    samples."""
 
     def __post_init__(self) -> None:
         if isinstance(self.function, Reward):
@@ -72,12 +72,12 @@ RewardFunctions = RewardFunction | Reward | Sequence[RewardFunction | Reward]
 """One reward function or several, each with its weight and name, or without."""
 
 
-def rewards_of(given: RewardFunctions) -> tuple[Reward, ...]:
-    """Return the rewards that a field `reward_function` gives. Raises UserError if they are no rewards."""
-    several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    if not several:
+def rewards_of(functions: RewardFunctions) -> tuple[Reward, ...]:
+    """Return the value of a field `reward_function` as rewards. Raises UserError if it is none."""
+    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
+    if not listed:
         raise UserError("reward_function is empty: give at least one function")
-    rewards = tuple(one if isinstance(one, Reward) else Reward(one) for one in several)
+    rewards = tuple(item if isinstance(item, Reward) else Reward(item) for item in listed)
     for reward in rewards:
         parameters_of(reward.function)
     labels = [reward.label for reward in rewards]
@@ -92,20 +92,20 @@ def rewards_of(given: RewardFunctions) -> tuple[Reward, ...]:
     return rewards
 
 
-def answers_by(given: RewardFunctions) -> Callable[[str], Any] | None:
+def answers_by(functions: RewardFunctions) -> Callable[[str], Any] | None:
     """Return the method `answer_of` of the first reward function that has one; None if there is none."""
-    methods = [getattr(reward.function, "answer_of", None) for reward in rewards_of(given)]
+    methods = [getattr(reward.function, "answer_of", None) for reward in rewards_of(functions)]
     return next((method for method in methods if method is not None), None)
 
 
-def reward_columns(given: RewardFunctions, available: Sequence[str] = ()) -> tuple[str, ...]:
+def reward_columns(functions: RewardFunctions, available: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the columns to pass to reward functions.
 
-    Parameters without a default are required; parameters with a default and **columns get `available`
-    columns. Raises UserError if one is not a reward function.
+    A parameter without a default always gets its column. Parameters with a default, and **columns, get those
+    of the `available` columns. Raises UserError if one is not a reward function.
     """
-    rewards = rewards_of(given)
-    return tuple(dict.fromkeys(name for one in rewards for name in columns_of(one.function, available)))
+    rewards = rewards_of(functions)
+    return tuple(dict.fromkeys(name for reward in rewards for name in columns_of(reward.function, available)))
 
 
 def columns_of(function: RewardFunction, available: Sequence[str]) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _EVENTS = ("ready", "unprotected", "note", "code", "test")
 _SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
-                 "/etc/localtime")  # fmt: skip
-"""What libraries read, beside the interpreter's own directory."""
+                 "/etc/localtime")
+"""Paths that libraries read, beside the interpreter's own directory."""
 _OUTCOMES = ("passed", "wrong", "error", "memory", "network", "processes", "files")
 """The reasons that a report of the runner may give."""
 _START = "import sys; sys.path[0] = {root!r}; from realhf.rewards import sandbox_runner as r; r.main()"
@@ -68,7 +68,7 @@ class Sandbox:
     packages: bool = False
     """Whether the code can import the packages that are installed here, such as numpy."""
     allow_unprotected: bool = False
-    """Whether to run the code with limits on time and memory only, if the machine does not offer more. Such
+    """Whether to run the code with limits on time and memory only, if the machine offers no protection. Such
     code can do whatever you can do."""
     landlock: bool = True  # Whether to use Landlock where the kernel has it.
 
@@ -99,7 +99,7 @@ class Sandbox:
             "set Sandbox.allow_unprotected only for code that you trust")
 
     def _run(self, job: dict[str, Any], stdin: str, *, protected: bool) -> Execution | str:
-        """Run a job; return what is missing if there is no protection."""
+        """Run a job. If the machine lacks what the sandbox needs, return a text that says so instead."""
         with new_folder() as folder, _input_file(stdin) as input_fd:
             job = job | self._settings(folder) | {"protected": protected, "word": secrets.token_hex(16)}
             with _input_file(json.dumps(job)) as job_fd:
@@ -113,17 +113,17 @@ class Sandbox:
         packages = list(dict.fromkeys(paths))
         interpreter = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)}
         limits = {"memory_bytes": self.memory_mib << 20, "cpu_seconds": self.cpu_seconds,
-                  "file_bytes": self.files_mib << 20}  # fmt: skip
+                  "file_bytes": self.files_mib << 20}
         return {
             "folder": folder, "package_root": str(_ROOT), "packages": packages, "limits": limits,
             "readable": [*sorted(interpreter - {"/"}), *_SYSTEM_PATHS, *packages],
             "landlock": self.landlock, "may_delete": may_look(),
-        }  # fmt: skip
+        }
 
 
 @contextmanager
 def _input_file(text: str) -> Iterator[int]:
-    """Return a file descriptor from which the text can be read, and no more; its file has no name."""
+    """Return a read-only descriptor of a file with this text, which no longer has a name."""
     descriptor, path = tempfile.mkstemp(prefix="realhf-input-")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -139,7 +139,7 @@ def _input_file(text: str) -> Iterator[int]:
 
 @dataclass
 class _Watch:
-    """A running process with what it has written, and the limits that it is held to from outside."""
+    """A running process: reads what it writes, and stops it when it breaks a limit."""
 
     sandbox: Sandbox
     folder: str
@@ -164,7 +164,7 @@ class _Watch:
         finally:
             os.close(report_fd)
         sources = {"report": report, "stdout": self.process.stdout.fileno(),
-                   "stderr": self.process.stderr.fileno()}  # fmt: skip
+                   "stderr": self.process.stderr.fileno()}
         try:
             self._watch(sources)
         finally:
@@ -244,9 +244,9 @@ class _Watch:
         return Execution(reason, tests, details[0] if details else "", stdout, stderr)
 
     def _event_of(self, line: str) -> dict[str, str] | None:
-        """Return the event of a line of the report; None if the runner has not written it.
+        """Return the event of a line of the report; None if the line cannot be the runner's.
 
-        Code that has found the runner's secret word may write anything.
+        Code that has found out the runner's secret word may write any line.
         """
         if not line.startswith(self.word):
             return None
@@ -270,9 +270,9 @@ class _Watch:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Return the environment of the code, in which nothing of this process's is secret."""
-    found = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    """Return the environment of the code, which has nothing secret of this process's."""
+    libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder,
-             "PYTHONHASHSEED": "0"}  # fmt: skip
-    return found | threads | fixed
+             "PYTHONHASHSEED": "0"}
+    return libraries | threads | fixed

@@ -26,7 +26,7 @@ def new_folder() -> Iterator[str]:
 
 
 def size_of(folder: str) -> tuple[int, int]:
-    """Return the bytes and the number of files below a folder; stop counting at the most that is legal.
+    """Return the bytes and the number of files below a folder; stop when there are more than MAX_FILES.
 
     A directory that cannot be listed, such as one with a very long path, counts as too many files.
     """
@@ -52,29 +52,29 @@ def size_of(folder: str) -> tuple[int, int]:
 
 
 def unlinked_size(process_id: int, folder: str) -> tuple[int, int]:
-    """Return the bytes of files of a folder that a process has open but that have no name any more.
+    """Return the bytes of a folder's deleted files that a process still has open.
 
-    Also return how many such files it has mapped, whose sizes are not known. Both are 0 if this process may
-    not look at the other one; see `may_look`.
+    Also return how many deleted files it has mapped, whose sizes are not known. Both are 0 if this process
+    may not look at the other one; see `may_look`.
     """
     size = 0
     mapped = 0
     with suppress(OSError):
         for name in os.listdir(f"/proc/{process_id}/fd"):
             with suppress(OSError):
-                at = f"/proc/{process_id}/fd/{name}"
-                if _is_unlinked(os.readlink(at), folder):
-                    size += os.stat(at).st_blocks * 512
+                descriptor = f"/proc/{process_id}/fd/{name}"
+                if _is_unlinked(os.readlink(descriptor), folder):
+                    size += os.stat(descriptor).st_blocks * 512
         with open(f"/proc/{process_id}/maps", errors="replace") as lines:
             paths = (line.rstrip("\n").split(maxsplit=5)[5:] for line in lines)
-            mapped = sum(_is_unlinked(path, folder) for one in paths for path in one)
+            mapped = sum(_is_unlinked(path, folder) for fields in paths for path in fields)
     return size, mapped
 
 
 def may_look() -> bool:
     """Return whether this process may look at the open files of a sandbox's process.
 
-    Root of a container often may not, as the other process belongs to another user.
+    The root user of a container often may not, because the other process belongs to another user.
     """
     if os.geteuid() != 0:
         return True

@@ -1,7 +1,7 @@
 """Runs a stranger's code and its tests in this process, after confining it. Started by `Sandbox` only.
 
-The job is a JSON document in the file descriptor that the command line names; the report goes to another, a
-line for each event, all of which begin with the job's secret word.
+The command line names two file descriptors. The job is a JSON document in the first. The report goes to the
+second, a line for each event, which begins with the job's secret word.
 """
 
 import builtins
@@ -63,7 +63,7 @@ def _run(job: Mapping[str, Any], report: Callable[..., None]) -> None:
 
 
 def _outcome(source: str, name: str, namespace: dict[str, Any]) -> tuple[str, str]:
-    """Execute source code; return `passed` or the reason why it has failed, and the error's last line."""
+    """Execute source code; return `passed`, or the reason of its failure, and the error in one line."""
     try:
         exec(compile(source, name, "exec"), namespace)
     except SystemExit as error:
@@ -82,13 +82,13 @@ def _words(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return in one word why code has failed; an error that another one has caused counts as its cause."""
+    """Return in one word why code has failed, judged by the error or by the first cause that says more."""
     cause: BaseException | None = error
     for _ in range(10):
         if cause is None:
             break
-        if (found := _kind(cause)) != "error":
-            return found
+        if (kind := _kind(cause)) != "error":
+            return kind
         cause = cause.__cause__ or cause.__context__
     return "error"
 

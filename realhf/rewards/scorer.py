@@ -16,7 +16,7 @@ from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import EXTRAS, STANDARD, Reward, columns_of, name_of, parameters_of, takes_any
 
 _SEARCH_SECONDS = 5.0
-"""Time to search for the one sample on which a function raises."""
+"""Time to search for a single sample on which a function raises."""
 _MAX_SHOWN = 200
 """Most characters of a prompt in a message."""
 
@@ -38,12 +38,11 @@ class Scored:
     """The values of one reward function, and what it has logged, with an entry for each sample."""
 
     values: list[Any]
-    """A number for each sample, None if the reward does not apply to it, and NaN if it has failed and the
-    sample is to be dropped."""
+    """A number for each sample; None: the reward does not apply to it; NaN: it failed, drop the sample."""
     metrics: list[dict[str, float]]  # What the sample's call has passed to `log_metric`, by name.
     extra: list[dict[str, Any]]  # What the sample's call has passed to `log_extra`, by column.
     skipped: Sequence[bool] = ()
-    """Whether the reward has failed on each sample, and so does not apply to it; empty: on none."""
+    """For each sample, whether the reward has failed on it and is skipped; empty: it has failed on none."""
 
 
 @dataclass
@@ -73,9 +72,9 @@ class Scorer:
         names = [p.name for p in parameters]
         self._standard = [name for name in STANDARD if name in names or takes_any(parameters)]
         self.extras = [name for name in EXTRAS if name in names]
-        own = reward.timeout_seconds
-        self._seconds = limits.timeout_seconds if own is None else own
-        setting = "reward_limits.timeout_seconds" if own is None else "Reward.timeout_seconds"
+        timeout = reward.timeout_seconds
+        self._seconds = limits.timeout_seconds if timeout is None else timeout
+        setting = "reward_limits.timeout_seconds" if timeout is None else "Reward.timeout_seconds"
         self._limited = LimitedCall(reward.function, seconds=self._seconds, setting=setting)
         self._has_warned_of_failures = False
         self._first_failure = ""
@@ -97,7 +96,7 @@ class Scorer:
         standard = {
             "prompts": answers.prompts, "completion_ids": answers.completion_ids, "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}  # fmt: skip
+                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}
         arguments = {name: standard[name] for name in self._standard}
         arguments |= {name: answers.columns[name] for name in self.columns}
         if self.reward.concurrency is not None:
@@ -111,13 +110,13 @@ class Scorer:
         return self._with_skipped(scored) if self.on_failure == "skip" else scored
 
     def _with_skipped(self, scored: Scored) -> Scored:
-        """Return the samples, where the reward does not apply to those on which it has failed."""
+        """Return the result with None, instead of NaN, for samples on which the reward has failed."""
         skipped = [isinstance(value, float) and math.isnan(value) for value in scored.values]
         share = f"reward/{self.reward.label}/failed"
         metrics = [logged | {share: float(failed)}
-                   for logged, failed in zip(scored.metrics, skipped, strict=True)]  # fmt: skip
+                   for logged, failed in zip(scored.metrics, skipped, strict=True)]
         values = [None if failed else value
-                  for value, failed in zip(scored.values, skipped, strict=True)]  # fmt: skip
+                  for value, failed in zip(scored.values, skipped, strict=True)]
         return Scored(values, metrics, scored.extra, skipped)
 
     def _together(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
@@ -168,8 +167,8 @@ class Scorer:
                 if time.monotonic() >= deadline:
                     raise TimeoutError("the time for calls with single samples is over")
                 log = _Log()
-                given = _sample(arguments, i) | self._callables(log, answers.step)
-                _extend(whole, self._scored([self._limited(**given)[0]], log))
+                call_arguments = _sample(arguments, i) | self._callables(log, answers.step)
+                _extend(whole, self._scored([self._limited(**call_arguments)[0]], log))
             except Exception as error:
                 self._add_failed(whole, error)
         self._check_length(whole.values, answers.ids)
@@ -185,20 +184,20 @@ class Scorer:
         return self._limited(**arguments, **self._callables(log, step)), log
 
     def _callables(self, log: _Log, step: int) -> dict[str, Any]:
-        """Return those arguments of TRL that are no lists, as far as the function names them."""
-        made = {"log_metric": log.log_metric, "log_extra": log.log_extra,
-                "trainer_state": SimpleNamespace(global_step=step)}  # fmt: skip
-        return {name: made[name] for name in self.extras}
+        """Return the arguments of EXTRAS that the function names."""
+        callables = {"log_metric": log.log_metric, "log_extra": log.log_extra,
+                "trainer_state": SimpleNamespace(global_step=step)}
+        return {name: callables[name] for name in self.extras}
 
     def _scored(self, values: list[Any], log: _Log) -> Scored:
         """Return the values of a call with what it has logged."""
-        for column, given in log.extra.items():
-            if len(given) != len(values):
+        for column, entries in log.extra.items():
+            if len(entries) != len(values):
                 raise UserError(
-                    f"reward function {self.name} passed {len(given)} values to log_extra({column!r}) for "
+                    f"reward function {self.name} passed {len(entries)} values to log_extra({column!r}) for "
                     f"{len(values)} samples")
         means = {name: sum(all_values) / len(all_values) for name, all_values in log.metrics.items()}
-        extra = [{column: given[i] for column, given in log.extra.items()} for i in range(len(values))]
+        extra = [{column: entries[i] for column, entries in log.extra.items()} for i in range(len(values))]
         return Scored(values, [means for _ in values], extra)
 
     def _add_failed(self, whole: Scored, error: Exception) -> None:
@@ -238,9 +237,7 @@ class Scorer:
             warn(f"reward function {self.name} {failure}: {cause}; {then}")
         return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
-    def _explain(
-        self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers
-    ) -> UserError:
+    def _explain(self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
         which = f"samples {answers.ids[0]} to {answers.ids[-1]}"
         deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self._seconds or 0.0))

@@ -41,8 +41,8 @@ class AnswerScores:
     """The scores of samples, with an entry for each."""
 
     totals: list[float]
-    """The weighted sum of the rewards that apply; 0 if none applies, NaN for a sample to drop: one on which a
-    reward has failed, or to which no reward applies because some have failed and are skipped."""
+    """The weighted sum of the rewards that apply, or 0 if none does. It is NaN for samples to drop: a reward
+    has failed on them, or no reward applies to them because some have failed and are skipped."""
     by_name: list[dict[str, float | None]]
     """The value of each reward, without its weight; None if it does not apply or has failed."""
     metrics: list[dict[str, float]]
@@ -52,20 +52,20 @@ class AnswerScores:
 class RewardCall:
     """A host function that decodes responses, returns them as `completion`, and scores them.
 
-    `score` is the weighted sum of the rewards, and `reward_scores` has a dict with the value of each by name.
-    It reads tokens and masks under the keys `sequence`.
+    Column `score` has the weighted sum of the rewards, and `reward_scores` a dict from the name of each
+    reward to its value. `sequence` are the keys under which the call reads tokens and response masks.
     """
 
     def __init__(
-        self, given: RewardFunctions, columns: Sequence[str], limits: RewardLimits | None = None,
+        self, functions: RewardFunctions, columns: Sequence[str], limits: RewardLimits | None = None,
         *, sequence: tuple[str, str] = _SEQUENCE,
-    ) -> None:  # fmt: skip
-        self.rewards = rewards_of(given)
+    ) -> None:
+        self.rewards = rewards_of(functions)
         self.columns = tuple(columns)
         self.sequence = sequence
         self.limits = limits or RewardLimits()
-        self.answer_of: Callable[[str], Any] | None = answers_by(given)
-        """Returns the answer that a text gives, for votes; None if no reward function tells it."""
+        self.answer_of: Callable[[str], Any] | None = answers_by(functions)
+        """Returns the answer in a text, for majority votes; None if no reward function can tell it."""
         self._scorers = [Scorer(reward, self.columns, self.limits) for reward in self.rewards]
         self._has_warned_of_none = False
 
@@ -87,17 +87,17 @@ class RewardCall:
         completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)
         columns = {name: batch[column_key(name)] for name in self.columns}
         step = getattr(context, "step", 0)
-        found = self.scored(Answers(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
-        made = {
-            "score": batch[self.sequence[1]].values.new_tensor(found.totals), "completion": completions,
-            "reward_scores": found.by_name, "reward_metrics": found.metrics, "reward_extra": found.extra,
-        }  # fmt: skip
-        return {key: made[key] for key in self.outputs}
+        scores = self.scored(Answers(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
+        outputs = {
+            "score": batch[self.sequence[1]].values.new_tensor(scores.totals), "completion": completions,
+            "reward_scores": scores.by_name, "reward_metrics": scores.metrics, "reward_extra": scores.extra,
+        }
+        return {key: outputs[key] for key in self.outputs}
 
     def scores(
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
-    ) -> list[float]:  # fmt: skip
+    ) -> list[float]:
         """Return the score of each sample, NaN for those to drop. Raises UserError if a function fails."""
         return self.scored(Answers(ids, prompts, completions, completion_ids, columns)).totals
 
@@ -108,25 +108,25 @@ class RewardCall:
         """
         work = [partial(scorer, answers) for scorer in self._scorers]
         outcomes = run_together(work, here=[scorer.runs_here for scorer in self._scorers])
-        scored: list[Scored] = [outcome.unwrap() for outcome in outcomes]
+        results: list[Scored] = [outcome.unwrap() for outcome in outcomes]
         names = [reward.label for reward in self.rewards]
         by_name = []
         totals = []
-        for i, row in enumerate(zip(*(one.values for one in scored), strict=True)):
+        for i, row in enumerate(zip(*(result.values for result in results), strict=True)):
             values = [None if value is None else float(value) for value in row]
             applied = [(r.weight, x) for r, x in zip(self.rewards, values, strict=True) if x is not None]
-            is_lost = not applied and any(one.skipped and one.skipped[i] for one in scored)
+            is_lost = not applied and any(result.skipped and result.skipped[i] for result in results)
             totals.append(math.nan if is_lost else float(sum(weight * value for weight, value in applied)))
             shown = [None if value is None or math.isnan(value) else value for value in values]
             by_name.append(dict(zip(names, shown, strict=True)))
-        self._warn_of_none(answers.ids, scored)
-        return AnswerScores(totals, by_name, _merged([one.metrics for one in scored]),
-                      _merged([one.extra for one in scored]))  # fmt: skip
+        self._warn_of_none(answers.ids, results)
+        return AnswerScores(totals, by_name, _merged([result.metrics for result in results]),
+                      _merged([result.extra for result in results]))
 
-    def _warn_of_none(self, ids: Sequence[int], scored: Sequence[Scored]) -> None:
+    def _warn_of_none(self, ids: Sequence[int], results: Sequence[Scored]) -> None:
         """Warn the first time that no reward applies to some samples."""
-        values = zip(*(one.values for one in scored), strict=True)
-        lost = {i for one in scored for i, failed in zip(ids, one.skipped, strict=False) if failed}
+        values = zip(*(result.values for result in results), strict=True)
+        lost = {i for result in results for i, failed in zip(ids, result.skipped, strict=False) if failed}
         none = [i for i, row in zip(ids, values, strict=True) if all(value is None for value in row)]
         none = [i for i in none if i not in lost]
         if none and not self._has_warned_of_none:
@@ -140,4 +140,4 @@ class RewardCall:
 
 def _merged(columns: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return for each sample the union of its dicts."""
-    return [{k: v for part in row for k, v in part.items()} for row in zip(*columns, strict=True)]
+    return [{k: v for of_reward in row for k, v in of_reward.items()} for row in zip(*columns, strict=True)]

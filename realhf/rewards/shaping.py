@@ -30,7 +30,7 @@ class ScoreShaping(Protocol):
 class TokenReward(Protocol):
     """A function of the token ids of each response that returns a reward for every token.
 
-    A token's return is the sum of the rewards from it on, where the reward l tokens later counts discount^l.
+    A token's return is the sum of its reward and of all later ones, times discount^l if l tokens later.
     """
 
     @property
@@ -64,8 +64,7 @@ class CosineReward:
         is_correct_S = score > self.correct_above
         start_S, end_S = (
             score.new_full(score.shape, of_correct).where(is_correct_S, of_wrong)
-            for of_correct, of_wrong in zip(self.correct, self.wrong, strict=True)
-        )
+            for of_correct, of_wrong in zip(self.correct, self.wrong, strict=True))
         wave_S = (1 + (math.pi * lengths / self.max_length).cos()) / 2
         reward_S = end_S + (start_S - end_S) * wave_S
         is_over_S = (finished == 0) | (lengths > self.max_length)
@@ -140,29 +139,27 @@ def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]
     return returns[::-1]
 
 
-def token_returns(
-    token_rewards: Sequence[TokenReward], responses: Sequence[list[int]]
-) -> list[list[float]]:
+def token_returns(token_rewards: Sequence[TokenReward], responses: Sequence[list[int]]) -> list[list[float]]:
     """Return the returns of each response's tokens, summed over the token rewards, each with its discount.
 
     These are the returns R_t = sum_m sum_l gamma_m^l r_(m, t+l) of Yeo et al. 2025 (arXiv:2502.03373).
     """
     totals = [[0.0] * len(tokens) for tokens in responses]
     for token_reward in token_rewards:
-        made = token_reward(responses)
-        _check_token_rewards(token_reward, made, responses)
-        for i, rewards in enumerate(made):
+        by_response = token_reward(responses)
+        _check_token_rewards(token_reward, by_response, responses)
+        for i, rewards in enumerate(by_response):
             returns = discounted_returns(rewards, token_reward.discount)
             totals[i] = [total + more for total, more in zip(totals[i], returns, strict=True)]
     return totals
 
 
-def _check_token_rewards(token_reward: TokenReward, made: Any, responses: Sequence[list[int]]) -> None:
+def _check_token_rewards(token_reward: TokenReward, by_response: Any, responses: Sequence[list[int]]) -> None:
     """Raise UserError unless there is a finite number for each token."""
     rule = "it must return a list of numbers per response, one for each token"
     try:
-        sizes = [len(rewards) for rewards in made]
-        is_finite = all(math.isfinite(reward) for rewards in made for reward in rewards)
+        sizes = [len(rewards) for rewards in by_response]
+        is_finite = all(math.isfinite(reward) for rewards in by_response for reward in rewards)
     except TypeError as error:
         raise UserError(f"token reward {name_of(token_reward)}: {error}; {rule}") from error
     if sizes != [len(tokens) for tokens in responses] or not is_finite:

@@ -28,7 +28,7 @@ class UnitTests:
     objects, the code runs as a program that reads `input` from standard input, and must print `output`;
     spaces at the ends of lines do not count. Both run in a sandbox.
 
-    A test in the namespace of the code can be deceived by code that looks for it; programs cannot deceive.
+    Code can deceive a test that runs in its namespace, by looking for it; it cannot deceive one with output.
     """
 
     tests_key: str = "tests"  # The column with the tests.
@@ -49,7 +49,7 @@ class UnitTests:
     def __call__(
         self, completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any,
-    ) -> list[float | None]:  # fmt: skip
+    ) -> list[float | None]:
         """Return the reward of each completion; None where the row has no tests.
 
         `log_extra` gets the column `unit_tests/reason` with the first failure of each completion, and
@@ -58,7 +58,7 @@ class UnitTests:
         pairs = list(zip(completions, columns[self.tests_key], strict=True))
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="tests") as pool:
             results = list(pool.map(lambda pair: self._results(code_of(text_of(pair[0])), pair[1]), pairs))
-        reasons = [next((one for one in result if one != "passed"), "passed") for result in results]
+        reasons = [next((why for why in result if why != "passed"), "passed") for result in results]
         if log_extra is not None:
             log_extra("unit_tests/reason", list(reasons))
         if log_metric is not None:

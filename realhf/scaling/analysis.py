@@ -14,7 +14,7 @@ from realhf.scaling.points import Curve, part_of
 MIN_POINTS = 6
 _FEW_POINTS = 15
 _PLATEAU = 0.8
-"""Share of the gain that the last point should reach for its asymptote to be measured, not guessed."""
+"""The asymptote is measured, and not guessed, if the last point reaches at least this share of the gain."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Fit:
     power: PowerLaw
     compute: np.ndarray  # Compute of the fitted points.
     score: np.ndarray
-    later: tuple[np.ndarray, np.ndarray]  # Compute and score of points after those.
+    later: tuple[np.ndarray, np.ndarray]  # Compute and score of the points after the fitted ones.
     samples: tuple[SigmoidLaw, ...]
     at_limit: list[str]
     fitter: SigmoidFitter = field(repr=False)
@@ -80,19 +80,19 @@ class Fit:
 
     def warnings(self, margin: float) -> list[str]:
         """Return why the fit may not deserve trust."""
-        found = []
+        reasons = []
         reached = float(self.sigmoid.share(self.compute.max()))
         if reached < _PLATEAU:
-            found.append(
+            reasons.append(
                 f"the plateau is not reached: the last point has {reached:.0%} of the gain, and A is a guess")
         if len(self.compute) < _FEW_POINTS:
-            found.append(f"{len(self.compute)} points are few for {NUM_PARAMS} parameters")
+            reasons.append(f"{len(self.compute)} points are few for {NUM_PARAMS} parameters")
         width = self.interval("asymptote")
         if width is not None and width[1] - width[0] > 4 * margin:
-            found.append(f"the interval of A is wide ({width[0]:.3g} to {width[1]:.3g})")
+            reasons.append(f"the interval of A is wide ({width[0]:.3g} to {width[1]:.3g})")
         if self.at_limit:
-            found.append(f"{' and '.join(self.at_limit)} ended at a limit of the search")
-        return found
+            reasons.append(f"{' and '.join(self.at_limit)} ended at a limit of the search")
+        return reasons
 
 
 def fit_curve(curve: Curve, settings: FitSettings) -> Fit:
@@ -132,7 +132,7 @@ def _require_points(curve: Curve, count: int) -> None:
 def _bootstrap(
     fitter: SigmoidFitter, law: SigmoidLaw, compute: np.ndarray, score: np.ndarray,
     *, num_starts: int, settings: FitSettings,
-) -> tuple[SigmoidLaw, ...]:  # fmt: skip
+) -> tuple[SigmoidLaw, ...]:
     """Return laws fitted to resampled scores (residual bootstrap, Efron & Tibshirani 1993, section 9.5).
 
     Residuals are drawn, not points, because the compute of the evaluations is chosen and not random: each
@@ -189,8 +189,7 @@ def compare(fits: Sequence[Fit], names: Sequence[str], *, margin: float) -> list
     """Compare every two curves."""
     return [
         _compare(a, b, (names[i], names[j]), margin)
-        for (i, a), (j, b) in combinations(enumerate(fits), 2)
-    ]
+        for (i, a), (j, b) in combinations(enumerate(fits), 2)]
 
 
 def _compare(a: Fit, b: Fit, names: tuple[str, str], margin: float) -> Comparison:
@@ -210,7 +209,7 @@ def document(fit: Fit, name: str, at: Sequence[float], settings: FitSettings) ->
     power = fit.power
     names = {"A": "asymptote", "B": "exponent", "C_mid": "midpoint"}
     intervals = {key: fit.interval(field) for key, field in names.items()} if fit.samples else None
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": name, "files": list(fit.curve.files), "points": len(fit.compute),
         "largest_compute": float(fit.compute.max()),
         "sigmoid": {
@@ -220,21 +219,21 @@ def document(fit: Fit, name: str, at: Sequence[float], settings: FitSettings) ->
             "A": power.asymptote, "B": power.exponent, "D": power.scale,
             "rmse": rmse(power, fit.compute, fit.score)},
         "at": [], "later_points": None, "warnings": fit.warnings(settings.margin),
-    }  # fmt: skip
+    }
     for compute in at:
         band = fit.band(np.array([compute]))
         interval = None if band is None else [float(edge[0]) for edge in band]
-        found["at"].append({
+        values["at"].append({
             "compute": compute, "sigmoid": float(sigmoid(compute)), "interval_95": interval,
-            "power_law": float(power(compute))})  # fmt: skip
+            "power_law": float(power(compute))})
     if len(fit.later[0]):
-        found["later_points"] = {"points": len(fit.later[0]), **{
+        values["later_points"] = {"points": len(fit.later[0]), **{
             key: _errors(law, *fit.later) for key, law in (("sigmoid", sigmoid), ("power_law", power))}}
-    return found
+    return values
 
 
 def _errors(law: SigmoidLaw | PowerLaw, compute: np.ndarray, score: np.ndarray) -> dict[str, float]:
-    """Return the errors of a law on points that it was not fitted to; a positive mean: it is too high."""
+    """Return the errors of a law on points that it was not fitted to; above 0: the law is too high."""
     errors = law(compute) - score
     return {
         "mean": float(errors.mean()), "mean_absolute": float(np.abs(errors).mean()),

@@ -120,12 +120,12 @@ class SigmoidFitter:
     def is_at_limit(self, law: SigmoidLaw) -> list[str]:
         """Return the names of parameters that the limits of the grid hold back."""
         near = 1 + 1e-3
-        found = {
+        near_limit = {
             "A": law.asymptote > self._ceiling - 1e-3 * (self._ceiling - law.start),
             "B": not _EXPONENTS[0] * near < law.exponent < _EXPONENTS[-1] / near,
             "C_mid": not self._midpoints[0] * near < law.midpoint < self._midpoints[-1] / near,
         }
-        return [name for name, is_near in found.items() if is_near]
+        return [name for name, is_near in near_limit.items() if is_near]
 
 
 def fit_power_law(compute: np.ndarray, score: np.ndarray) -> PowerLaw:

@@ -13,9 +13,7 @@ from realhf.errors import UserError
 from realhf.scaling.analysis import Fit
 
 
-def draw_fits(
-    fits: Sequence[Fit], names: Sequence[str], path: Path, *, until: float, x: str, y: str
-) -> None:
+def draw_fits(fits: Sequence[Fit], names: Sequence[str], path: Path, *, until: float, x: str, y: str) -> None:
     """Write a picture of all curves, extrapolated to a compute; `x` and `y` label the axes.
 
     Raises UserError if the file cannot be written.
@@ -61,7 +59,7 @@ def _draw_fit(axes: Axes, fit: Fit, name: str, color: Any, until: float) -> None
 
 
 def _draw_power_law(axes: Axes, fit: Fit, until: float) -> None:
-    """Draw the power law as far as it is above the start; below, it falls without limit."""
+    """Draw the power law where it is above the start; below that, it falls without limit."""
     grid = np.geomspace(fit.curve.compute.min(), max(until, fit.compute.max()), 300)
     score = fit.power(grid)
     above = score > fit.sigmoid.start

@@ -48,9 +48,9 @@ def read_curve(text: str, *, x: str | None = None, y: str | None = None) -> Curv
     starts = []
     points: list[tuple[float, float]] = []
     for file in files:
-        found = _read_file(file, x=x, y=y)
-        starts.append(found[0][1])
-        points += found[1:]
+        file_points = _read_file(file, x=x, y=y)
+        starts.append(file_points[0][1])
+        points += file_points[1:]
     points.sort()
     compute, score = np.array(points).reshape(-1, 2).T
     return Curve(name or _short_name(files[0]), tuple(map(str, files)), tuple(starts), compute, score)
@@ -130,8 +130,8 @@ def _number(value: Any, what: str) -> float:
 
 def part_of(curve: Curve, *, after: float = 0.0, until: float = math.inf) -> tuple[np.ndarray, np.ndarray]:
     """Return compute and score of the points whose compute is above `after` and at most `until`."""
-    kept = (curve.compute > after) & (curve.compute <= until)
-    return curve.compute[kept], curve.score[kept]
+    chosen = (curve.compute > after) & (curve.compute <= until)
+    return curve.compute[chosen], curve.score[chosen]
 
 
 def common_names(curves: Sequence[Curve]) -> list[str]:

@@ -7,14 +7,12 @@ from typing import Annotated, Literal
 
 from typing_extensions import Doc
 
-MaxRows = Annotated[
-    int, Doc("Sequences that a rank decodes at once; the others wait for a free slot.")]
+MaxRows = Annotated[int, Doc("Sequences that a rank decodes at once; the others wait for a free slot.")]
 KvCacheGib = Annotated[
     float | None, Doc(
-        "GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no "
-        "more than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's.")]
-PrefillTokens = Annotated[
-    int, Doc("Prompt tokens per forward pass; a longer prompt is processed in chunks.")]
+        "GiB of a rank for keys and values. None: enough for `max_rows` sequences of full length, but at "
+        "most 90 % of a GPU's free memory less what passes need, or half of a host's free memory.")]
+PrefillTokens = Annotated[int, Doc("Prompt tokens per forward pass; a longer prompt is processed in chunks.")]
 WorkStealing = Annotated[
     bool, Doc(
         "Whether replicas that finish early take waiting prompts from others. Which prompts they take "

@@ -11,7 +11,7 @@ from realhf.user_input.field_types import check_types, require
 
 @dataclass(frozen=True)
 class InsertedPhrase:
-    """An interruption in token ids, of which a generating call inserts `phrase`."""
+    """An Interruption in token ids: a generating call inserts `phrase` unless `end` has come before."""
 
     after_tokens: int
     phrase: tuple[int, ...]

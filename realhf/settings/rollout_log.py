@@ -24,9 +24,9 @@ class RolloutLog:
     prompts_per_step: int = 4  # Prompts kept of each batch that is scored; 0: none.
     follow_rows: int = 4
     """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none."""
-    every: int = 1  # Steps between those of which `prompts_per_step` are kept; followed rows are in all.
+    every: int = 1  # Keep `prompts_per_step` of every so many steps; followed rows are kept in all steps.
     max_megabytes: int = 256
-    """Most megabytes of the file. When it is full, every second step of what it has is dropped."""
+    """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""
     max_characters: int = 20_000  # Longer texts lose their middle.
 
     def __post_init__(self) -> None:
@@ -55,11 +55,11 @@ class RolloutLog:
 
     def followed(self, num_rows: int, *, seed: int) -> frozenset[int]:
         """Return the indices of the rows that are followed."""
-        found: set[int] = set()
+        chosen: set[int] = set()
         for start in range(0, num_rows, _CHUNK):  # So that many rows need little memory.
             chunk = range(start, min(start + _CHUNK, num_rows))
-            found = _chosen([*found, *_chosen(chunk, self.follow_rows, seed)], self.follow_rows, seed)
-        return frozenset(found)
+            chosen = _chosen([*chosen, *_chosen(chunk, self.follow_rows, seed)], self.follow_rows, seed)
+        return frozenset(chosen)
 
     def shortened(self, text: str) -> str:
         """Return a text without its middle if it is too long."""
@@ -70,7 +70,7 @@ class RolloutLog:
 
 
 def _chosen(numbers: Iterable[int], count: int, seed: int) -> set[int]:
-    """Return those `count` numbers whose hashes are lowest."""
+    """Return the `count` numbers with the lowest hashes."""
     values = np.fromiter(numbers, dtype=np.uint64)
     order = np.lexsort((values, _hashes(values, seed)))
     return {int(value) for value in values[order[:count]]}

@@ -12,10 +12,10 @@ from realhf.user_input.field_types import check_types, require
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings of sampling; docs/generation.md says which option of transformers or vLLM each is equal to.
+    """Settings of sampling; docs/generation.md says which options of transformers and vLLM they equal.
 
     `logit_bias`, the penalties, the bad words and `min_new_tokens` change the logits, in this order; then
-    temperature, `top_k`, `top_p` and `min_p` apply. `temperature=0` is greedy: these three have no effect.
+    temperature, `top_k`, `top_p` and `min_p` apply. `temperature=0` is greedy: the last three have no effect.
     Lists become tuples, a text becomes a tuple of one, and a mapping becomes a tuple of pairs.
     """
 
@@ -41,7 +41,7 @@ class SamplingConfig:
     bad_words: tuple[str, ...] = ()
     """Texts whose tokens, with and without a space before them, may not be sampled in this sequence."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids whose last one may not be sampled after the others."""
+    """Sequences of token ids: the last id of each may not be sampled directly after the others."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "bad_word_ids"):
@@ -80,9 +80,9 @@ class SamplingConfig:
     @property
     def token_ids(self) -> list[tuple[str, int]]:
         """Return all token ids in the settings, each with the name of its field."""
-        found = [("stop_token_ids", token) for token in self.stop_token_ids]
-        found += [("logit_bias", token) for token, _ in self.logit_bias]
-        return found + [("bad_word_ids", token) for tokens in self.bad_word_ids for token in tokens]
+        named_ids = [("stop_token_ids", token) for token in self.stop_token_ids]
+        named_ids += [("logit_bias", token) for token, _ in self.logit_bias]
+        return named_ids + [("bad_word_ids", token) for tokens in self.bad_word_ids for token in tokens]
 
     @property
     def reads_text(self) -> bool:

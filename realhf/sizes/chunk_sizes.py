@@ -1,13 +1,13 @@
-"""Sizes of the parts in which operators work, by which the planner predicts their memory.
+"""Sizes of the chunks in which operators work, from which the planner predicts their memory.
 
-Parts stay in a core's cache on CPU. On a GPU they are larger, because each part costs kernel launches.
+On CPU a chunk stays in a core's cache. On a GPU chunks are larger, because each costs kernel launches.
 """
 
 PART_NUMEL = 1 << 17
 """Elements that a norm or an activation processes at a time on CPU; a GPU processes all at once."""
 CHUNK_NUMEL = 1 << 24
 SMALL_PRODUCT = 1 << 21
-"""Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16 on CPU."""
+"""Up to this many multiplications, a product is faster in float32 than torch can prepare it in bfloat16."""
 WIDENED_WEIGHT_NUMEL = 1 << 19
 """Elements of a weight that are converted to float32 at a time for a product on CPU."""
 WIDENED_TOKENS_NUMEL = 1 << 21
@@ -17,7 +17,7 @@ EXPANDED_TOKENS = 8192
 OPTIMIZER_SLICE_NUMEL = 1 << 24
 """Parameters whose states of an optimizer in host memory are on the device together."""
 CUDA_PARTS = 16
-"""A GPU converts this many times more elements at a time, because each part costs kernel launches."""
+"""A GPU converts this many times more elements at a time, because each chunk costs kernel launches."""
 
 
 def chunk_numel(*, is_cuda: bool) -> int:

@@ -10,7 +10,7 @@ from realhf.models.model_config import ModelConfig
 SMALL = 64
 """Tokens in a small block, which shares more and wastes less."""
 _LARGE = 128
-"""Tokens in a large block, which is faster to attend to; a shorter one is a multiple of `_STEP`."""
+"""Tokens in a large block, which is faster to attend to; a smaller block has a multiple of `_STEP`."""
 _STEP = 16
 _DOUBLING = 32
 """Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_STEPS_DOUBLE`."""
@@ -18,9 +18,9 @@ _STEPS_DOUBLE = 256
 DENSE = 0.5
 """A range of blocks is read in place if at least this share of it is in use; else it is copied."""
 SHARE_OF_HOST = 0.5
-"""Share of a host's free memory that a cache may take, unless the user sets a limit: others use it, too."""
+"""Share of a host's free memory that a cache may take, unless the user sets a limit."""
 SHARE_OF_DEVICE = 0.9
-"""Share of a GPU's free memory for a cache and for what the passes need beside it."""
+"""Share of a GPU's free memory for a cache together with the passes."""
 
 
 class CachedHeads(NamedTuple):
@@ -48,8 +48,8 @@ def block_size(
 ) -> int:
     """Return the number of tokens in a block, for prompts of (tokens, samples).
 
-    Blocks are small if samples can share one, and not longer than the longest row. Blocks of a paged cache,
-    whose kernels want multiples of `page_tokens`, have one size for the whole run.
+    Blocks are small if samples of a prompt can share one; no block is longer than the longest row. A paged
+    cache, whose kernels need multiples of `page_tokens`, has one block size for the whole run.
     """
     if page_tokens is not None:
         return -(-SMALL // page_tokens) * page_tokens
@@ -72,42 +72,40 @@ def shared_tokens(length: int, count: int) -> int:
 def tokens_read(context: Any, longest: Any, size: int) -> Any:
     """Return how many tokens of the cache a decode step reads for a row with `context` cached tokens.
 
-    Blocks are read up to the end of the `longest` row if that has a single one, and else as a whole. The
-    arguments may be arrays.
+    If the `longest` row has a single block, blocks are read up to that row's end; else they are read as a
+    whole. The arguments may be arrays.
     """
     return np.maximum(1.0, np.ceil(context / size)) * np.minimum(longest, size)
 
 
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:
-    """Return how many blocks let `num_slots` rows run without waiting for one another, even if all reach
-    their maximal length, for prompts of (tokens, samples).
+    """Return how many blocks suffice for `num_slots` rows of full length at once, so that none has to wait.
 
-    Shared blocks are counted for twice as many prompts as fill the slots, because the last samples of earlier
-    prompts may still be running.
+    Prompts are (tokens, samples). Shared blocks are counted for twice as many prompts as fill the slots,
+    because the last samples of earlier prompts may still be running.
     """
-    own: list[int] = []
+    unshared: list[int] = []
     shared: list[int] = []
     for length, count in prompts:
         whole = length // size * (count > 1)
         shared.append(whole + (count > 1))  # The last block is not full: all samples but one copy it.
-        own += [num_blocks(length + max_new_tokens, size) - whole] * count
-    num_prompts = -(-2 * num_slots * len(shared) // max(1, len(own)))
-    return sum(sorted(own)[-num_slots:]) + sum(sorted(shared)[-num_prompts:])
+        unshared += [num_blocks(length + max_new_tokens, size) - whole] * count
+    num_prompts = -(-2 * num_slots * len(shared) // max(1, len(unshared)))
+    return sum(sorted(unshared)[-num_slots:]) + sum(sorted(shared)[-num_prompts:])
 
 
 def tokens_for(
     length: int, samples_per_prompt: int, *, num_slots: int, num_samples: int, max_new_tokens: int,
     page_tokens: int | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Return how many tokens fit in the blocks that `blocks_for` returns if all prompts are alike."""
     shares = samples_per_prompt > 1
-    size = block_size(
-        [(length, samples_per_prompt)], max_new_tokens=max_new_tokens, page_tokens=page_tokens)
+    size = block_size([(length, samples_per_prompt)], max_new_tokens=max_new_tokens, page_tokens=page_tokens)
     whole = length // size * shares
     prompts = -(-num_samples // samples_per_prompt)
     prompts = min(prompts, -(-2 * num_slots * prompts // num_samples))
-    own = num_blocks(length + max_new_tokens, size) - whole
-    return (num_slots * own + prompts * (whole + 1) * shares) * size
+    unshared = num_blocks(length + max_new_tokens, size) - whole
+    return (num_slots * unshared + prompts * (whole + 1) * shares) * size
 
 
 def padded_size(count: int) -> int:
@@ -118,9 +116,7 @@ def padded_size(count: int) -> int:
     return -(-count // step) * step
 
 
-def cache_limit(
-    free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False
-) -> float:
+def cache_limit(free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False) -> float:
     """Return the most bytes that a cache takes, beside passes that need `pass_bytes` at their peak.
 
     With `takes_all` it may have all memory that the passes leave. The result is below 0 if they leave none.

@@ -1,4 +1,4 @@
-"""Splits samples into micro-batches, and into parts of balanced cost."""
+"""Splits samples into micro-batches, and items into bins of balanced cost."""
 
 import heapq
 import math
@@ -10,39 +10,38 @@ from realhf.models.param_spec import ModelSpec
 
 
 def balance(
-    costs: Sequence[float], num_parts: int, *, limit: float = math.inf, sizes: Sequence[float] | None = None
+    costs: Sequence[float], num_bins: int, *, limit: float = math.inf, sizes: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Split items into parts of nearly equal cost; return the parts' indices, rising.
+    """Split items into bins of nearly equal cost; return the indices of each bin's items, rising.
 
-    This is Graham's LPT rule: the largest cost is at most 4/3 of the optimum. No part is larger than `limit`
-    (except for a single large item); sizes are the costs, unless given. If an item fits nowhere, a part is
-    added.
+    This is Graham's LPT rule: the largest cost is at most 4/3 of the optimum. The sizes (None: the costs) of
+    a bin's items add up to `limit` at most, except for a single larger item. If need be, bins are added.
     """
     sizes = costs if sizes is None else sizes
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    filled = [0.0] * num_parts
-    heap = [(0.0, 0, part) for part in range(num_parts)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    filled = [0.0] * num_bins
+    heap = [(0.0, 0, index) for index in range(num_bins)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        full = []  # Lightest parts that cannot take the item.
+        full = []  # The lightest bins that cannot take the item.
         while heap and heap[0][1] and filled[heap[0][2]] + sizes[i] > limit:
             full.append(heapq.heappop(heap))
         if not heap:
-            heap.append((0.0, 0, len(parts)))
-            parts.append([])
+            heap.append((0.0, 0, len(bins)))
+            bins.append([])
             filled.append(0.0)
-        total, count, part = heap[0]
-        parts[part].append(i)
-        filled[part] += sizes[i]
-        heapq.heapreplace(heap, (total + costs[i], count + 1, part))
+        total, count, index = heap[0]
+        bins[index].append(i)
+        filled[index] += sizes[i]
+        heapq.heapreplace(heap, (total + costs[i], count + 1, index))
         for entry in full:
             heapq.heappush(heap, entry)
-    return [sorted(part) for part in parts]
+    return [sorted(items) for items in bins]
 
 
 def attention_share(spec: ModelSpec) -> float:
-    """Return the s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
+    """Return s such that a sequence of n tokens costs as much as n + s n^2 tokens without attention.
 
-    It is a ratio of FLOPs, when every token has an output and sees half of the sequence on average.
+    Costs are FLOPs. Every token has an output, and sees half of the sequence on average.
     """
     flops = ModelFlops.of(spec)
     return flops.attention * spec.config.num_layers / (4 * (flops.matrices + flops.head))
@@ -66,16 +65,17 @@ def micro_batches(
         return []
     sizes = [sum(lengths[i] for i in group) for group in groups]
     costs = [sum(lengths[i] + attention * lengths[i] ** 2 for i in group) for group in groups]
-    num_parts = max(-(-sum(sizes) // max_tokens), min(at_least, len(groups)))
-    parts = balance(costs, num_parts, limit=max_tokens, sizes=sizes)
-    ordered = [sorted(part, key=lambda group: (sizes[group], group)) for part in parts if part]
-    return [[i for group in part for i in groups[group]] for part in ordered]
+    num_batches = max(-(-sum(sizes) // max_tokens), min(at_least, len(groups)))
+    batches = balance(costs, num_batches, limit=max_tokens, sizes=sizes)
+    ordered = [sorted(batch, key=lambda group: (sizes[group], group)) for batch in batches if batch]
+    return [[i for group in batch for i in groups[group]] for batch in ordered]
 
 
 def interleaved_group(num_micro_batches: int, pp: int) -> int:
     """Return how many micro-batches pass one chunk of a stage before the stage turns to its next chunk.
 
-    It is the least number that Megatron-Core accepts: at least `pp`, and the last group has no fewer.
+    It is the least number that Megatron-Core accepts: at least `pp`, such that the last group of
+    micro-batches has at least `pp`, too.
     """
     sizes = range(pp, num_micro_batches + 1)
     return next(n for n in sizes if num_micro_batches % n == 0 or num_micro_batches % n >= pp)
@@ -95,13 +95,13 @@ def padded_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, groups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """Return micro-batches of groups of similar length, as many as fit when all samples are padded."""
-    parts: list[list[int]] = []
+    batches: list[list[int]] = []
     longest = [max(lengths[i] for i in group) for group in groups]
     width = 0
     for group in sorted(range(len(groups)), key=lambda group: (-longest[group], group)):
-        if parts and (len(parts[-1]) + len(groups[group])) * width <= max_tokens:
-            parts[-1] += groups[group]
+        if batches and (len(batches[-1]) + len(groups[group])) * width <= max_tokens:
+            batches[-1] += groups[group]
         else:
-            parts.append(list(groups[group]))
+            batches.append(list(groups[group]))
             width = longest[group]
-    return parts
+    return batches

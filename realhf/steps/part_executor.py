@@ -14,7 +14,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of some prompts, which go by their numbers in the order of the dataset."""
+    """All samples of some prompts. A prompt's number is its place in the run (see sample_ids.py)."""
 
     prompts: tuple[int, ...]
 
@@ -29,20 +29,21 @@ class Samples:
 
 
 class PartExecutor(Protocol):
-    """Executes on this rank what a StepRunner decides. An operation has the same number on all ranks."""
+    """Carries out on this rank what a StepRunner decides. An operation has the same number on all ranks."""
 
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
         updates: Mapping[str, int], state: Mapping[str, Json],
-    ) -> None:  # fmt: skip
-        """Run a part on these samples; the outputs of the calls in `sent` are under way already (None: the
-        dataset). `updates` of each role came before. Host functions may read the `state` of the program."""
+    ) -> None:
+        """Run a part on these samples. `send` has already sent the outputs of the calls in `sent` (None: the
+        columns of the dataset). `updates` counts the train steps of each role so far, and `state` is that of
+        the step program, which host functions may read."""
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
-        """Start to send what these calls, or the dataset (None), have for a part."""
+        """Start to send the outputs of these calls (None: the dataset's columns) to the ranks of a part."""
 
     def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts all of whose samples a call has kept in this operation."""
+        """Return the prompts whose samples were all kept by a filtering call in this operation."""
 
     def decision(self, call: str, operation: int) -> Json:
         """Return the decision of a call in this operation."""

@@ -13,7 +13,7 @@ class SampleLedger:
         self._kept_until: dict[int, int] = {}
         """Prompt -> the last step that may use its samples, unless a pool has them."""
         self._updates_before: dict[int, int] = {}
-        """Prompt -> updates of the generating role before its generation."""
+        """Prompt -> how many updates the generating role had had when the prompt's generation began."""
         self._done: dict[str, set[int]] = {part: set() for part in parts}
         """The prompts on which each part has run to its end."""
 
@@ -38,7 +38,7 @@ class SampleLedger:
         return self._kept_until.keys() >= set(prompts)
 
     def start(self, prompts: Collection[int], *, updates: int) -> None:
-        """Note that generation begins, after so many updates."""
+        """Note that the generation of these prompts begins, after so many updates of the generating role."""
         self._updates_before |= dict.fromkeys(prompts, updates)
 
     def age(self, prompt: int, *, updates: int) -> int:
@@ -50,7 +50,7 @@ class SampleLedger:
         self._done[part].update(prompts)
 
     def repeat(self, part: str, prompts: Collection[int]) -> None:
-        """Note that a part runs again, and has not ended yet."""
+        """Note that a part has to run on these prompts (again) before it has completed them."""
         self._done[part].difference_update(prompts)
 
     def lacking(self, part: str, prompts: Collection[int]) -> set[int]:

@@ -27,17 +27,17 @@ class PoolOwner(Protocol):
 
     @property
     def operation_seed(self) -> str:
-        """A text that differs between operations and experiments' seeds, equal on all ranks."""
+        """A seed for random choices: the experiment's seed and the operation's number, as on all ranks."""
 
     @property
     def generator_updates(self) -> int:
         """Updates so far of the role that generates."""
 
     def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those of the prompts all of whose samples a filtering host call has kept."""
+        """Return those prompts whose samples were all kept by a filtering host call."""
 
     def count_operation(self, text: str) -> None:
-        """Count an operation, which all ranks execute alike."""
+        """Count an operation. All ranks execute the same ones."""
 
     def log(self, metric: str, value: float) -> None:
         """Add a metric to the record of the step."""
@@ -56,7 +56,7 @@ class Pool:
         return len(self.prompts)
 
     def add(self, samples: Samples | None, *, where: str | None = None) -> None:
-        """Add samples; with `where`, those prompts of which a filtering host call has kept every sample.
+        """Add samples; with `where`, only those of prompts whose samples were all kept by this filter.
 
         `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its answer.
         """
@@ -64,8 +64,8 @@ class Pool:
         self._owner.ledger.require(added, step=self._owner.number)
         if where is not None and added:
             added = self._owner.kept_by(where, added, self._name)
-        known = set(self.prompts)
-        self.prompts += [prompt for prompt in added if prompt not in known]
+        present = set(self.prompts)
+        self.prompts += [prompt for prompt in added if prompt not in present]
         self._owner.count_operation(f"pool {self._name} adds {named(added)}")
 
     def take(self, n: int, *, order: Literal["oldest", "random"] = "oldest") -> Samples | None:
@@ -98,6 +98,6 @@ class Pool:
         return len(old)
 
     def _remove(self, prompts: set[int]) -> None:
-        """Remove prompts, whose samples the rest of the step may still use."""
+        """Remove prompts from the pool. Later operations of the step may still use their samples."""
         self.prompts = [prompt for prompt in self.prompts if prompt not in prompts]
         self._owner.ledger.keep(prompts, until=self._owner.number)

@@ -1,7 +1,7 @@
 """The control flow of a step, which every rank executes alike: parts of the graph, lag, pools, agreements.
 
-`Experiment.step(run)` says which part runs on which samples; `run` is a StepRunner. It sees no data, so all
-ranks take the same way. Free of torch.
+`Experiment.step(run)` says which part runs on which samples; `run` is a StepRunner. It sees no data, so that
+all ranks run the same parts on the same samples. Free of torch.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from realhf.steps.sample_ledger import SampleLedger
 from realhf.steps.sample_pool import Pool, named
 
 _MAX_SHOWN = 500
-"""Most characters of `state` in the text of an operation."""
+"""The text of an operation shows at most this many characters of `state`."""
 
 
 class _UnfinishedBatch(NamedTuple):
-    """A batch whose answers are unfinished, and the rounds that it has had."""
+    """A batch with unfinished answers, and the number of rounds in which they have been continued."""
 
     prompts: tuple[int, ...]
     rounds: int
@@ -37,7 +37,7 @@ class _PartRun(NamedTuple):
 
 
 class _SentInputs(NamedTuple):
-    """Inputs of a part that are under way: what these calls made (None: the dataset) of these prompts."""
+    """Inputs of a part that were sent ahead: outputs of `producers` (None: the dataset) for `prompts`."""
 
     prompts: tuple[int, ...] = ()
     producers: frozenset[str | None] = frozenset()
@@ -54,7 +54,7 @@ class StepRunner:
     def __init__(
         self, graph: DataflowGraph, parts: Mapping[str, Sequence[str]], executor: PartExecutor,
         *, num_rounds: int = 1, max_lag: int = 0, steps: int, seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number = 0
         """Calls of `step` before this one."""
         self.state: dict[str, Json] = {}
@@ -88,7 +88,7 @@ class StepRunner:
     def prompts(self, n: int) -> Samples | None:
         """Return the next `n` prompts of the dataset, with `group_size` samples each.
 
-        In the last `max_lag` calls of `step` it is None: nothing would train on what begins there.
+        In the last `max_lag` calls of `step` it returns None, as the run ends before it could train on more.
         """
         if not isinstance(n, int) or n < 1:
             raise UserError(f"run.prompts({n!r}): it must be a whole number of at least 1")
@@ -104,7 +104,7 @@ class StepRunner:
         return Samples(prompts)
 
     def batch(self, i: int) -> Samples | None:
-        """Return what the i-th call of `prompts` has returned, counted from 0; None if `i` is negative.
+        """Return the samples that call number `i` of `prompts` returned (from 0); None if `i` is negative.
 
         Samples are kept for `max_lag` further steps.
         """
@@ -119,8 +119,9 @@ class StepRunner:
     def send(self, part: str, samples: Samples | None) -> None:
         """Start to send a part's inputs, as far as they exist, to the ranks that run it.
 
-        Without this call, they are sent only when the part itself runs. The part must run on the same samples
-        in the same step, and before it no part whose outputs were sent.
+        Without this call they are sent only when the part itself runs, after all parts that run before it.
+        Later in the same step, the part must run on the same samples. Until then, no part whose outputs have
+        been sent may run again.
         """
         self._require_part(part)
         if not samples:
@@ -132,8 +133,7 @@ class StepRunner:
         outside = {self._producer(key) for key in inputs}.difference(self._parts[part])
         ready = frozenset(
             name for name in outside
-            if name is None or not self._ledger.lacking(self._part_of[name], samples.prompts)
-        )
+            if name is None or not self._ledger.lacking(self._part_of[name], samples.prompts))
         self._sent[part] = _SentInputs(samples.prompts, ready)
         self.count_operation(f"send part {part} of {named(samples.prompts)}")
         self._executor.send(part, samples.prompts, ready)
@@ -141,9 +141,9 @@ class StepRunner:
     def __call__(self, part: str, samples: Samples | None) -> Samples | None:
         """Run a part on samples, and return those that it has completed.
 
-        A part that generates in several rounds begins these samples and continues all unfinished ones; it
-        returns the batch that is complete after this round, or None. Other parts return `samples`. With None,
-        nothing new begins.
+        A part that generates in several rounds begins these samples (with None, no new ones), continues all
+        unfinished ones, and returns the batch that is complete after this round, or None. Other parts return
+        `samples`.
         """
         self._require_part(part)
         prompts = samples.prompts if samples else ()
@@ -166,16 +166,16 @@ class StepRunner:
             call = self._graph[name]
             if call.kind == "train_step" and call.role is not None:
                 self._updates[call.role] += 1
-        for later in self._later_parts[part]:  # Their outputs are of what this part has replaced.
+        for later in self._later_parts[part]:  # They ran on outputs that this run has replaced.
             self._ledger.repeat(later, prompts)
         completed = self._finish_round() if in_rounds else prompts
         self._ledger.complete(part, completed)
         return Samples(completed) if completed else None
 
     def agree(self, call: str) -> Json:
-        """Return the decision of a host call (HostFunction with `decides`), whose part has run in this step.
+        """Return what a host call (HostFunction with `decides`) decided when its part last ran in this step.
 
-        It is the same on all ranks, which wait for it here. The last run of the part counts.
+        All ranks wait here for the decision, which is the same on all of them.
         """
         answer = self._executor.decision(call, self._last_run_of(call, "decides").operation)
         self.count_operation(f"agree {call} {json.dumps(answer, sort_keys=True)}")
@@ -188,7 +188,7 @@ class StepRunner:
         return self._updates[role]
 
     def log(self, metric: str, value: float) -> None:
-        """Add a metric to the record of this step; if it is logged several times, the mean counts."""
+        """Add a metric to the record of this step, which has the mean if this is called several times."""
         self._executor.log(metric, float(value))
 
     def pool(self, name: str, *, keeps: bool = False) -> "Pool":
@@ -227,7 +227,7 @@ class StepRunner:
         self.number += 1
 
     def _state_as_json(self) -> str:
-        """Return `state` as JSON, which turns tuples into lists and keys into text, as a checkpoint does."""
+        """Return `state` as JSON: tuples become lists and keys become text, as in a checkpoint."""
         if not isinstance(self.state, dict):
             raise UserError(f"run.state must be a dict: it is {type(self.state).__name__}")
         try:
@@ -245,19 +245,19 @@ class StepRunner:
             "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,
             "steps": self._steps,
             "pools": {name: [pool.keeps, list(pool.prompts)] for name, pool in self._pools.items()},
-        }  # fmt: skip
+        }
 
     @property
     def _program(self) -> dict[str, Json]:
-        """Settings on which the samples that are kept depend, as JSON."""
+        """The settings that a run must share with the checkpoint whose samples it takes over, as JSON."""
         return {
             "max_lag": self._max_lag, "rounds": self._num_rounds,
             "sampling.max_new_tokens": longest_response(self._graph),
             "parts": {part: sorted(calls) for part, calls in self._parts.items()},
-        }  # fmt: skip
+        }
 
     def require_continuable(self, saved: Mapping[str, Json]) -> None:
-        """Raise UserError if the samples of a checkpoint are of no use for this program."""
+        """Raise UserError if this program cannot go on with the samples of a checkpoint."""
         for name, now in self._program.items():
             before = saved["program"][name]
             if before != now and (name != "sampling.max_new_tokens" or saved["unfinished"]):
@@ -295,7 +295,7 @@ class StepRunner:
         self._executor.note(self._operation, text, self._digest)
 
     def _begin_rounds(self, part: str, prompts: tuple[int, ...]) -> None:
-        """Add a batch to the unfinished ones; it has no complete answers from now on."""
+        """Add a batch to the unfinished ones; until its last round the part counts as not run on it."""
         if again := {prompt for batch in self._unfinished for prompt in batch.prompts}.intersection(prompts):
             raise UserError(f"step() runs part {part!r} on prompt {min(again)}, which is unfinished")
         self._ledger.repeat(part, prompts)
@@ -329,11 +329,11 @@ class StepRunner:
 
     @property
     def operation_seed(self) -> str:
-        """A text that differs between operations and experiments' seeds, equal on all ranks."""
+        """A seed for random choices: the experiment's seed and the operation's number, as on all ranks."""
         return f"{self._seed}/{self._operation}"
 
     def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those of the prompts all of whose samples a filtering host call has kept."""
+        """Return those prompts whose samples were all kept by a filtering host call."""
         run = self._last_run_of(call, "filters")
         if others := set(prompts).difference(run.prompts):
             raise UserError(

@@ -13,16 +13,14 @@ from typing import Any
 from realhf.user_input.other_libraries import keyword_hint
 from realhf.user_input.suggest import did_you_mean
 
-_WORDS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None",
-}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None"}
 
 
 def check_types(config: Any, prefix: str = "") -> None:
     """Raise ValueError about the first field, nested ones included, whose value has another type.
 
-    `prefix` stands before the names of the fields. Fields of a class whose annotations cannot be
-    resolved, and of types other than numbers, text, literals, configs and tuples of these, are not checked.
+    `prefix` stands before the names of the fields. Fields are not checked if the annotations of the class
+    cannot be resolved, or if their types are other than numbers, text, literals, configs and tuples of these.
     """
     try:
         hints = typing.get_type_hints(type(config))
@@ -68,15 +66,15 @@ def check_fields(
 def explain_keyword(error: TypeError, public: Any) -> str:
     """Return in brackets what a call with an unknown keyword probably meant, or an empty string.
 
-    `public` is the module whose classes the error may be about.
+    `public` is the module that has the class which was called.
     """
-    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    kind = getattr(public, found[1], None) if found else None
-    if found is None or not is_dataclass(kind):
+    match = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = getattr(public, match[1], None) if match else None
+    if match is None or not is_dataclass(kind):
         return ""
     legal = [field.name for field in fields(kind)]
-    hint = _in_a_part(kind, found[2]) or keyword_hint(found[2], legal)
-    return f" ({hint})" if hint else did_you_mean(found[2], legal)
+    hint = _in_a_part(kind, match[2]) or keyword_hint(match[2], legal)
+    return f" ({hint})" if hint else did_you_mean(match[2], legal)
 
 
 def _in_a_part(kind: Any, name: str) -> str:
@@ -85,13 +83,13 @@ def _in_a_part(kind: Any, name: str) -> str:
         hints = typing.get_type_hints(kind)
     except NameError:
         return ""
-    found = []
+    settings = []
     for field in fields(kind):
         hint = hints[field.name]
         part = next((option for option in (hint, *typing.get_args(hint)) if is_dataclass(option)), None)
         if part is not None and name in [inner.name for inner in fields(part)]:
-            found.append(f"{field.name}={getattr(part, '__name__', part)}({name}=...)")
-    return f"did you mean {' or '.join(found[:2])}?" if found else ""
+            settings.append(f"{field.name}={getattr(part, '__name__', part)}({name}=...)")
+    return f"did you mean {' or '.join(settings[:2])}?" if settings else ""
 
 
 def _is_legal(value: Any, hint: Any) -> bool:

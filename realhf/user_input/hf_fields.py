@@ -57,7 +57,7 @@ _KINDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("layer_types", _or_none(lambda kinds: isinstance(kinds, list)), "a list, or null"),
     ("no_rope_layers", _or_none(_is_list(lambda rotates: rotates in (0, 1))), "a list of 0 and 1, or null"),
     ("rope_scaling rope_parameters", _or_none(lambda rope: isinstance(rope, dict)), "an object, or null"),
-]  # fmt: skip
+]
 LEGAL = {key: (is_legal, legal) for keys, is_legal, legal in _KINDS for key in keys.split()}
 """Field -> the check of its value, and the words that describe the legal values."""
 
@@ -67,16 +67,16 @@ MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 18
 """Largest size, number of layers, and number of experts in all layers.
 
-Tables have an entry for each part of a model, and sizes are multiplied as 64-bit integers.
+Tables have an entry for each module of a model, and sizes are multiplied as 64-bit integers.
 """
 _LARGEST = {
     **{key: MAX_SIZE for key, (_, legal) in LEGAL.items() if legal.startswith("a whole number")},
     **dict.fromkeys(("num_hidden_layers", "n_layer"), MAX_LAYERS),
-}  # fmt: skip
+}
 
 
 class CheckedFields(UserDict[str, Any]):
-    """The fields of a config.json. To read one whose value is not legal raises ValueError."""
+    """The fields of a config.json. Reading a field raises ValueError if its value is not legal."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)

@@ -21,11 +21,11 @@ from realhf.errors import UserError
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "tokenizer.model*", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
-)  # fmt: skip
+)
 TERMS_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
 _SMALL_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES, *TERMS_FILES,
-)  # fmt: skip
+)
 """Patterns of the files that checks and plans need."""
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.py")
 """Patterns of pickles and code, which are not downloaded at all."""
@@ -104,7 +104,7 @@ def _snapshot(name: HubName, *, weights: bool) -> Path:
 
 
 def _cached(name: HubName, *, weights: bool) -> Path | None:
-    """Return the directory of a name in the cache if it has all files that are needed; ask nobody."""
+    """Return the cached directory of a name if it has all files that are needed; do not ask the hub."""
     hub = _library()
     with contextlib.suppress(hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
         directory = Path(hub.snapshot_download(
@@ -135,7 +135,7 @@ def _download(name: HubName, patterns: Collection[str]) -> Path:
 
 
 def _listing(directory: Path) -> set[str]:
-    """Return the files of a commit: those on the hub, or those in the cache if no list of them was kept."""
+    """Return the files that a commit has on the hub; if no list of them was kept, those in the cache."""
     here = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     return _listed_on_hub(directory) or here
 
@@ -201,7 +201,7 @@ def asking_hub(name: HubName, *, kind: str) -> Iterator[None]:
 
 
 def _unreachable(error: Exception, shown: str, kind: str) -> UserError:
-    """Return the error about a repository that the hub was not asked for, or did not deliver."""
+    """Return the UserError for a repository that could not be downloaded because of `error`."""
     hub = _library()
     what = f"{shown} is no file or directory here, and the {kind} is not in the hub's cache"
     where = f"{what} {hub.constants.HF_HUB_CACHE}"
@@ -216,7 +216,7 @@ def _unreachable(error: Exception, shown: str, kind: str) -> UserError:
         causes.append(causes[-1].__cause__)
     why = f"{type(causes[-1]).__name__}: {' '.join(str(causes[-1]).split()) or 'no message'}"
     kinds = (hub.errors.LocalEntryNotFoundError, hub.errors.HTTPError, ConnectionError)
-    if any(isinstance(one, kinds) for one in causes):
+    if any(isinstance(cause, kinds) for cause in causes):
         how = "connect to the network, set HF_ENDPOINT to a mirror, or give a local path"
         return UserError(f"{where}, and the hub at {hub.constants.ENDPOINT} cannot be reached ({why}): {how}")
     return UserError(f"{shown} cannot be downloaded to {hub.constants.HF_HUB_CACHE} ({why})")

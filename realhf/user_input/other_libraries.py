@@ -1,17 +1,17 @@
-"""A table of names that options have in TRL, verl and transformers, and of ours. Imports no torch."""
+"""A table of options of TRL, verl and transformers, and of ours that do the same. Imports no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """An answer to an option of another library: ours, or what there is in its place."""
+    """An answer to an option of another library: ours, or what to do instead."""
 
     options: tuple[str, ...] = ()
     """Ends of the names of our fields, such as `optimizer.lr`, and options of `realhf run`, such as `--out`;
     all of them together are the other library's option."""
-    note: str = ""  # What else to know about these.
-    instead: str = ""  # What there is where these are not.
+    note: str = ""  # A remark on these options.
+    instead: str = ""  # What to do if we have no such option.
 
 
 _HOLDERS = {
@@ -20,7 +20,7 @@ _HOLDERS = {
     "loss": "loss=PolicyLossConfig({}=...)", "reward_kl": "reward_kl=RewardKL({}=...)",
     "dataset": "dataset=DatasetConfig({}=...)", "eval_dataset": "eval_dataset=Evaluation(..., {}=...)",
     "rollouts": "rollouts=RolloutLog({}=...)",
-}  # fmt: skip
+}
 """First part of an option's name -> how an experiment file sets the fields in it."""
 _DEVICES = "it counts the prompts of a step on all devices; `micro_batch_tokens` of the plan bounds one pass"
 _REWARDS = "write reward_function=[f, Reward(g, weight=...)] in the experiment file"
@@ -145,16 +145,16 @@ OTHER_NAMES: Mapping[str, Ours] = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "tensor_model_parallel_size"), Ours(instead=_RANKS)),
     **dict.fromkeys(
         ("use_vllm", "gpu_memory_utilization", "rollout.name", "rollout.mode"), Ours(instead=_NOT_NEEDED)),
-}  # fmt: skip
+}
 """An option of another library, or the last parts of its name -> what we have for it."""
 
 
 def ours(name: str) -> Ours | None:
-    """Return what we have for another library's option; dots part its name, `-` and `_` are the same."""
+    """Return what we have for another library's option, whose name has dots; `-` and `_` are the same."""
     parts = name.replace("-", "_").split(".")
     for start in range(len(parts)):
-        if found := OTHER_NAMES.get(".".join(parts[start:])):
-            return found
+        if (answer := OTHER_NAMES.get(".".join(parts[start:]))) is not None:
+            return answer
     return Ours(instead=_NOT_NEEDED) if parts[-1].startswith("vllm_") else None
 
 
@@ -163,17 +163,17 @@ def keyword_hint(name: str, legal: Collection[str]) -> str:
 
     The text is empty if the keyword is in no other library that we know.
     """
-    found = ours(name)
-    if found is None or not found.options:
-        return found.instead if found else ""
-    names = [option.rpartition(".")[2] for option in found.options]
+    answer = ours(name)
+    if answer is None or not answer.options:
+        return answer.instead if answer else ""
+    names = [option.rpartition(".")[2] for option in answer.options]
     if all(name in legal for name in names):
-        return " ".join(filter(None, (f"did you mean {' and '.join(names)}?", found.note)))
-    return ": ".join(filter(None, (f"here it is {_in_a_file(found.options[0], names)}", found.note)))
+        return " ".join(filter(None, (f"did you mean {' and '.join(names)}?", answer.note)))
+    return ": ".join(filter(None, (f"here it is {_in_a_file(answer.options[0], names)}", answer.note)))
 
 
 def _in_a_file(option: str, names: Sequence[str]) -> str:
-    """Return how an experiment file sets the field and its neighbours, or where such an option is."""
+    """Return how an experiment file sets the fields `names`, or that `realhf run` has the option."""
     if option.startswith("--"):
         return f"{option} of `realhf run`"
     holder = option.rpartition(".")[0]

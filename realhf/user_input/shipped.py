@@ -20,10 +20,10 @@ def shipped_dir(kind: str) -> Path:
 
 
 def resolve(name: str, *, kind: str, suffix: str) -> Path:
-    """Return `name` if it is an existing path, else the shipped file `kind/name.suffix`, else, of models, the
-    directory in the cache of the one with this name on the hub, with its small files only.
+    """Return the path of a file: `name` itself if it exists, else the shipped `kind/name.suffix`.
 
-    Raises a UserError that lists the shipped names if there is none of them.
+    A name of `models` may also be that of a model on the hub, whose small files are then downloaded. Raises a
+    UserError that lists the shipped names if there is nothing of this name.
     """
     if (path := Path(name)).exists():
         return path
@@ -33,15 +33,15 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
             return candidate
     if kind == "models" and parse_hub_name(name) is not None:
         return find_model(name)
-    known = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
-    raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
+    shipped = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
+    raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {shipped}")
 
 
 def find_experiment(name: str) -> Path:
     """Return `name` if it is a file, else the shipped example of that name, such as `grpo`.
 
-    `examples/grpo.py` names the same one, so that commands of the documentation work in any directory. Raises
-    a UserError that lists the shipped examples if there is neither.
+    `examples/grpo.py` names the same example as `grpo`, so that commands of the documentation work in any
+    directory. Raises a UserError that lists the shipped examples if there is neither.
     """
     path = Path(name)
     if path.is_file():
@@ -50,8 +50,9 @@ def find_experiment(name: str) -> Path:
     short = path.name.removesuffix(".py")
     if str(path.parent) in (".", "examples") and (example := directory / f"{short}.py").is_file():
         return example
-    known = sorted(p.stem for p in directory.glob("*.py") if re.search(r"(?m)^experiment\b", p.read_text()))
-    shipped = f", nor a shipped example of that name: these are {', '.join(known)}" if known else ""
+    files = directory.glob("*.py")
+    examples = sorted(p.stem for p in files if re.search(r"(?m)^experiment\b", p.read_text()))
+    shipped = f", nor a shipped example of that name: these are {', '.join(examples)}" if examples else ""
     raise UserError(f"experiment {name!r}: there is no such file{shipped}")
 
 

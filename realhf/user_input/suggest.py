@@ -20,19 +20,19 @@ def nearest(name: str, legal: Sequence[str]) -> str | None:
 def near_options(name: str, options: Sequence[str], *, cutoff: float = 0.7) -> list[str]:
     """Return the options that a misspelt one probably is, the best first, at most three.
 
-    Dots part the names, which are compared part by part from their ends, as long first parts that are equal
-    would hide that the last ones differ. Names without some of the first parts are a little less alike.
+    Names are compared word by word, from their ends (`optimizer.lr` has the words `optimizer` and `lr`): long
+    first words that are equal would hide that the last ones differ. Missing first words count a little.
     """
     if within := [option for option in options if option.startswith(f"{name}.")]:
         return within[:3]
-    found = {option: _likeness(name.split("."), option.split(".")) for option in dict.fromkeys(options)}
-    least = max([cutoff, *(likeness - 0.15 for likeness in found.values())])
-    best = sorted((option for option in found if found[option] >= least), key=lambda option: -found[option])
-    return best[:3]
+    likeness_of = {option: _likeness(name.split("."), option.split(".")) for option in dict.fromkeys(options)}
+    least = max([cutoff, *(likeness - 0.15 for likeness in likeness_of.values())])
+    near = [option for option, likeness in likeness_of.items() if likeness >= least]
+    return sorted(near, key=lambda option: -likeness_of[option])[:3]
 
 
 def _likeness(name: Sequence[str], option: Sequence[str]) -> float:
-    """Return from 0 to 1 how alike two names are in the part in which they differ most."""
+    """Return from 0 to 1 how alike two names are in the word in which they differ most."""
     pairs = zip(reversed(name), reversed(option), strict=False)
     least = min(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
     return least - 0.05 * abs(len(name) - len(option))

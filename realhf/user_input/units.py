@@ -15,7 +15,7 @@ _UNITS = {
 
 
 def parse(name: str, value: object, *, of: str) -> float:
-    """Return the number that the value of a field is, or that its text says, with or without a unit.
+    """Return the value of a field as a number: itself, or the number with or without a unit in its text.
 
     `of` is `bytes`, `bytes_per_second`, `seconds` or `flops`. Raises ValueError about other text.
     """

@@ -127,7 +127,7 @@ def test_weights_of_experts_are_aligned(name, text):
     """torch's grouped kernel wants 16 bytes, or 8 elements in 16 bits; weights elsewhere would be copied."""
     layout = Layout.parse(text)
     spec = model_spec(replace(ModelConfig.load(name), num_layers=6))
-    parts = {param.name: param.part for param in spec.params}
+    parts = {param.name: param.short_name for param in spec.params}
     for rank in (layout.ranks[0], layout.ranks[-1]):
         starts = {}
         start = 0

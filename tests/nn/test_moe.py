@@ -60,9 +60,9 @@ def _by_expert(grads, spec):
         if p.expert is None:
             found[p.name] = grads.get(p.name.replace("block_sparse_moe", "mlp"))
             continue
-        fused = "down_proj" if p.part == "expert_down.weight" else "gate_up_proj"
+        fused = "down_proj" if p.short_name == "expert_down.weight" else "gate_up_proj"
         whole = grads[f"model.layers.{p.layer}.mlp.experts.{fused}"][p.expert]
-        half = {"expert_gate.weight": 0, "expert_up.weight": 1}.get(p.part)
+        half = {"expert_gate.weight": 0, "expert_up.weight": 1}.get(p.short_name)
         found[p.name] = whole if half is None else whole.chunk(2)[half]
     return found
 

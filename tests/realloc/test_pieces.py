@@ -23,7 +23,7 @@ def _interleaved(spec, regions, values, zeros):
     shards, by_layer = {}, {}
     for param in spec.params:
         if param.name in regions:
-            part, _, kind = param.part.rpartition(".")
+            part, _, kind = param.short_name.rpartition(".")
             fused = "qkv" if part in ("q", "k", "v") else "gate_up" if part in ("gate", "up") else param.name
             by_layer.setdefault((param.layer, fused, kind), []).append(param.name)
     for (_, fused, _), names in by_layer.items():

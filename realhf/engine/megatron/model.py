@@ -57,7 +57,7 @@ class MegatronModel(MegatronModule):
         self.wide = torch.promote_types(config.params_dtype, torch.float32)
         """Dtype of values that need precision."""
         self._tp = collection.tp
-        param = next(p for p in spec.params if p.part == "embedding.weight")
+        param = next(p for p in spec.params if p.short_name == "embedding.weight")
         self.vocab_range = param.region(layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's rows of the embedding: [start, stop)."""
         num_rows = self.vocab_range[1] - self.vocab_range[0]

@@ -106,7 +106,7 @@ class _Finder:
         self._model = model
         self._regions = model.spec.held_by(model.groups.layout, model.groups.rank)
         self._params: Mapping[tuple[int | None, str, int | None], ParamSpec] = {
-            (param.layer, param.part, param.expert): param for param in model.spec.params
+            (param.layer, param.short_name, param.expert): param for param in model.spec.params
         }
         self._layer: int | None = None
         self._expert: int | None = None

@@ -48,7 +48,7 @@ def block_shape(config: ModelConfig) -> BlockShape:
     c = config
     spec = model_spec(config)
     dense = dense_params(spec) / config.num_layers
-    ups = (p for p in spec.params if p.part in ("up.weight", "shared_up.weight"))
+    ups = (p for p in spec.params if p.short_name in ("up.weight", "shared_up.weight"))
     width = sum(p.shape[0] for p in ups) / config.num_layers
     attention = attention_flops(config)
     outputs = c.num_heads * c.head_dim

@@ -187,7 +187,7 @@ class CallPieces:
             return 0
         last = self.role.config.num_layers - 1
         table = self.role.trained_spec.params
-        return sum(p.shape[0] for p in table if p.layer == last and p.part.endswith("lora_A"))
+        return sum(p.shape[0] for p in table if p.layer == last and p.short_name.endswith("lora_A"))
 
     @cached_property
     def _exchanged(self) -> int:

@@ -154,7 +154,7 @@ def parameter_kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
     for p in _table(config, lora).params:
         layer = config.num_layers if p.layer is None else p.layer
-        layer = 0 if p.part == "positions.weight" else layer  # Learned positions are on the first stage only.
+        layer = 0 if p.short_name == "positions.weight" else layer  # They are on the first stage only.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
     kinds: dict[tuple[ParamSpec, bool], np.ndarray] = {}
     for (shape, split_dim, num_units, is_expert, layer), count in counts.items():
@@ -185,7 +185,7 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     for param in table:
         if param.layer == last and param.split_dim == 0 and not param.expert:
             spans = (param.region(tp, index)[0] for index in range(tp))
-            rows[param.part.removesuffix(".weight")] = max(stop - start for start, stop in spans)
+            rows[param.short_name.removesuffix(".weight")] = max(stop - start for start, stop in spans)
     num_heads = c.num_heads // tp
     if c.mla is None:
         q, k = rows["q"], rows["k"]
@@ -210,7 +210,7 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
         widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Experts count as one grouped weight.
-    norms = sum(p.layer == last and p.part in _NORMS for p in table)
+    norms = sum(p.layer == last and p.short_name in _NORMS for p in table)
     vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
