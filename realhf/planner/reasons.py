@@ -124,7 +124,7 @@ def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
         alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, u)
         for i, variant in zip(group.calls, candidate.variants, strict=True):
             cost = variant.cost
-            share = cost.parts[cost.limit] / cost.seconds
+            share = cost.seconds_by_cause[cost.limit] / cost.seconds
             reasons[space.calls[i].name] = Reason(
                 cost.limit, share, alternatives.status, alternatives.runner_up, alternatives.too_large)
     return reasons

@@ -29,7 +29,7 @@ def document(planned: Planned) -> dict[str, Any]:
         calls[name] = {
             "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
             "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
-            "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
+            "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
             "reason": planned.reasons[name].document(),
         }  # fmt: skip

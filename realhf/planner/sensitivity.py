@@ -8,8 +8,9 @@ import numpy as np
 
 from realhf.plan import CallPlan
 from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
-from realhf.planner.cost.call_cost import call_cost, ranks_per_host
+from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.dependencies import dependencies, moving_seconds
+from realhf.planner.cost.rank_groups import ranks_per_host
 from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import step_periods
 from realhf.planner.search.search_space import SearchSpace

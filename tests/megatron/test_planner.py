@@ -11,11 +11,11 @@ from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.engine_paths import MEGATRON, OUR_CUDA
-from realhf.planner.memory.call_memory import peak_memory
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.search.enumeration import find_strategies
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from tests.megatron.test_curves import hf_config
+from tests.planner.problems import peak_memory
 
 
 def test_kernels_are_counted_from_megatron_core(megatron):

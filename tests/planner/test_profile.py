@@ -19,7 +19,8 @@ from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.profile import COLLECTIVES, Profile, Table
 from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.cost.rates import Rates, SharedPrompts, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Rates, SharedPrompts
 from realhf.planner.workload.problem import ModelRole, Workload
 from tests.cli_tools import REALHF, Command, write_experiment
 
@@ -277,7 +278,8 @@ def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
         whole = cost(document, layout)
         multiple = 1.5 if layout == "t4@0-3" else 1.25
         assert whole.seconds == pytest.approx(multiple * parts.seconds)
-        assert sum(whole.parts.values()) == pytest.approx(multiple * sum(parts.parts.values()))
+        parts_seconds = sum(parts.seconds_by_cause.values())
+        assert sum(whole.seconds_by_cause.values()) == pytest.approx(multiple * parts_seconds)
     wide["whole_calls"] = {}
     document["models"][0]["whole_calls"] = {"forward": 1.25}
     assert cost(document, "d1@0").seconds == before["d1@0"].seconds

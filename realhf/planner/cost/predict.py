@@ -7,10 +7,11 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.call_cost import CallCost, call_cost, ranks_per_host
+from realhf.planner.cost.call_cost import CallCost, call_cost
 from realhf.planner.cost.dependencies import dependencies, moving_seconds
 from realhf.planner.cost.neighbours import seconds_with_neighbours
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.cost.rank_groups import ranks_per_host
 from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import step_periods
 from realhf.planner.workload.problem import Problem

@@ -40,6 +40,7 @@ MEMORY = ("context_bytes", "communicator_bytes")
 CALM = ("passes", "decode")
 """The seconds of work on as many processes of a host as it has cores, relative to those on all of them."""
 _AGAIN = "measure again with `realhf profile`"
+_QUIET = "measure again when it is quiet"
 CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
 """Tables about the time that a call takes besides its passes."""
 _PASS = ("sequence_tokens", "tokens")
@@ -57,14 +58,14 @@ OF_MODEL = {
 }  # fmt: skip
 
 
-_CONTINUED = 4.0
+_CONTINUED = 4.0  # See Table.reach.
 _FAR = 1.5  # Whole calls that take so many times longer, or shorter, than their parts were disturbed.
 NOISY = 0.1  # Median noise above which a profile is hardly of use.
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds at points of one or two quantities. `axes` maps their names to rising values.
+    """Seconds at points of one or two quantities; `axes` maps their names to rising values.
 
     Values are linear between the points. Beyond them the last axis continues as in its last interval, while
     the first of two axes stays at its end.
@@ -233,32 +234,35 @@ class Profile:
 
     def noise(self) -> tuple[float, str]:
         """Return the median noise of all timings, and a sentence about it."""
-        found = [(noise, f"{name} among ranks of {entry.hosts} host{'s'[: entry.hosts > 1]}")
-                 for entry in self.links for name, noise in entry.noise.items()]
-        found += [(noise, f"{name} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}")
-                  for entry in self.models for name, noise in entry.noise.items()]
-        if not found:
+        noises = []
+        for entry in self.links:
+            where = f"among ranks of {entry.hosts} host{'s'[: entry.hosts > 1]}"
+            noises += [(noise, f"{name} {where}") for name, noise in entry.noise.items()]
+        for tables in self.models:
+            where = f"in {tables.dtype} with tp={tables.tp} and ep={tables.ep}"
+            noises += [(noise, f"{name} {where}") for name, noise in tables.noise.items()]
+        if not noises:
             return 0.0, "the profile does not say how noisy its timings were"
-        median = statistics.median(noise for noise, _ in found)
-        most, where = max(found)
+        median = statistics.median(noise for noise, _ in noises)
+        most, where = max(noises)
         spread = f"repeated timings vary by {median:.0%} (median of interquartile ranges)"
         text = f"{spread}, at most by {most:.0%}: {where}"
         if median > NOISY:
             busy = f"load {self.machine['load_before']}" if "load_before" in self.machine else "other work"
-            text += f"; the machine was not quiet ({busy}): measure again when it is"
+            text += f"; the machine was not quiet ({busy}): {_QUIET}"
         return median, text
 
     def disturbed(self) -> str | None:
         """Return a sentence if whole calls took much longer or shorter than what their parts add up to."""
-        found = [(max(share, 1 / max(share, 1e-9)), share, kind, entry)
-                 for entry in self.models for kind, share in entry.whole_calls.items()]
-        if not found:
+        ratios = [(ratio, kind, entry) for entry in self.models for kind, ratio in entry.whole_calls.items()]
+        if not ratios:
             return None
-        far, share, kind, entry = max(found, key=lambda each: each[0])
+        ratio, kind, entry = max(ratios, key=lambda item: max(item[0], 1 / max(item[0], 1e-9)))
+        if max(ratio, 1 / max(ratio, 1e-9)) <= _FAR:
+            return None
         where = f"{kind} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}"
-        took = f"a whole call took {share:.2f} times as long as its parts ({where})"
-        cause = "the machine was busy, or parts do not add up to calls here: measure again when it is quiet"
-        return f"{took}; {cause}" if far > _FAR else None
+        took = f"a whole call took {ratio:.2f} times as long as its parts ({where})"
+        return f"{took}; the machine was busy, or parts do not add up to calls here: {_QUIET}"
 
     def require_serves(self, cluster: Cluster) -> None:
         """Raise ValueError if this profile says nothing about the devices of a cluster."""

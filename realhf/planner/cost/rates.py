@@ -20,7 +20,8 @@ from realhf.models.param_spec import model_spec
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.engine_paths import EnginePath, padded_sizes
 from realhf.planner.cost.expert_load import busiest_load, used_experts
-from realhf.planner.cost.link_rates import LinkRates, Span
+from realhf.planner.cost.link_rates import LinkRates
+from realhf.planner.cost.rank_groups import Span
 from realhf.planner.memory.shard import widths
 from realhf.planner.workload.problem import ModelRole
 

@@ -29,9 +29,9 @@ class Dependencies:
     the one before (lag 1). Copies of one trainer are next to each other, in the order in which they are made.
     `receiving[i]` are the seconds in which the ranks of call i exchange its inputs before it starts.
 
-    `in_place`: weights of the step before replace those with which other calls may still run. So they move
-    only when the calls before call j that share ranks with call i have ended, and call j waits until they
-    have moved. Otherwise calls wait for each other's outputs anyway.
+    With `in_place`, the weights of the step before replace those with which other calls may still run. So
+    they move only when the calls before call j that share ranks with call i have ended, and call j waits
+    until they have moved. Without it, calls wait for each other's outputs anyway.
     """
 
     data: np.ndarray
@@ -39,7 +39,7 @@ class Dependencies:
     weights: tuple[tuple[int, int, int], ...]
     receiving: np.ndarray
     busy_shares: tuple[float, float] = (0.0, 0.0)
-    """The parts of a reallocation's seconds in which a rank that only sends, or one that receives, computes
+    """The shares of a reallocation's seconds in which a rank that only sends, or one that receives, computes
     nothing."""
     in_place: bool = False
 
@@ -163,8 +163,8 @@ def first_starts(
 def delays(
     needs: Dependencies, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds from the end of call j until call i can start in one plan, shape (N, N) each: in the
-    same step, and in the next one."""
+    """Return the seconds from the end of call j until call i of the same step can start, and until call i of
+    the next step can, in one plan; shape (N, N) each."""
     same, before = _waits(needs, np.zeros((1, len(shares))), shares[None], moving[None], busy[None])
     return same[..., 0], before[..., 0]
 
@@ -173,8 +173,7 @@ def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
     busy: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return the constraints between calls of one step, and those from the step before; shape (N, N, K)
-    each."""
+    """Return the constraints between calls of one step, and those from the step before, (N, N, K) each."""
     num = len(needs.data)
     taken = np.ascontiguousarray(seconds.T)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
@@ -213,8 +212,7 @@ def _closure(same: np.ndarray) -> np.ndarray:
 
 
 def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Return the longest waits, along all chains, between a call of one step and a call of the step
-    before."""
+    """Return the longest wait, along all chains, between each call of a step and each of the step before."""
     return _product(_closure(same), before)
 
 

@@ -73,7 +73,11 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class CallPieces:
-    """The sizes of one call, and the bytes of the pieces of its passes, which are the same on all stages."""
+    """The sizes of one call, and the bytes of the pieces of its passes, which are the same on all stages.
+
+    `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
+    and collectives work in place. Otherwise the formulas are for CPU with gloo.
+    """
 
     role: ModelRole
     workload: Workload

@@ -9,17 +9,20 @@ from collections.abc import Callable
 from functools import cached_property
 
 from realhf.attention.page_sizes import page_tokens
-from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.memory.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.memory.model_states import weights_bytes
 from realhf.planner.memory.shard import num_params
 from realhf.planner.memory.train_memory import TrainMoments
-from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.workload.problem import PlannedCall, Problem
 from realhf.sizes.kv_blocks import padded_size, tokens_for
 
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
+_SAMPLING_BYTES = 24  # Bytes of a logit's scaled value, exponential and running sum, in float64 each.
+_TOP_COPIES = 2.75
+"""Finding the most probable tokens takes a copy of the logits, running counts (int32) and three masks (bool):
+so many times the bytes of float32 logits."""
 
 
 class RunningMemory:
@@ -32,7 +35,7 @@ class RunningMemory:
         self._role = role = problem.roles[planned.role]
         self._strategy = call_plan.layout.strategy
         self._offloads = call_plan.offload
-        self._peaks = _Peaks(planned.kind, CallPieces(
+        self._peaks = CallPeaks(planned.kind, CallPieces(
             role, planned.workload.with_rows(call_plan.max_rows), self._strategy,
             call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
 
@@ -44,23 +47,12 @@ class RunningMemory:
         return memory
 
 
-def peak_memory(
-    role: ModelRole, kind: str, workload: Workload, strategy: ParallelStrategy, stage: int,
-    *, micro_batch_tokens: int, recompute: bool = False, fused: bool = False,
-) -> CallMemory:  # fmt: skip
-    """Return the memory that the call adds at its peak on the fullest rank of a stage.
+class CallPeaks:
+    """The memory that a call adds on the fullest rank of each stage, at the moment when it adds most.
 
-    `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
-    and collectives work in place. Otherwise the formulas are for CPU with gloo. Top-p sampling is not
-    counted. If sequences differ in length, micro-batches are assumed to hold up to their limit or the longest
-    sequence. All rows that decode at once are assumed to have the longest prompt.
+    Top-p sampling is not counted. If sequences differ in length, micro-batches are assumed to hold up to
+    their limit or the longest sequence. All rows that decode at once are assumed to have the longest prompt.
     """
-    pieces = CallPieces(role, workload, strategy, micro_batch_tokens, recompute, fused)
-    return _Peaks(kind, pieces).on(stage)
-
-
-class _Peaks:
-    """The moment of each stage at which a call needs most memory."""
 
     def __init__(self, kind: str, pieces: CallPieces) -> None:
         self._pieces = pieces
@@ -94,8 +86,7 @@ class ForwardMoments:
             numel = response_tokens * pieces.widths.vocabulary
             widened = pieces.widened_head_bytes(response_tokens, backward=False)
             chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
-            # The most probable tokens take a copy of the logits, running counts (int32) and three masks.
-            copies = 2.75 if pieces.workload.top_k else 0
+            copies = _TOP_COPIES if pieces.workload.top_k else 0
             logits = max(pieces.logits_bytes(numel, copies=copies), chunk + widened)
             moments.append(base._replace(activations=states, logits=logits))
             if pieces.workload.top_k:  # Columns of micro-batches, joined, and in the order of samples.
@@ -174,10 +165,10 @@ class GenerationMoments:
 
     @cached_property
     def _logits(self) -> float:
-        """Bytes of logits in a wide dtype, and of scaled logits, exponentials and sums in float64."""
+        """Bytes of logits in a wide dtype, and of what sampling computes from them."""
         pieces = self._pieces
         widths = pieces.widths
-        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + 24))
+        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + _SAMPLING_BYTES))
         # Copies of operands in float32 are freed before the logits exist.
         return max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], self._rows))
 

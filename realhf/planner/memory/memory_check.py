@@ -15,19 +15,16 @@ from realhf.user_input.units import format_bytes
 
 
 class Peak(NamedTuple):
-    """The largest need of one rank, and the call during which it occurs.
-
-    `parts` has the bytes of each part; `hosts` are the hosts of the rank's kind.
-    """
+    """The largest need of one rank, and the call during which it occurs; `hosts` are those of its kind."""
 
     rank: int
     call: str
-    parts: Mapping[str, float]
+    bytes_by_use: Mapping[str, float]
     hosts: Cluster
 
     @property
     def num_bytes(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.bytes_by_use.values())
 
     @property
     def available(self) -> float:
@@ -108,7 +105,7 @@ def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount |
     def peak(rank: int, name: str) -> Peak:
         kind = problem.cluster.kind_index((rank,))
         assert kind is not None
-        return Peak(rank, name, memory.parts(rank, name), problem.cluster.kinds[kind])
+        return Peak(rank, name, memory.bytes_by_use(rank, name), problem.cluster.kinds[kind])
 
     fullest = zip(names, (need - account.available).argmax(axis=1).tolist(), strict=True)
     return MemoryCheck(
@@ -130,7 +127,7 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     if check.fits or (allow_tight and check.is_tight):
         return check
     peak = check.fullest
-    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    largest = sorted(peak.bytes_by_use.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     device = "a device's" if len(problem.cluster.kinds) == 1 else "its"
     raise ValueError(

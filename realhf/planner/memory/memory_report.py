@@ -1,4 +1,4 @@
-"""Show the memory of a plan: what the fullest rank of each call needs, by part, and the reserve."""
+"""Show the memory of a plan: what the fullest rank of each call needs, by use, and the reserve."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ _ENDINGS = {
     "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache", "communicators": "reserve",
     "context": "reserve", "staging": "reserve",
 }  # fmt: skip
-"""The last word of a part -> its column; other parts are activations."""
-_RESERVED = ("context", "staging")  # Parts of the reserve that are in use.
+"""The last word of a use -> its column; other uses are activations."""
+_RESERVED = ("context", "staging")  # What of the reserve is in use.
 
 
 def document(check: MemoryCheck) -> dict[str, Any]:
     """Return what every rank needs at its peak, and the fullest rank of each call, in bytes."""
     peaks = {
-        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
+        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.bytes_by_use)}
         for rank, peak in check.peaks.items()
     }
     calls = {
-        name: {"rank": peak.rank, "bytes": peak.num_bytes, "parts": dict(peak.parts),
+        name: {"rank": peak.rank, "bytes": peak.num_bytes, "parts": dict(peak.bytes_by_use),
                "device_share": check.share(peak)}
         for name, peak in check.by_call.items()
     }  # fmt: skip
@@ -39,13 +39,13 @@ def document(check: MemoryCheck) -> dict[str, Any]:
 
 def columns(check: MemoryCheck, peak: Peak) -> dict[str, float]:
     """Return the bytes of a rank in the columns of the table."""
-    found = dict.fromkeys(_COLUMNS, 0.0)
-    for part, size in {**peak.parts, **{name: check.reserve[name] for name in _RESERVED}}.items():
-        column = _ENDINGS.get(part.split()[-1], "activations")
-        if part in ("gradients", "optimizer"):  # Those that exist only while the call runs.
+    by_column = dict.fromkeys(_COLUMNS, 0.0)
+    for use, size in {**peak.bytes_by_use, **{name: check.reserve[name] for name in _RESERVED}}.items():
+        column = _ENDINGS.get(use.split()[-1], "activations")
+        if use in ("gradients", "optimizer"):  # Those that exist only while the call runs.
             column = "activations"
-        found[column] += size
-    return found
+        by_column[column] += size
+    return by_column
 
 
 def render(check: MemoryCheck) -> Group:
@@ -63,7 +63,7 @@ def render(check: MemoryCheck) -> Group:
 def reserve_sentence(check: MemoryCheck) -> str:
     """Return what a device holds in reserve, and whether the plan keeps to it."""
     fragmentation = check.reserve["fragmentation"]
-    connected = max(peak.parts.get("communicators", 0.0) for peak in check.peaks.values())
+    connected = max(peak.bytes_by_use.get("communicators", 0.0) for peak in check.peaks.values())
     sizes = {name: check.reserve[name] for name in _RESERVED} | {"communicators (about)": connected}
     parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
     share = fragmentation / check.device_bytes

@@ -306,12 +306,12 @@ class Problem:
         An evaluation's call that the plan does not name runs at the home of its role.
         """
         offloaded = {call.role for call in self.model_calls if plan[call.name].offload}
-        found = [(self.planned(call), plan[call.name]) for call in self.model_calls]
+        calls = [(self.planned(call), plan[call.name]) for call in self.model_calls]
         for planned in self.evaluations:
             named = [name for name in planned.plan_names if name in plan.calls]
             at_home = CallPlan(homes[planned.role], offload=planned.role in offloaded)
-            found.append((planned, plan[named[0]] if named else at_home))
-        return found
+            calls.append((planned, plan[named[0]] if named else at_home))
+        return calls
 
     def evaluations_beside(self, call: FunctionCall) -> list[tuple[PlannedCall, bool]]:
         """Return the evaluations' calls that run in a call's layout if the plan has the step's calls only.
@@ -322,8 +322,8 @@ class Problem:
         names = {other.name for other in self.model_calls}
         of_role = self.graph.of_role(call.role) if call.role is not None else ()
         owner = next((other for other in of_role if other.kind == "train_step"), next(iter(of_role), None))
-        rest = [p for p in self.evaluations if p.role == call.role and not names.intersection(p.plan_names)]
-        return named + [(planned, False) for planned in rest if owner is call]
+        at_home = [p for p in self.evaluations if p.role == call.role and not names & {*p.plan_names}]
+        return named + [(planned, False) for planned in at_home if owner is call]
 
     def offloads_optimizer(self, role: ModelRole) -> bool:
         """Return whether offloading the optimizer of a role leaves memory to its device: hosts with devices
