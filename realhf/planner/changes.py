@@ -49,9 +49,9 @@ def change(problem: Problem, rates: Rates, values: Mapping[str, float | str]) ->
             raise ValueError(f"{key}: {why}; leave --profile out")
     cluster = _changed_cluster(problem.cluster, {k: v for k, v in values.items() if k not in WORKLOAD_KEYS})
     of_work = {key: _amount(key, value) for key, value in values.items() if key in WORKLOAD_KEYS}
-    known = _any_workload(problem)
-    prompt = of_work.get("prompt_tokens", known.prompt_tokens) / (known.prompt_tokens or 1.0)
-    response = of_work.get("response_tokens", known.response_tokens) / (known.response_tokens or 1.0)
+    old = _any_workload(problem)
+    prompt = of_work.get("prompt_tokens", old.prompt_tokens) / (old.prompt_tokens or 1.0)
+    response = of_work.get("response_tokens", old.response_tokens) / (old.response_tokens or 1.0)
     workloads = {
         name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()
     }
@@ -117,9 +117,9 @@ def _number_paths(value: Any) -> Iterator[_Path]:
     """Yield the place of every number of a document."""
     if isinstance(value, Real) and not isinstance(value, bool):
         yield ()
-    parts = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, Mapping) else {}
-    for name, part in parts.items():
-        yield from ((name, *path) for path in _number_paths(part))
+    entries: Any = value.items() if isinstance(value, Mapping) else ()
+    for name, entry in enumerate(value) if isinstance(value, list) else entries:
+        yield from ((name, *path) for path in _number_paths(entry))
 
 
 def _without_unit(name: str) -> str:

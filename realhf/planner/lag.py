@@ -59,7 +59,7 @@ class LagComparison(NamedTuple):
         rows = (
             ("synchronous", 0, 1, self.synchronous), ("lagged", self.max_lag, self.num_rounds, self.lagged)
         )
-        for name, lag, rounds, found in rows:
-            seconds = (found.step_seconds, found.lower_bound_seconds)
+        for name, lag, rounds, result in rows:
+            seconds = (result.step_seconds, result.lower_bound_seconds)
             table.add_row(name, str(lag), str(rounds), *(f"{value:.3g}" for value in seconds))
         return Group(table, Text(self.sentence))

@@ -36,9 +36,9 @@ def document(planned: Planned) -> dict[str, Any]:
     for name, call_plan in planned.plan.calls.items():
         calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
     return {
-        "step_seconds": planned.found.step_seconds,
-        "lower_bound_seconds": planned.found.lower_bound_seconds,
-        "gap": planned.found.gap,
+        "step_seconds": planned.result.step_seconds,
+        "lower_bound_seconds": planned.result.lower_bound_seconds,
+        "gap": planned.result.gap,
         "pins_outside": {name: str(layout) for name, layout in pins_outside(planned.problem).items()},
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
@@ -88,24 +88,24 @@ def explanation(planned: Planned, *, columns: int) -> list[str]:
 
 
 def _summary(planned: Planned) -> list[Text]:
-    found = planned.found
+    result = planned.result
     check = planned.memory
-    near = f"at most {found.gap:.2%} above" if found.gap > 1e-6 else "equal to"
+    near = f"at most {result.gap:.2%} above" if result.gap > 1e-6 else "equal to"
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
         enumerated += " with what is pinned or kept together"
     outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
-    lines = [f"{format_seconds(found.step_seconds)} per step: {near} {enumerated}, {took}"]
+    lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
     if outside:
         lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
-    if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
+    if (baseline := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
-        ranks = planned.space.groups[0].candidates[rule.chosen[0]].layout.ranks
+        ranks = planned.space.groups[0].candidates[baseline.chosen[0]].layout.ranks
         if len(planned.problem.cluster.kinds) > 1:
             usual += f" on ranks {ranks.start}-{ranks.stop - 1}"
-        times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
-        lines.append(times if rule.fits else f"{usual} does not fit in memory")
+        times = f"{baseline.seconds / result.step_seconds:.2f} x as fast as {usual}"
+        lines.append(times if baseline.fits else f"{usual} does not fit in memory")
     peak = check.fullest
     has = f"{format_bytes(peak.num_bytes)} of {format_bytes(check.available)} available"
     lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")

@@ -69,13 +69,14 @@ class Sensitivity:
         """
         points = []
         for key in self.keys:
-            found = [f for f in (self._tips(plan, other, key, way) for way in (-1, 1)) if f is not None]
-            if found:
-                factor = min(found, key=lambda f: abs(math.log(f)))
+            both_ways = (self._tipping_factor(plan, other, key, way) for way in (-1, 1))
+            factors = [factor for factor in both_ways if factor is not None]
+            if factors:
+                factor = min(factors, key=lambda factor: abs(math.log(factor)))
                 points.append(TippingPoint(key, self._values[key] * factor, factor))
         return tuple(sorted(points, key=lambda point: abs(math.log(point.factor))))
 
-    def _tips(self, plan: np.ndarray, other: np.ndarray, key: str, way: int) -> float | None:
+    def _tipping_factor(self, plan: np.ndarray, other: np.ndarray, key: str, way: int) -> float | None:
         """Return the factor, below (way -1) or above 1, from which on the other plan is better, if any."""
         stays = 1.0
         for factor in (f**way for f in _FACTORS):

@@ -80,11 +80,11 @@ class EngineCalls:
         self, engine: NativeEngine, rows: int, prompt: int, new: int, *, in_one_pass: bool = True
     ) -> Callable[[], object]:
         """Return a generation that decodes all rows at once, by default after one pass of their prompts."""
-        given = self.generates[0]
-        sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
-        most = max(given.prefill_tokens, rows * prompt) if in_one_pass else given.prefill_tokens
+        work = self.generates[0]
+        prefill_tokens = max(work.prefill_tokens, rows * prompt) if in_one_pass else work.prefill_tokens
         work = dataclasses.replace(
-            given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most, interruption=None)
+            work, sampling=dataclasses.replace(work.sampling, max_new_tokens=new), kv_cache_gib=None,
+            prefill_tokens=prefill_tokens, interruption=None)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         batch = self._numbered(prompts(rows, prompt, vocab_size=self.model.config.vocab_size), engine)
         return _call(engine, work, batch, outputs=outputs)

@@ -48,9 +48,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> list[LinkTables]:
             continue  # A rank that is alone on its host has no link inside it.
         tables, noise = _collectives(clock, hosts)
         if hosts <= 2:
-            found = {"send": _messages(clock, hosts), "samples": _samples(clock, sizes, hosts)}
-            tables |= {name: table for name, (table, _) in found.items()}
-            noise |= {name: spread for name, (_, spread) in found.items()}
+            tables["send"], noise["send"] = _messages(clock, hosts)
+            tables["samples"], noise["samples"] = _samples(clock, sizes, hosts)
         measured.append(LinkTables(hosts, tables, noise))
     return measured
 
@@ -65,8 +64,8 @@ def _groups(world: World, hosts: int) -> dict[int, list[int]]:
         return {n: list(range(first, first + n)) for n, first in firsts.items()}
     first = world.rank - world.rank % (hosts * per_host)
     everybody = list(range(first, first + hosts * per_host))
-    alike = [rank for rank in everybody if rank % per_host == world.rank % per_host]
-    return {len(ranks): ranks for ranks in (alike, everybody)}
+    one_per_host = [rank for rank in everybody if rank % per_host == world.rank % per_host]
+    return {len(ranks): ranks for ranks in (one_per_host, everybody)}
 
 
 def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, float]]:
@@ -163,9 +162,9 @@ def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
         first = world.rank * samples
-        given = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
+        batch_source = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
         num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)
-        moves["samples", hosts, num_bytes] = partial(_move, world, given, target)
+        moves["samples", hosts, num_bytes] = partial(_move, world, batch_source, target)
     # The planner takes these seconds as they are, on cores that all ranks share.
     crowding = clock.crowding(world.ranks_per_host)
     seconds = [taken * crowding for taken in clock.seconds(moves, busy=ranks).values()]

@@ -35,12 +35,12 @@ class Model:
     @property
     def outputs(self) -> dict[str, bool]:
         """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
-        found: dict[str, bool] = {}
+        trains: dict[str, bool] = {}
         for call in self.calls:
             if call.kind != "generate":
                 output = call.work.output
-                found[output] = found.get(output, False) or call.kind == "train_step"
-        return found or {"logprobs": False}
+                trains[output] = trains.get(output, False) or call.kind == "train_step"
+        return trains or {"logprobs": False}
 
     @property
     def generates(self) -> bool:

@@ -39,10 +39,10 @@ def _commit(directory: Path) -> str:
     """Return the commit of the clone that the directory is in, or that it is none."""
     try:
         words = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--exclude", "*"]
-        found = subprocess.run(words, capture_output=True, text=True, timeout=10)
+        described = subprocess.run(words, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip() if found.returncode == 0 else "not a clone"
+    return described.stdout.strip() if described.returncode == 0 else "not a clone"
 
 
 def measure_memory(world: World) -> dict[str, float]:

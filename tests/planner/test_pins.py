@@ -165,7 +165,7 @@ def test_pinning_the_plan_that_was_found_changes_nothing(seeds, least):
             continue
         pins = {call.name: planned.plan[call.name].layout for call in problem.model_calls}
         again = make_plan(replace(problem, pins=pins), Rates(problem.cluster), time_limit=60.0)
-        assert again.found.step_seconds == pytest.approx(planned.found.step_seconds, rel=1e-8), seed
+        assert again.result.step_seconds == pytest.approx(planned.result.step_seconds, rel=1e-8), seed
         compared += 1
     assert compared >= least
 

@@ -97,12 +97,12 @@ class Table:
 
     @classmethod
     def from_dict(cls, document: Any, axes: Sequence[str], where: str) -> "Table":
-        given = check_fields(document, (*axes, "seconds"), where=where)
-        points = {name: tuple(_numbers(given[name], f"{where}.{name}")) for name in axes}
+        content = check_fields(document, (*axes, "seconds"), where=where)
+        points = {name: tuple(_numbers(content[name], f"{where}.{name}")) for name in axes}
         for name, values in points.items():
             if not values or list(values) != sorted(set(values)):
                 raise ValueError(f"{where}.{name} is {list(values)}: it must hold rising numbers")
-        seconds = _nested(given["seconds"], [len(v) for v in points.values()], f"{where}.seconds")
+        seconds = _nested(content["seconds"], [len(v) for v in points.values()], f"{where}.seconds")
         return cls(points, seconds)
 
 
@@ -128,10 +128,10 @@ class LinkTables:
 
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "LinkTables":
-        given = check_fields(document, ("hosts", "tables", "noise"), optional=("noise",), where=where)
-        hosts = _count(given["hosts"], f"{where}.hosts")
-        tables = _tables(given["tables"], LINKS, f"{where}.tables")
-        return cls(hosts, tables, _shares(given.get("noise", {}), f"{where}.noise"))
+        content = check_fields(document, ("hosts", "tables", "noise"), optional=("noise",), where=where)
+        hosts = _count(content["hosts"], f"{where}.hosts")
+        tables = _tables(content["tables"], LINKS, f"{where}.tables")
+        return cls(hosts, tables, _shares(content.get("noise", {}), f"{where}.noise"))
 
 
 @dataclass(frozen=True)
@@ -157,22 +157,22 @@ class ModelTables:
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("ep", "noise", "whole_calls"), where=where)
-        shape = check_fields(given["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
+        content = check_fields(document, legal, optional=("ep", "noise", "whole_calls"), where=where)
+        shape = check_fields(content["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
                 shown = textwrap.shorten(repr(value), 60)
                 raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
-        if str(given["dtype"]) not in ITEMSIZE:
-            raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
-        tp, ep = (_count(given.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
-        tables = _tables(given["tables"], OF_MODEL, f"{where}.tables")
-        noise = _shares(given.get("noise", {}), f"{where}.noise")
+        if str(content["dtype"]) not in ITEMSIZE:
+            raise ValueError(f"{where}.dtype is {content['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
+        tp, ep = (_count(content.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
+        tables = _tables(content["tables"], OF_MODEL, f"{where}.tables")
+        noise = _shares(content.get("noise", {}), f"{where}.noise")
         kinds = tuple(CALLS)
         whole = check_fields(
-            given.get("whole_calls", {}), kinds, optional=kinds, where=f"{where}.whole_calls")
+            content.get("whole_calls", {}), kinds, optional=kinds, where=f"{where}.whole_calls")
         _numbers(list(whole.values()), f"{where}.whole_calls")
-        return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise, whole)
+        return cls(dict.fromkeys(_EXPERTS, 0) | shape, content["dtype"], tp, tables, ep, noise, whole)
 
 
 @dataclass(frozen=True)
@@ -191,26 +191,26 @@ class Profile:
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("memory", "calm"), whole="the profile")
+        content = check_fields(document, legal, optional=("memory", "calm"), whole="the profile")
         try:
-            cluster = Cluster.from_dict(given["cluster"])
+            cluster = Cluster.from_dict(content["cluster"])
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from error
-        if "device_type" not in given["cluster"]:  # Older profiles lack it.
+        if "device_type" not in content["cluster"]:  # Older profiles lack it.
             raise ValueError(f"cluster.device_type is missing: {_AGAIN}")
-        if isinstance(given["links"], dict):
+        if isinstance(content["links"], dict):
             raise ValueError(f"links is of an older form: {_AGAIN}")
         for name in ("links", "models"):
-            if not isinstance(given[name], list):
+            if not isinstance(content[name], list):
                 raise ValueError(f"{name} must be a list, with tables in each entry")
-        links = [LinkTables.from_dict(entry, f"links[{i}]") for i, entry in enumerate(given["links"])]
-        models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
-        calls = _tables(given["calls"], CALLS, "calls")
-        memory = check_fields(given.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
+        links = [LinkTables.from_dict(entry, f"links[{i}]") for i, entry in enumerate(content["links"])]
+        models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(content["models"])]
+        calls = _tables(content["calls"], CALLS, "calls")
+        memory = check_fields(content.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
         _numbers(list(memory.values()), "memory")
-        calm = check_fields(given.get("calm", {}), CALM, optional=CALM, where="calm")
+        calm = check_fields(content.get("calm", {}), CALM, optional=CALM, where="calm")
         _numbers(list(calm.values()), "calm")
-        return cls(str(given["date"]), given["machine"], cluster, links, calls, models, memory, calm)
+        return cls(str(content["date"]), content["machine"], cluster, links, calls, models, memory, calm)
 
     def to_dict(self) -> dict[str, Any]:
         cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
@@ -283,7 +283,8 @@ class Profile:
                 number = cluster.devices_per_host
                 what = f"it was measured with {here.devices_per_host} processes of {threads} threads"
                 asked = f"{number} processes on {cluster.cores_per_host} cores have {wanted}"
-                raise ValueError(f"{what}, and {asked}: measure with --nproc {number}")
+                how = f"measure with --nproc {number}, and without OMP_NUM_THREADS"
+                raise ValueError(f"{what}, and {asked}: {how}")
 
 
 @lru_cache(maxsize=256)
@@ -298,8 +299,8 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
 
 
 def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> dict[str, Table]:
-    given = check_fields(document, tuple(legal), optional=legal, where=where)
-    return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in given.items()}
+    content = check_fields(document, tuple(legal), optional=legal, where=where)
+    return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in content.items()}
 
 
 def _count(value: Any, where: str) -> int:

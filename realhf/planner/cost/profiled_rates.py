@@ -51,8 +51,9 @@ class ProfiledRates(Rates):
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
+        if cluster is not None:
+            profile.require_serves(cluster)
         cluster = cluster or profile.cluster
-        profile.require_serves(cluster)
         super().__init__(cluster, _efficiencies(profile.cluster, cluster))
         self.profile = profile
         self._links = {entry.hosts: entry.tables for entry in profile.links}

@@ -175,13 +175,13 @@ def _waits(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the constraints between calls of one step, and those from the step before, (N, N, K) each."""
     num = len(needs.data)
-    taken = np.ascontiguousarray(seconds.T)
+    call_seconds = np.ascontiguousarray(seconds.T)  # (N, K)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
     for i in range(num):
         for j in range(num):
             matrix = same if j < i else before
-            released = taken[j] + needs.receiving[i]
+            released = call_seconds[j] + needs.receiving[i]
             occupied = released if busy is None else released + busy[:, i, j]
             matrix[i, j] = np.where(shared[i, j], occupied, NEVER)
             if np.isfinite(needs.data[i, j]):
@@ -191,11 +191,11 @@ def _waits(
     for number, (i, j, lag) in enumerate(needs.weights):
         seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same
-        np.maximum(matrix[i, j], taken[j] + seconds_moving, out=matrix[i, j])
+        np.maximum(matrix[i, j], call_seconds[j] + seconds_moving, out=matrix[i, j])
         if lag and needs.in_place:
-            np.maximum(before[j, j], taken[j] + seconds_moving, out=before[j, j])
+            np.maximum(before[j, j], call_seconds[j] + seconds_moving, out=before[j, j])
             for other in range(j):
-                wait = np.where(shared[i, other], taken[other] + seconds_moving, NEVER)
+                wait = np.where(shared[i, other], call_seconds[other] + seconds_moving, NEVER)
                 np.maximum(before[i, other], wait, out=before[i, other])
                 np.maximum(before[j, other], wait, out=before[j, other])
     return same, before

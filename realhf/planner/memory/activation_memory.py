@@ -282,8 +282,9 @@ class CallPieces:
         activated = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
         activating = width + max(hidden, activated * (activated < width))
         mlp = 3 * hidden + routed + up * width + max(activating, output)
-        rest = self.widened_bytes(per_token.in_layer(num_ups=up), tokens) + e * per_token.head_dim * tokens
-        return max(norm, attention, mlp) + rest
+        widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens)
+        angles = e * per_token.head_dim * tokens
+        return max(norm, attention, mlp) + (widened + angles)
 
     def widened_bytes(self, products: Sequence[tuple[int, int]], tokens: float) -> float:
         """Return the bytes of float32 copies in the largest of the matrix products that need them."""

@@ -111,7 +111,7 @@ def running_bytes(
             (beside, call_plan if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)
         ]
-    own, *others = [_least_running(problem, some, plan) for some, plan in planned]
+    own, *others = [_least_running(problem, beside, plan) for beside, plan in planned]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
         needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))

@@ -196,13 +196,13 @@ def _split_share(
     """Return the number of micro-batches into which groups of sequences are split, and the cost of the
     largest one relative to the mean."""
     sizes = groups.sum(axis=1)
-    num_parts = max(math.ceil(sizes.sum() / max_tokens), min(at_least, len(groups)))
-    if num_parts == 1 or len(groups) >= _MANY * num_parts:
-        return num_parts, 1.0
+    num_wanted = max(math.ceil(sizes.sum() / max_tokens), min(at_least, len(groups)))
+    if num_wanted == 1 or len(groups) >= _MANY * num_wanted:
+        return num_wanted, 1.0
     costs = sizes + attention * (groups**2).sum(axis=1)
-    parts = balance(costs.tolist(), num_parts, limit=max_tokens, sizes=sizes.tolist())
-    in_parts = [costs[part].sum() for part in parts if part]
-    return len(in_parts), max(in_parts) / costs.sum() * len(in_parts)
+    micro_batches = balance(costs.tolist(), num_wanted, limit=max_tokens, sizes=sizes.tolist())
+    sums = [costs[indices].sum() for indices in micro_batches if indices]
+    return len(sums), max(sums) / costs.sum() * len(sums)
 
 
 def largest_micro_batch(
