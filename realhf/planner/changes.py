@@ -27,8 +27,7 @@ def current_values(problem: Problem) -> dict[str, float]:
     work = _any_workload(problem)
     values = {
         "prompt_tokens": work.prompt_tokens, "response_tokens": work.response_tokens,
-        "batch_size": work.prompts,
-    }  # fmt: skip
+        "batch_size": work.prompts}
     fields = _cluster_fields(problem.cluster)
     document = problem.cluster.to_dict()
     return values | {key: _at(document, path) for key, path in fields.items()}
@@ -53,18 +52,15 @@ def change(problem: Problem, rates: Rates, values: Mapping[str, float | str]) ->
     prompt = of_work.get("prompt_tokens", old.prompt_tokens) / (old.prompt_tokens or 1.0)
     response = of_work.get("response_tokens", old.response_tokens) / (old.response_tokens or 1.0)
     workloads = {
-        name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()
-    }
+        name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()}
     if "batch_size" in of_work:
         prompts = int(of_work["batch_size"])
         workloads = {
             name: replace(work, num_samples=prompts * work.samples_per_prompt)
-            for name, work in workloads.items()
-        }
+            for name, work in workloads.items()}
     evaluations = tuple(
         planned._replace(workload=_scaled(planned.workload, prompt=prompt, response=response))
-        for planned in problem.evaluations
-    )
+        for planned in problem.evaluations)
     changed = replace(problem, cluster=cluster, workloads=workloads, evaluations=evaluations)
     return changed, rates if cluster == problem.cluster else rates.on(cluster)
 
@@ -88,8 +84,7 @@ def _scaled(work: Workload, *, prompt: float, response: float) -> Workload:
         prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
         response_tokens=work.response_tokens * response if responses is None else responses.mean,
-        max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit,
-    )  # fmt: skip
+        max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit)
 
 
 def _amount(key: str, value: float | str) -> float:

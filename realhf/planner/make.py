@@ -55,7 +55,7 @@ def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: Progress | None = None, should_stop: Callable[[], bool] | None = None,
     explain: bool = True,
-) -> Planned:  # fmt: skip
+) -> Planned:
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
     bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
@@ -69,13 +69,11 @@ def make_plan(
     starts = [] if baseline is None else [baseline.chosen]
     starts += starts_by_kind(
         space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
-        should_stop=should_stop,
-    )  # fmt: skip
+        should_stop=should_stop)
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     result = search(
         space, time_limit=max(0.1, left), gap=gap, starts=starts,
-        max_iterations=max_iterations, progress=progress, should_stop=should_stop,
-    )  # fmt: skip
+        max_iterations=max_iterations, progress=progress, should_stop=should_stop)
     if result is None:
         raise ValueError(_nothing_fits(space))
     chosen = np.array(result.chosen)
@@ -83,8 +81,7 @@ def make_plan(
     costs = {
         space.calls[i].name: variant.cost
         for group, index in zip(space.groups, result.chosen, strict=True)
-        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)
-    }
+        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)}
     figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
     predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
     plan = ExecutionPlan(space.call_plans(result.chosen), predicted)

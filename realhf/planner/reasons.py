@@ -110,8 +110,7 @@ class Reason:
 
         return {
             "limit": self.limit, "share": self.share, "status": self.status,
-            "runner_up": plain(self.runner_up), "too_large": plain(self.too_large),
-        }  # fmt: skip
+            "runner_up": plain(self.runner_up), "too_large": plain(self.too_large)}
 
 
 def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
@@ -136,7 +135,7 @@ class _Alternatives:
     def __init__(
         self, sensitivity: Sensitivity, space: SearchSpace, chosen: np.ndarray, step_seconds: float,
         group_index: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._space = space
         self._sensitivity = sensitivity
         self._chosen = chosen
@@ -279,8 +278,5 @@ def _device_memory(space: SearchSpace, plan: np.ndarray) -> float | None:
         high *= 2
     while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -31,8 +31,7 @@ def document(planned: Planned) -> dict[str, Any]:
             "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
-            "reason": planned.reasons[name].document(),
-        }  # fmt: skip
+            "reason": planned.reasons[name].document()}
     for name, call_plan in planned.plan.calls.items():
         calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
     return {
@@ -66,14 +65,13 @@ def render(planned: Planned, *, columns: int) -> Group:
         options = [micro_batches, *call_plan.options]
         if call_plan.max_rows is not None:
             options = [f"{call_plan.max_rows} rows at once", *call_plan.options]
-        memory = format_bytes(planned.memory.calls[name])
+        memory = format_bytes(planned.memory.by_call[name].num_bytes)
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), memory_report.render(planned.memory), Text(), *_summary(planned), Text(),
         *timeline(planned, columns=columns), Text(),
-        *(Text(line) for line in explanation(planned, columns=columns)),
-    )  # fmt: skip
+        *(Text(line) for line in explanation(planned, columns=columns)))
 
 
 def explanation(planned: Planned, *, columns: int) -> list[str]:
@@ -89,7 +87,6 @@ def explanation(planned: Planned, *, columns: int) -> list[str]:
 
 def _summary(planned: Planned) -> list[Text]:
     result = planned.result
-    check = planned.memory
     near = f"at most {result.gap:.2%} above" if result.gap > 1e-6 else "equal to"
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
@@ -106,8 +103,8 @@ def _summary(planned: Planned) -> list[Text]:
             usual += f" on ranks {ranks.start}-{ranks.stop - 1}"
         times = f"{baseline.seconds / result.step_seconds:.2f} x as fast as {usual}"
         lines.append(times if baseline.fits else f"{usual} does not fit in memory")
-    peak = check.fullest
-    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(check.available)} available"
+    peak = planned.memory.fullest
+    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
     lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
     lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
     return [Text(line) for line in lines]

@@ -38,7 +38,7 @@ class Clock:
     def seconds(
         self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True,
         busy: Collection[int] = (),
-    ) -> dict[Key, float]:  # fmt: skip
+    ) -> dict[Key, float]:
         """Time all of the work, again and again, for about `budget` seconds. Every rank must call this.
 
         The result is the mean over the ranks in `busy`, which take part in the work; if it is empty, over all
@@ -52,8 +52,7 @@ class Clock:
         first = self._agreed(once, busy)
         counts = {
             key: max(1, min(_MOST_PER_REPETITION, round(_SHORT_SECONDS / max(seconds, 1e-9))))
-            for key, seconds in first.items()
-        }
+            for key, seconds in first.items()}
         least, most = _REPETITIONS
         repetitions = round(budget / (each * sum(counts.values())))
         times: dict[Key, list[float]] = {key: [] for key in work}
@@ -108,7 +107,7 @@ class Clock:
     def _agreed(
         self, times: Mapping[Key, list[float]], busy: Collection[int],
         *, of: Callable[[list[float]], float] | None = None,
-    ) -> dict[Key, float]:  # fmt: skip
+    ) -> dict[Key, float]:
         """Return a statistic of the times, by default the median: the mean over the busy ranks."""
         mine = [(of or statistics.median)(values) for values in times.values()]
         rows = self.world.control.all_gather_json(mine)

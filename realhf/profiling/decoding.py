@@ -17,7 +17,7 @@ from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
-from realhf.profiling.memory import device_bytes
+from realhf.profiling.surroundings import device_bytes
 from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.

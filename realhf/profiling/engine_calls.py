@@ -70,7 +70,7 @@ class EngineCalls:
         self, engine: NativeEngine, output: str, batch: Batch, *, most_tokens: int = _ANY_SIZE
     ) -> Callable[[], object]:
         return _call(engine, TrainStep(_MeanLoss(output, self.finds_entropy(output))), batch,
-                     most_tokens=most_tokens)  # fmt: skip
+                     most_tokens=most_tokens)
 
     def finds_entropy(self, output: str) -> bool:
         """Return whether a loss on this output needs the entropy of the model's distribution."""
@@ -109,7 +109,7 @@ class EngineCalls:
 def _call(
     engine: NativeEngine, work: Work, batch: Batch, *, outputs: tuple[str, ...] = (),
     most_tokens: int = _ANY_SIZE,
-) -> Callable[[], object]:  # fmt: skip
+) -> Callable[[], object]:
     """Return a function that runs the work on the batch in passes of at most so many tokens."""
     call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
     return partial(engine.run, call, [batch], micro_batch_tokens=most_tokens, gather=False)

@@ -19,8 +19,8 @@ from realhf.models.param_spec import model_spec
 from realhf.planner.cost.dependencies import SAMPLE_BYTES
 from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock, nothing
-from realhf.profiling.memory import device_bytes
 from realhf.profiling.sizes import Sizes
+from realhf.profiling.surroundings import device_bytes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 
@@ -82,16 +82,14 @@ def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, 
                 "all_reduce": partial(group.all_reduce, tensor),
                 "all_gather": partial(group.all_gather_flat, tensor),
                 "reduce_scatter": partial(_reduce_scatter, group, tensor),
-                "all_to_all": partial(_all_to_all, group, chunks),
-            }
+                "all_to_all": partial(_all_to_all, group, chunks)}
             work |= {(name, count, num_bytes): call for name, call in calls.items()}
         times |= clock.seconds(work, budget=_LINK_BUDGET)
         spreads |= {key: clock.noise[key] for key in work}
     axes = {"ranks": tuple(map(float, groups)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
     tables = {
         name: Table(axes, [[times[name, count, n] for n in _MESSAGE_BYTES] for count in groups])
-        for name in COLLECTIVES
-    }
+        for name in COLLECTIVES}
     return tables, {name: _median(spreads[key] for key in spreads if key[0] == name) for name in COLLECTIVES}
 
 
@@ -116,8 +114,7 @@ def _messages(clock: Clock, hosts: int) -> tuple[Table, float]:
     partner = partners[world.rank]
     work: dict[tuple[str, int, int], Callable[[], object]] = {
         ("send", hosts, n): nothing if partner is None else partial(_ping_pong, everybody, world, n, partner)
-        for n in _MESSAGE_BYTES
-    }
+        for n in _MESSAGE_BYTES}
     seconds = clock.seconds(work, busy=paired)
     table = Table({"bytes": tuple(map(float, _MESSAGE_BYTES))}, [both / 2 for both in seconds.values()])
     return table, _median(clock.noise[key] for key in work)
@@ -159,8 +156,7 @@ def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
         lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
-            "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
-        }
+            "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths)}
         first = world.rank * samples
         batch_source = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
         num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)

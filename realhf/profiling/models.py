@@ -58,8 +58,7 @@ class Bench:
         kinds = dict.fromkeys(key if isinstance(key, str) else key[0] for key in work)
         self.noise = {
             kind: round(statistics.median(clock.noise[key] for key in work if kind in (key, key[0])), 4)
-            for kind in kinds
-        }
+            for kind in kinds}
         """The relative interquartile range of each kind of work: the median over its sizes."""
 
     def _engine(
@@ -182,8 +181,7 @@ class Bench:
         ways = ("forward", "backward") if self._trains else ("forward",)
         tables = {
             f"block_{way}": Table(axes, [[times[i] for times in row] for row in blocks])
-            for i, way in enumerate(ways)
-        }
+            for i, way in enumerate(ways)}
         for output, trains in ({} if self._only_blocks else self._outputs).items():
             heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
             for i, way in enumerate(("forward", "backward") if trains else ("forward",)):
@@ -245,8 +243,7 @@ class Bench:
         short = self._prompts[0]
         work: dict[Any, Callable[[], object]] = {
             (rows, new): self._calls.generate(engine, rows, short, new)
-            for rows in counts for new in (1, 1 + _DECODE_STEPS)
-        }  # fmt: skip
+            for rows in counts for new in (1, 1 + _DECODE_STEPS)}
         seconds = self._clock.seconds(work)
         # On shared cores, the times are means over both stages, of which only the last one has the head.
         heads = 0.5 if self._clock.crowding(self._clock.world.ranks_per_host) > 1 else 1.0
@@ -271,8 +268,7 @@ class Bench:
         rests = [
             times["decode", _FEW, rows, prompt] / _BLOCK_STEPS
             - _FEW * self._decoding_block("decode", rows, prompt)
-            for prompt in self._prompts
-        ]
+            for prompt in self._prompts]
         step += statistics.fmean(rests) - rests[0]
         return max(_TINY, step - _FEW * self._decoding_block("decode", rows, short))
 

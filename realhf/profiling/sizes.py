@@ -29,8 +29,7 @@ class Model:
             c, num_layers=count, head=head, hf=hf, generation={},
             windows=tuple(islice(cycle(c.windows), count)) if c.windows else (),
             rope_layers=tuple(islice(cycle(c.rope_layers), count)) if c.rope_layers else (),
-            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0),
-        )
+            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0))
 
     @property
     def outputs(self) -> dict[str, bool]:

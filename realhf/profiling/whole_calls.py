@@ -35,8 +35,7 @@ def whole_calls(
     """
     return {
         kind: round(statistics.median(clock.of_slowest(run, _REPETITIONS)) / price, 4)
-        for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)
-    }
+        for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)}
 
 
 def _timed_calls(
@@ -60,7 +59,7 @@ def _timed_calls(
 
     def sequences(samples: int) -> Workload:
         return Workload(samples, response_tokens=sizes.tokens, output=calls.main,
-                        entropy=calls.finds_entropy(calls.main))  # fmt: skip
+                        entropy=calls.finds_entropy(calls.main))
 
     ways = {"forward": calls.forward} | ({"train_step": calls.train} if calls.trains else {})
     for kind, way in ways.items():

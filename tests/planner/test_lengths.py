@@ -126,6 +126,18 @@ def test_one_replica_decodes_all_tokens(name, rows, slots):
         squared, rel=0.02)
 
 
+def test_the_example_of_two_slots():
+    """The numbers are those of the docstring of slowest_replica.py."""
+    for rows, full, last, further in ((2, 0.0, 3.5, 2.5), (100, 147.4, 3.2, 2.0)):
+        steps = decode_steps(Rollout(observed([2, 4]), 1, rows, 2, 1, False, 1))
+        ending = steps.ending
+        assert steps.full.steps == pytest.approx(full, abs=0.05)
+        assert ending.chances_E @ ending.last_steps_ER.sum(axis=1) == pytest.approx(last, abs=0.05)
+        assert ending.chances_E @ ending.further_steps_ER.sum(axis=1) == pytest.approx(further, abs=0.05)
+    four = decode_steps(Rollout(observed([2, 4]), 1, 2, 2, 4, False, 1))
+    assert four.of_slowest(np.ones(len(four.rows_K)))[0] == pytest.approx(4 - 2 / 256, abs=0.01)
+
+
 def test_equal_lengths_take_as_many_steps_as_there_are_rounds_of_slots():
     """With 100 rows on 32 slots, three times 32 rows and then 4 decode together."""
     for replicas, stealing in ((1, False), (4, False), (4, True)):

@@ -87,7 +87,7 @@ def test_the_search_and_the_check_count_the_same(seeds, least):
             check = check_memory(problem, ExecutionPlan(space.call_plans(chosen)))
             (excess,) = space.excess_bytes(np.array([chosen]))
             assert (excess <= 0) == check.fits, seed
-            exact = check.fullest.num_bytes - check.available
+            exact = check.fullest.excess_bytes
             assert excess <= exact + 1 and (excess > 0 or excess == pytest.approx(exact, abs=1)), seed
             begun = np.array([unfinished(rng, space, chosen) for _ in range(4)])
             assert (space.excess_bytes(begun) <= exact + 1).all(), seed
@@ -207,7 +207,7 @@ def test_evaluations_are_counted_in_their_own_layouts():
     alone = check_memory(_generation(80e9), _plan(max_rows=16))
     check = check_memory(problem, _plan(max_rows=16))
     assert check.fullest.call == "eval/gen" and check.fullest.bytes_by_use["kv_cache"] == 20 * 2**30
-    assert check.calls["gen"] == alone.calls["gen"]
+    assert check.by_call["gen"].num_bytes == alone.by_call["gen"].num_bytes
     apart = ExecutionPlan({**_plan(max_rows=16).calls, "eval/gen": CallPlan(Layout.parse("t2@2-3"))})
     peak = check_memory(problem, apart).peaks[2]
     role = problem.roles["actor"]

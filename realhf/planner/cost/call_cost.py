@@ -56,7 +56,7 @@ class CallCost:
 def call_cost(
     rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan,
     *, per_host: int,
-) -> CallCost:  # fmt: skip
+) -> CallCost:
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
     strategy = call_plan.layout.strategy
     workload = workload.with_rows(call_plan.max_rows)
@@ -161,8 +161,7 @@ class _Estimate:
     def forward(self) -> CallCost:
         micro = self._micro_batch
         head = self.rates.head(
-            self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output
-        )
+            self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output)
         stage_costs = [self._block().times(stages.num_layers) for stages in self._stages]
         stage_costs[-1] = stage_costs[-1].plus(head)
         return self._pipelined(
@@ -182,8 +181,7 @@ class _Estimate:
         for backward in (False, True):
             head = rates.head(
                 role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
-                backward=backward,
-            )  # fmt: skip
+                backward=backward)
             stage_costs[-1] = stage_costs[-1].plus(head)
         passes = self._pipelined(
             stage_costs, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2, largest=micro.largest)
@@ -234,8 +232,7 @@ class _Estimate:
         by_cause = {
             "prefill": prefill,
             "decode": scale * float(compute_K @ num_steps_K),
-            self.groups.within: scale * float(communication_K @ num_steps_K),
-        }
+            self.groups.within: scale * float(communication_K @ num_steps_K)}
         seconds = prefill + decode
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
         mean = prefill + steps.of_mean(step_K)
@@ -339,7 +336,7 @@ class _Estimate:
     def _pipelined(
         self, stage_costs: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0,
         mean_share: float = 1.0,
-    ) -> CallCost:  # fmt: skip
+    ) -> CallCost:
         """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
 
         `stage_costs` are those of a mean micro-batch, one for each of `_stages`. The largest micro-batch,

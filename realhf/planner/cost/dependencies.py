@@ -76,7 +76,7 @@ def busy_shares(cluster: Cluster) -> tuple[float, float]:
 def arrivals(
     rates: Rates, problem: Problem, trainer: FunctionCall, home: ContiguousLayout,
     copies: Sequence[tuple[FunctionCall, ContiguousLayout | None]],
-) -> tuple[float, ...]:  # fmt: skip
+) -> tuple[float, ...]:
     """Return for each copy of trained weights how long after training it is complete.
 
     A rank makes its copies one after the other. If replicas share the optimizer, a copy costs nothing where

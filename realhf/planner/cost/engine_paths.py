@@ -53,19 +53,18 @@ class EnginePath:
 
 
 OUR_CUDA = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True
-)
+    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True)
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
-    reads_blocks=True)  # fmt: skip
+    reads_blocks=True)
 """Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
 
 
 MEGATRON = EnginePath(
     kernels=25, expert_kernels=38, kernels_per_expert=6, decode_kernels=26, decode_expert_kernels=18,
-    pads_stages=True)  # fmt: skip
+    pads_stages=True)
 """Megatron-Core's local layers with our norms and attention, counted as above
 (tests/megatron/test_planner.py). The native engine decodes."""
 

@@ -38,7 +38,7 @@ def in_busiest_cohort(rows: np.ndarray, slots: float, cohorts: int, alike_rows: 
 def cache_tokens_read(
     work: Workload, context: np.ndarray, longest: np.ndarray, rows: np.ndarray, slots: float,
     alike_rows: float,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the tokens of the cache that are read for each running row of decode steps.
 
     A step reads the blocks of all slots from the first running row to the last, also those of ended rows in

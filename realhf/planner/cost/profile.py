@@ -26,8 +26,7 @@ from realhf.user_input.shipped import load_yaml
 _EXPERTS = ("num_experts", "num_experts_per_token", "expert_width", "shared_width")
 SHAPE = (
     "family", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
-    "tie_word_embeddings", *_EXPERTS,
-)  # fmt: skip
+    "tie_word_embeddings", *_EXPERTS)
 """The fields of a ModelConfig and of its experts that tell shapes apart; those of experts are 0 in a model
 without any. The number of layers is not among them, since tables are about one block."""
 OUTPUTS = ("logprobs", "values", "scores")
@@ -54,8 +53,7 @@ OF_MODEL = {
     # The time that a pipeline stage takes in a decode step of a cohort besides its blocks and head.
     "decode_hop": ("rows",),
     "decode_shared": ("context_tokens", "rows"),
-    "update": ("parameters",), "zero_gradients": ("parameters",),
-}  # fmt: skip
+    "update": ("parameters",), "zero_gradients": ("parameters",)}
 
 
 _CONTINUED = 4.0  # See Table.reach.
@@ -216,13 +214,11 @@ class Profile:
         cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
         parts = {
             name: [vars(entry) | {"tables": _plain(entry.tables)} for entry in getattr(self, name)]
-            for name in ("links", "models")
-        }
+            for name in ("links", "models")}
         return {
             "date": self.date, "machine": dict(self.machine), "cluster": cluster, "links": parts["links"],
             "calls": _plain(self.calls), "models": parts["models"], "memory": dict(self.memory),
-            "calm": dict(self.calm),
-        }  # fmt: skip
+            "calm": dict(self.calm)}
 
     @classmethod
     def load(cls, name: str) -> "Profile":

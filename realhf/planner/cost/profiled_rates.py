@@ -192,7 +192,7 @@ class ProfiledRates(Rates):
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    ) -> tuple[np.ndarray, np.ndarray]:
         roof = partial(super().decode_block, longest=longest)
         own_prompts = self._table(role, tp, ep, "decode_block")
         if own_prompts is None:
@@ -285,8 +285,7 @@ class ProfiledRates(Rates):
         seconds = table.at(*inside)
         beyond = [
             f"{np.max(value):.0f} {name.replace('_', ' ')} (used up to {most:.0f})"
-            for name, value, most in zip(table.axes, point, table.reach, strict=True) if np.any(value > most)
-        ]  # fmt: skip
+            for name, value, most in zip(table.axes, point, table.reach, strict=True) if np.any(value > most)]
         if not beyond:
             return seconds
         self._note(f"{_name(role)} at {' and '.join(beyond)}: beyond that, times grow as its roofline")
@@ -317,8 +316,7 @@ def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[st
     disturbed = rates.profile.disturbed()
     return [
         *fresh.notes, *([f"noise: {sentence}"] if noise > NOISY else []),
-        *([f"noise: {disturbed}"] if disturbed else []),
-    ]
+        *([f"noise: {disturbed}"] if disturbed else [])]
 
 
 def _name(role: ModelRole) -> str:

@@ -60,5 +60,4 @@ def rank_groups(strategy: ParallelStrategy, per_host: int) -> RankGroups:
         expert_replicas=Span(experts, min(experts, max(min(s.cp, near), near // s.ep))),
         cp=Span(s.cp, min(s.cp, near)),
         ep=Span(s.ep, max(1, min(s.ep, near // s.cp))),
-        stages_meet_in_host=s.num_ranks <= per_host,
-    )
+        stages_meet_in_host=s.num_ranks <= per_host)

@@ -229,7 +229,7 @@ class Rates(LinkRates):
         routed = tokens * moe.num_experts_per_token * load
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+            depth=c.hidden_size + moe.expert_width / n)
         row = c.hidden_size * role.itemsize
         passes = self.path.expert_passes - (_EXCHANGED_PASSES if size == 1 else 0)
         exchange = 2 * self.all_to_all(routed * row, group)
@@ -283,7 +283,7 @@ class Rates(LinkRates):
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of computation and of communication of one block in decode steps.
 
         A step reads the weights once, and the cached keys and values as the engine's path does. `longest` is
@@ -313,7 +313,7 @@ class Rates(LinkRates):
     def _cache_bytes(
         self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Return the bytes of keys and values that one layer reads in decode steps."""
         token_bytes = widths(role.config, tp).cached * role.itemsize
         cached = rows * context
@@ -335,7 +335,7 @@ class Rates(LinkRates):
         routed = rows * per_token * busiest_load(rows * per_token * ep.size, ep.size, moe.num_experts)
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+            depth=c.hidden_size + moe.expert_width / n)
         row = c.hidden_size * role.itemsize
         if self.path.gathers and ep.size > 1:
             exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.

@@ -88,7 +88,7 @@ class Dependencies:
 def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
     *, moving: np.ndarray | None = None, busy: np.ndarray | None = None, exact: bool = True,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the periods of K plans, shape (K,).
 
     `seconds` (K, N) are those of calls, `shares` (K, N, N) tells whether two calls have a device in common,
@@ -110,7 +110,7 @@ def periods(
 def step_periods(
     cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
     *, moving: np.ndarray | None = None, exact: bool = True,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the periods of plans whose calls run on ranks from `first` to `stop`, shape (K, N) each.
 
     Reallocations take time from ranks (`Dependencies.busy`), and devices may share cores.
@@ -149,7 +149,7 @@ def shared_core_seconds(
 def first_starts(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray,
     *, num_steps: int,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return when each call starts in the first `num_steps` steps of one plan, shape (num_steps, N)."""
     same, before = _waits(needs, seconds[None], shares[None], moving[None], busy[None])
     step = _one_step(same, before)[..., 0]
@@ -172,7 +172,7 @@ def delays(
 def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
     busy: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the constraints between calls of one step, and those from the step before, (N, N, K) each."""
     num = len(needs.data)
     call_seconds = np.ascontiguousarray(seconds.T)  # (N, K)

@@ -34,7 +34,7 @@ class Movement(NamedTuple):
 def estimate_movement(
     links: Links, model: Model, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
     sharded: bool = False,
-) -> Movement:  # fmt: skip
+) -> Movement:
     """Return the movement of a model from one layout to another.
 
     With `sharded` the source is the optimizer's copy, of which each replica has a shard.
@@ -66,7 +66,7 @@ def _moved_together(
 def _estimate(
     links: Links, model: Model, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
     sharded: bool,
-) -> Movement:  # fmt: skip
+) -> Movement:
     per_host = min(links.devices_per_host, max(source.ranks.stop, target.ranks.stop))
     num_hosts = -(-max(source.ranks.stop, target.ranks.stop) // per_host)
     ranks = range(num_hosts * per_host)
@@ -211,8 +211,7 @@ class _Loads:
             self.entering.sum(axis=1).max() / links.host,
             self.entering.sum() / of_host.sum(),
             self.alone_leaving.max() / links.nic,
-            (self.leaving.sum(axis=1) / of_host).max(),
-        )
+            (self.leaving.sum(axis=1) / of_host).max())
         direct = itemsize * max(self.direct_sent.max() / links.sending, self.direct_leaving.max() / links.nic)
         forwards = int(direct > GOOD_ENOUGH * busiest) + int(self.gathered > _NOTHING * self.total)
         staged = itemsize * float((self.sent + self.received).max())

@@ -207,5 +207,4 @@ class GenerationMoments:
 
 
 _MOMENTS: dict[str, type[ForwardMoments] | type[GenerationMoments] | type[TrainMoments]] = {
-    "generate": GenerationMoments, "forward": ForwardMoments, "train_step": TrainMoments,
-}  # fmt: skip
+    "generate": GenerationMoments, "forward": ForwardMoments, "train_step": TrainMoments}

@@ -94,14 +94,13 @@ def candidate_memory(
     return [
         CandidateMemory(
             Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
-        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)
-    ]
+        for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)]
 
 
 def running_bytes(
     problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
     at_most: float = math.inf,
-) -> list[float] | None:  # fmt: skip
+) -> list[float] | None:
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
@@ -109,8 +108,7 @@ def running_bytes(
     if problem.evaluations:
         planned += [
             (beside, call_plan if has_options else at_home)
-            for beside, has_options in problem.evaluations_beside(call)
-        ]
+            for beside, has_options in problem.evaluations_beside(call)]
     own, *others = [_least_running(problem, beside, plan) for beside, plan in planned]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):

@@ -35,8 +35,7 @@ from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
     "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,
-    "optimizer": optimizer_bytes,
-}  # fmt: skip
+    "optimizer": optimizer_bytes}
 
 
 class Placement(NamedTuple):
@@ -92,8 +91,7 @@ class PlanMemory:
         resting = self.resting_bytes
         return {
             name: np.where(call.is_here, resting + call.num_bytes, -np.inf)
-            for name, call in self.running.items()
-        }
+            for name, call in self.running.items()}
 
     def excess(self, available: np.ndarray) -> float:
         """Return the most bytes that a rank lacks of what it has available; below 0 if none lacks any."""
@@ -188,8 +186,7 @@ class _PlanAccount:
         on_host = {
             name: self._account.state_bytes("optimizer", name, self._layouts[name][0])
             for name, role in self._problem.roles.items()
-            if role.trainable and self._problem.offloads_optimizer(role)
-        }
+            if role.trainable and self._problem.offloads_optimizer(role)}
         return PlanMemory(resting, running, on_host)
 
     # What always rests on a rank

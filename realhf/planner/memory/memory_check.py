@@ -32,6 +32,10 @@ class Peak(NamedTuple):
         return available_bytes(self.hosts)
 
     @property
+    def device_bytes(self) -> float:
+        return self.hosts.device_memory_bytes
+
+    @property
     def excess_bytes(self) -> float:
         """The bytes that the rank lacks; at most 0 if its need fits."""
         return self.num_bytes - self.available
@@ -43,10 +47,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The peak of every rank, and that of the fullest rank during each call.
-
-    The fullest rank is the one that has least left; `available`, `reserve` and `device_bytes` are about it.
-    """
+    """The peak of every rank, and that of the fullest rank, which has least left, during each call."""
 
     peaks: Mapping[int, Peak]
     by_call: Mapping[str, Peak]
@@ -54,23 +55,6 @@ class MemoryCheck:
     """Role -> the most bytes of a rank's offloaded optimizer in the memory of its host."""
     host_bytes: float = 0.0
     """The most bytes of offloaded optimizers on a host."""
-
-    @property
-    def available(self) -> float:
-        return self.fullest.available
-
-    @property
-    def reserve(self) -> Mapping[str, float]:
-        return self.fullest.reserve
-
-    @property
-    def device_bytes(self) -> float:
-        return self.fullest.hosts.device_memory_bytes
-
-    @property
-    def calls(self) -> Mapping[str, float]:
-        """The largest need of a rank during each call."""
-        return {name: peak.num_bytes for name, peak in self.by_call.items()}
 
     @property
     def fullest(self) -> Peak:
@@ -89,7 +73,7 @@ class MemoryCheck:
     def share(self, peak: Peak) -> float:
         """Return the fraction of the device that is in use, with the reserve apart from fragmentation."""
         used = peak.num_bytes + sum(peak.reserve.values()) - peak.reserve["fragmentation"]
-        return used / peak.hosts.device_memory_bytes
+        return used / peak.device_bytes
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount | None = None) -> MemoryCheck:
@@ -112,8 +96,7 @@ def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount |
         {rank: peak(rank, names[largest[rank]]) for rank in busy},
         {name: peak(rank, name) for name, rank in fullest},
         {role: float(sizes.max()) for role, sizes in memory.on_host.items()},
-        memory.host_bytes(problem.cluster.devices_per_host),
-    )
+        memory.host_bytes(problem.cluster.devices_per_host))
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = False) -> MemoryCheck:
@@ -132,9 +115,8 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     device = "a device's" if len(problem.cluster.kinds) == 1 else "its"
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
-        f"{format_bytes(check.available)} of {device} {format_bytes(check.device_bytes)} "
-        f"are available; {_remedy(problem, plan, account)}"
-    )
+        f"{format_bytes(peak.available)} of {device} {format_bytes(peak.device_bytes)} "
+        f"are available; {_remedy(problem, plan, account)}")
 
 
 def _require_fit_on_hosts(problem: Problem, check: MemoryCheck) -> None:

@@ -215,5 +215,4 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
         attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,
-        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
-    )  # fmt: skip
+        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim)

@@ -43,8 +43,7 @@ class TrainMoments:
             if self.pieces.computes_logits:
                 moments += [
                     beside(activations=saved, gradients=gradients, logits=logits)
-                    for gradients, logits in self._head
-                ]
+                    for gradients, logits in self._head]
         moments += self._sums_of_sections(stage, in_flight)
         optimizer = max(self._optimizer_temporaries(stage), self._optimizer_buffers(stage))
         return [*moments, self._inputs._replace(optimizer=optimizer)]
@@ -175,8 +174,7 @@ class TrainMoments:
             2 * hidden - freed + sum_over_tp,
             # Attention, backward: the gradients of the block's output and of attention's output, and of
             # queries, keys and values before and after rotation.
-            2 * hidden - freed + 2 * qkv,
-        )
+            2 * hidden - freed + 2 * qkv)
 
     # Sums of gradients over ranks
 

@@ -181,7 +181,7 @@ def _split(
     """Return the split of what the slowest rank has of each mini-batch."""
     shares = _slowest(batches, attention)
     splits = [_split_share(share.whole.reshape(-1, group_size), max_tokens, at_least, attention)
-              for share in shares[:_MOST_SPLITS]]  # fmt: skip
+              for share in shares[:_MOST_SPLITS]]
     num_micro_batches, largest = np.mean(splits, axis=0).tolist()
     sums = [
         (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.mean_share) for share in shares

@@ -64,7 +64,7 @@ class Workload:
     def __post_init__(self) -> None:
         for lengths, mean in (
             (self.prompt_lengths, self.prompt_tokens), (self.response_lengths, self.response_tokens)
-        ):  # fmt: skip
+        ):
             assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
         assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 

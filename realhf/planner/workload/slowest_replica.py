@@ -1,7 +1,7 @@
 """The decode steps of the replica that ends last.
 
 A replica has a number of slots, and each slot gets a waiting row as soon as its row has ended. So the steps
-of a replica have two phases, and the third thing to know is how they vary between replicas:
+of a replica have two phases, and a third question is how they vary between replicas:
 
 1. Full slots. All slots have rows until no row waits. Renewal theory gives the ages of the rows that run
    then: `_starts` has the mean number of rows that a slot starts at each time.
@@ -9,14 +9,15 @@ of a replica have two phases, and the third thing to know is how they vary betwe
    all of these steps; the others are called further rows.
 3. Spread between replicas. Each of them takes another number of steps, and a call ends with the slowest.
 
-Example: rows have 2 or 4 tokens, each with a chance of 1/2, and a replica has two rows in two slots. No row
+Example: rows have 2 or 4 tokens, each with a chance of 1/2, and a replica has two slots. With two rows, none
 waits, so phase 1 has no steps. The last row ends after 2 steps if both rows are short, with a chance of 1/4,
-otherwise after 4 steps: after 3.5 steps on average. The further row takes the remaining 2.5 of the 6 tokens.
-Among four such replicas, the slowest takes 2 steps with a chance of 1/256, otherwise 4.
+otherwise after 4: after 3.5 steps on average. The further row takes the other 2.5 of the 6 tokens. Among four
+such replicas, the slowest takes 2 steps with a chance of 1/256, otherwise 4. With 100 rows, both slots are
+full for 147.4 steps. Then the last row takes 3.2 more steps and the further row 2.0, for 300 tokens in all.
 
 Shapes: T bins of tokens, U = 2 T bins, R ranges of the steps of phase 2, E values of the step in which the
 last row ends, F finer ones of which each E is a mean, K = 1 + 2 R kinds of steps, D deviations. An array
-whose name ends in _T1 has T + 1 elements.
+whose name ends in _T1 has T + 1 elements, and in _R1 R + 1.
 """
 
 import math
@@ -136,13 +137,37 @@ class DecodeSteps(NamedTuple):
         variance_E = ending.alike_rows * ending.further_rows * row_variance_E
         deviation_E = np.sqrt(variance_E + (self.full.deviation * seconds_K[0]) ** 2)
         most_E = self.most_full_steps_E * seconds_K[0] + last_E + ending.further_rows * after_ER[:, -1]
-        room_E1 = np.maximum(0.0, most_E - mean_E)[:, None]
-        return mean_E[:, None] + np.clip(deviation_E[:, None] * _DEVIATIONS_D, -room_E1, room_E1)
+        room_E = np.maximum(0.0, most_E - mean_E)[:, None]
+        return mean_E[:, None] + np.clip(deviation_E[:, None] * _DEVIATIONS_D, -room_E, room_E)
 
     def _seconds_in_ranges(self, seconds_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a step of each range with the last row alone, and of each further row."""
         alone_R, many_R = seconds_K[1:].reshape(2, -1)
         return alone_R, (many_R - alone_R) / (self.ending.rows_R - 1)
+
+
+class _Table(NamedTuple):
+    """A distribution of lengths in bins.
+
+    `starts_U` is for a slot that starts a row in the first bin and another whenever one has ended.
+    """
+
+    bin_tokens: int
+    alive_T: np.ndarray  # The fraction of rows that get each bin's tokens.
+    context_T: np.ndarray  # The tokens that these rows then have.
+    starts_U: np.ndarray  # The mean number of rows that a slot starts in each bin.
+    starts_variance_U: np.ndarray  # The variance of the number of starts up to each bin.
+    mean: float  # Tokens of a row.
+    deviation: float
+    contexts: float  # The sum over a row's tokens of the context with which they are decoded.
+
+
+class _Decline(NamedTuple):
+    """The mean row of a slot from the moment when no row waits any more."""
+
+    running_T: np.ndarray  # The fraction of rows that run in each later bin.
+    tokens_T1: np.ndarray  # Tokens that a row gets before each bin, and in all.
+    contexts_T1: np.ndarray  # The sum of the contexts with which these tokens are decoded.
 
 
 @lru_cache(maxsize=4096)
@@ -169,15 +194,7 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
         full=full, ending=ending, most_full_steps_E=most_full_steps_E, replicas=rollout.replicas)
 
 
-class _Decline(NamedTuple):
-    """The mean row of a slot from the moment when no row waits any more."""
-
-    running_T: np.ndarray  # The fraction of rows that run in each later bin.
-    tokens_T1: np.ndarray  # Tokens that a row gets before each bin, and in all.
-    contexts_T1: np.ndarray  # The sum of the contexts with which these tokens are decoded.
-
-
-def _decline(rollout: Rollout, table: "_Table", slots: float) -> _Decline:
+def _decline(rollout: Rollout, table: _Table, slots: float) -> _Decline:
     """Return how rows run on when no row waits; replicas that share waiting rows count as one."""
     pooled = rollout.replicas if rollout.work_stealing else 1
     ages_T = _running_since(table, rollout.num_rows * pooled, slots * pooled)
@@ -189,7 +206,7 @@ def _decline(rollout: Rollout, table: "_Table", slots: float) -> _Decline:
 
 
 def _full_phase(
-    rollout: Rollout, table: "_Table", slots: float, last_rows: float, decline: _Decline
+    rollout: Rollout, table: _Table, slots: float, last_rows: float, decline: _Decline
 ) -> FullPhase:
     """Return the phase that decodes all tokens except those of the declining rows."""
     all_tokens = rollout.num_rows * table.mean
@@ -201,7 +218,7 @@ def _full_phase(
     return FullPhase(tokens / slots, _full_deviation(rollout, table, slots), context)
 
 
-def _ending_phase(rollout: Rollout, table: "_Table", last_rows: float, decline: _Decline) -> EndingPhase:
+def _ending_phase(rollout: Rollout, table: _Table, last_rows: float, decline: _Decline) -> EndingPhase:
     """Return the phase in which `last_rows` end, one after the other."""
     running_T, tokens_T1, contexts_T1 = decline
     group_size = min(float(rollout.group_size), last_rows)
@@ -213,11 +230,11 @@ def _ending_phase(rollout: Rollout, table: "_Table", last_rows: float, decline: 
     stop_FR = np.maximum(first_R, np.minimum(edges_R1[1:], ends_F[:, None]))
     last_steps_FR = (stop_FR - first_R) * table.bin_tokens
     # All further rows end before the last row: of the rows in `decline`, those that would not run longer.
-    longer_F1 = longer_F[:, None]
-    shorter_F1 = 1 - longer_F1
-    steps_FR = np.maximum(0.0, tokens_T1[stop_FR] - tokens_T1[first_R] - last_steps_FR * longer_F1)
-    further_steps_FR = siblings * last_steps_FR + (last_rows - 1 - siblings) * steps_FR / shorter_F1
-    still_FR1 = np.maximum(0.0, np.append(running_T, 0.0)[edges_R1] - longer_F1) / shorter_F1
+    last_longer_FR = last_steps_FR * longer_F[:, None]
+    shorter_F = (1 - longer_F)[:, None]
+    steps_FR = np.maximum(0.0, tokens_T1[stop_FR] - tokens_T1[first_R] - last_longer_FR)
+    further_steps_FR = siblings * last_steps_FR + (last_rows - 1 - siblings) * steps_FR / shorter_F
+    still_FR1 = np.maximum(0.0, np.append(running_T, 0.0)[edges_R1] - longer_F[:, None]) / shorter_F
     still_FR1[:, 0] = 1.0
     is_random = float(table.deviation > 0)
     tokens_R = np.diff(tokens_T1[edges_R1])
@@ -236,22 +253,6 @@ def _mean_of_finer(values_FR: np.ndarray) -> np.ndarray:
     """Return the means over the finer ends of each end, shape (E, R)."""
     mean_ER: np.ndarray = values_FR.reshape(_NUM_ENDS, _FINER, -1).mean(axis=1)
     return mean_ER
-
-
-class _Table(NamedTuple):
-    """A distribution of lengths in bins.
-
-    `starts_U` is for a slot that starts a row in the first bin and another whenever one has ended.
-    """
-
-    bin_tokens: int
-    alive_T: np.ndarray  # The fraction of rows that get each bin's tokens.
-    context_T: np.ndarray  # The tokens that these rows then have.
-    starts_U: np.ndarray  # The mean number of rows that a slot starts in each bin.
-    starts_variance_U: np.ndarray  # The variance of the number of starts up to each bin.
-    mean: float  # Tokens of a row.
-    deviation: float
-    contexts: float  # The sum over a row's tokens of the context with which they are decoded.
 
 
 @lru_cache(maxsize=64)
