@@ -87,8 +87,7 @@ class Clock:
         return self._once(function, waits)[0]
 
     def of_slowest(self, function: Callable[[], object], repetitions: int) -> list[float]:
-        """Return the seconds of each repetition on the slowest rank; a first one, to warm up, does not count.
-        Every rank must call this."""
+        """Return the seconds of repetitions, after a first one, on the slowest rank. All must call this."""
         mine = [self._once(function, waits=True)[0] for _ in range(1 + repetitions)]
         return [max(times) for times in zip(*self.world.control.all_gather_json(mine[1:]), strict=True)]
 

@@ -260,8 +260,7 @@ class Bench:
         return max(_TINY, self._of_a_block(lambda blocks: (name, blocks, *key)) / _BLOCK_STEPS)
 
     def _decoding_head(self, rows: int) -> float:
-        """Return the seconds of a decode step without its blocks: those with short prompts, and what long
-        prompts add."""
+        """Return the seconds of a decode step without its blocks, as a mean over lengths of prompts."""
         short = self._prompts[0]
         times = self._seconds
         step = (times["generate", rows, 1 + _DECODE_STEPS] - times["generate", rows, 1]) / _DECODE_STEPS

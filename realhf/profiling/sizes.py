@@ -48,13 +48,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Means over one step of the experiment: tokens per prompt, tokens per whole sequence, samples, and
-    samples per prompt."""
+    """Means over one step of the experiment."""
 
     prompt_tokens: int
-    tokens: int
+    tokens: int  # Of a whole sequence.
     samples: int
-    group_size: int
+    group_size: int  # Samples per prompt.
 
     @property
     def sequence_tokens(self) -> tuple[int, int]:

@@ -35,8 +35,7 @@ class EnginePath:
     between the blocks of running ones."""
     sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
     expert_passes: int = 9
-    """Reads and writes of the rows that experts get, to permute them before and after their exchange and to
-    sum up outputs."""
+    """Reads and writes of the experts' rows: permutations before and after the exchange, sums of outputs."""
     pads_stages: bool = False  # Under a pipeline, micro-batches are padded to the limit of their tokens.
     splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
     overlap: float = 0.0

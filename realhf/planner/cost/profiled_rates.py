@@ -84,8 +84,7 @@ class ProfiledRates(Rates):
         return self.profile.calm.get(work, 1.0) if is_calm else super().crowding(kind, num_busy)
 
     def whole_call(self, kind: str, role: ModelRole, tp: Span, ep: Span) -> float:
-        """Return the measured seconds of a whole call relative to what the tables add up to, under the
-        nearest split."""
+        """Return the measured seconds of a whole call, under the nearest split, relative to its tables."""
         by_split = self._whole.get((*shape_of(role.config), role.dtype), {})
         ratios = {split: by_kind[kind] for split, by_kind in by_split.items() if kind in by_kind}
         if not ratios:

@@ -347,8 +347,7 @@ class Rates(LinkRates):
         return shape.moe_share * products, shape.moe_share * moved, shape.moe_share * exchange
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
-        """Return the seconds of a decode step besides its blocks: logits and sampling for one token per row,
-        and the host's work."""
+        """Return the seconds of a decode step besides its blocks: logits, sampling and the host's work."""
         c = role.config
         n = tp.size
         e = self.efficiencies

@@ -108,11 +108,10 @@ def _inside(boxes: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 class _Side(NamedTuple):
-    """The cells that the ranks of a layout have: as rows and columns, shape (H, P, X * Y), and as experts,
-    shape (H, P, Z)."""
+    """The cells that the ranks of a layout have."""
 
-    in_plane: np.ndarray
-    experts: np.ndarray
+    in_plane: np.ndarray  # By rows and columns, shape (H, P, X * Y).
+    experts: np.ndarray  # Shape (H, P, Z).
 
     @property
     def by_host(self) -> np.ndarray:

@@ -143,8 +143,7 @@ class CallPieces:
 
     @property
     def num_mlp_saved(self) -> int:
-        """Number of tensors of an MLP's width that are saved: gate and up, or up; with experts or adapters
-        also their product."""
+        """Saved tensors of an MLP: gate and up, or up; with experts or adapters also their product."""
         config = self.role.config
         return (2 if config.gated else 1) + (config.moe is not None or self.role.lora is not None)
 
@@ -160,8 +159,7 @@ class CallPieces:
         return 0.0 if tp == 1 else num_bytes * self.sum_copies(tp)
 
     def sum_copies(self, size: int) -> float:
-        """Return the copies for a sum over `size` ranks: a clone, and over gloo the data that
-        `Group.all_reduce` receives."""
+        """Return the copies for a sum over ranks: a clone, and over gloo what `Group.all_reduce` receives."""
         return 1.0 + (0.0 if self.fused else 2.0 if size == 2 else (size - 1) / size)
 
     def block_saved_bytes(self, tokens: float) -> float:
@@ -214,10 +212,10 @@ class CallPieces:
         return self.role.wide_itemsize if self.role.widens_head else self.role.itemsize
 
     def widened_head_bytes(self, tokens: float, *, backward: bool) -> float:
-        """Return the bytes of the parts of the hidden states and of the head's weight that are in float32 at
-        a time (nn/half_matmul.py).
+        """Return the bytes of what nn/half_matmul.py has in float32 at a time for the head.
 
-        On a GPU these are sums and products of the backward pass only, beside parts of the gradient.
+        These are parts of the hidden states and of the head's weight. On a GPU they exist only in the
+        backward pass, beside parts of the gradient.
         """
         if not self.role.widens_head or (self.fused and not backward):
             return 0.0

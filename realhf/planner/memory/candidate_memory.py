@@ -82,8 +82,7 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
 def candidate_memory(
     problem: Problem, call: FunctionCall, states: StateBytes, running: np.ndarray, *, offload: bool
 ) -> list[CandidateMemory]:
-    """Return the bytes of a call with each of several options that add `running`, (options, stages), and its
-    weights if it is offloaded."""
+    """Return the bytes of a call with each of several options, which add `running`, (options, stages)."""
     rests = 0.0 if offload else 1.0
     home, copy, own_home, own_copy = (rests * array for array in states[2:6])
     if offload and not _may_share(problem, call):

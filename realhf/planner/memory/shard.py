@@ -140,8 +140,7 @@ def _on_stage(
 
 @lru_cache(maxsize=64)
 def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
-    """Return the parameter table of a model, or of its adapters. The config is the cache's key, as it
-    hashes fast."""
+    """Return the parameter table of a model, or of its adapters, by its config, which hashes fast."""
     return model_spec(config) if lora is None else adapter_spec(config, lora)
 
 

@@ -144,8 +144,7 @@ class TrainMoments:
 
     @cached_property
     def _activated_linear(self) -> float:
-        """Bytes in the backward pass of the activation and the down projection, besides the gradient of
-        their output."""
+        """Bytes in the backward pass of activation and down projection, besides their output's gradient."""
         # The activation works on a part of the tokens at a time.
         temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
@@ -163,8 +162,7 @@ class TrainMoments:
         return max(
             # The sum over the tp group in the MLP's forward pass: the output of the down projection.
             hidden + sum_over_tp,
-            # activated_linear, backward: the gradients of the output, of the down projection's input, and of
-            # gate and up.
+            # activated_linear, backward: the gradients of output, down projection's input, gate and up.
             hidden + self._activated_linear,
             # Gate and up, backward: the gradients of the output, of gate and up, and of the MLP's input.
             2 * hidden - freed + self._gate_and_up + self._weight_gradient,

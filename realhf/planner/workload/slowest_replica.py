@@ -31,9 +31,9 @@ from realhf.planner.workload.rounds import steady_round
 
 _NUM_BINS = 512  # Times are counted in bins of tokens, this many up to the longest response.
 _NEVER = 1e-8  # Lengths that so small a fraction of the rows exceeds are left out.
-_NUM_RANGES = 24  # R at most.
+_NUM_RANGES = 24  # The largest R.
 _NUM_ENDS = 24  # E.
-_FINER = 6  # F / E.
+_FINER = 6  # The F that belong to each E.
 _DEVIATIONS_D = np.arange(-3.0, 4.5, 0.5)
 _NORMAL_D = np.exp(-(_DEVIATIONS_D**2) / 2) / np.exp(-(_DEVIATIONS_D**2) / 2).sum()
 
@@ -236,13 +236,12 @@ def _ending_phase(rollout: Rollout, table: _Table, last_rows: float, decline: _D
     further_steps_FR = siblings * last_steps_FR + (last_rows - 1 - siblings) * steps_FR / shorter_F
     still_FR1 = np.maximum(0.0, np.append(running_T, 0.0)[edges_R1] - longer_F[:, None]) / shorter_F
     still_FR1[:, 0] = 1.0
-    is_random = float(table.deviation > 0)
     tokens_R = np.diff(tokens_T1[edges_R1])
     return EndingPhase(
         chances_E=chances_E,
         last_steps_ER=_mean_of_finer(last_steps_FR),
         further_steps_ER=_mean_of_finer(further_steps_FR),
-        further_ends_ER=_mean_of_finer(-np.diff(still_FR1, axis=1) * is_random),
+        further_ends_ER=_mean_of_finer(-np.diff(still_FR1, axis=1) * float(table.deviation > 0)),
         further_rows=last_rows - 1,
         alike_rows=1 + siblings,
         rows_R=np.maximum(last_rows * tokens_R / (np.diff(edges_R1) * table.bin_tokens), 2.0),
@@ -348,11 +347,9 @@ def _last_ends(
 
 
 def _longer(log_chances_F: np.ndarray, group_size: float, alike_share: float) -> np.ndarray:
-    """Return which fraction of rows runs longer than a time by which all rows of a group have ended with
-    these chances.
+    """Return the fraction of rows that run longer than times by which a group has ended with some chances.
 
-    If a row has ended with the chance f, a group of alike rows has ended with f too, any other group with
-    f ** group_size.
+    If a row has ended with the chance f, a group of alike rows has too, and any other with f ** group_size.
     """
     if alike_share == 1:
         return -np.expm1(log_chances_F)
