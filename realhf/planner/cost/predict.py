@@ -37,7 +37,8 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     costs = {
         call.name: cost_of(problem, rates, call, plan[call.name], plan[call.name].layout.ranks)
         for call in problem.model_calls}
-    step, among_others = _walked(problem, rates, plan, {name: cost.seconds for name, cost in costs.items()})
+    alone = {name: cost.seconds for name, cost in costs.items()}
+    step, among_others = _step_and_call_seconds(problem, rates, plan, alone)
     return Prediction(step, costs, {name: among_others[name] for name in costs})
 
 
@@ -54,10 +55,10 @@ def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
     """Return the seconds of a step in the steady state if calls take `call_seconds`."""
-    return _walked(problem, rates, plan, call_seconds)[0]
+    return _step_and_call_seconds(problem, rates, plan, call_seconds)[0]
 
 
-def _walked(
+def _step_and_call_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and of each call among its neighbours.

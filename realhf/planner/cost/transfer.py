@@ -221,10 +221,10 @@ class _Loads:
 def _leaving(
     cells: _Cells, have: np.ndarray, want: np.ndarray, members: np.ndarray, entering: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a rank of each host sends to other hosts, of each cell: once, and to every host.
+    """Return the elements of each cell that a rank of each host sends to other hosts, in two ways.
 
-    If it leaves once, all ranks on holders' hosts that hold or want it share the sending. Otherwise holders
-    send all copies.
+    Either a cell leaves once, and all ranks on holders' hosts that hold or want it share the sending. Or the
+    holders send a copy to every host that lacks it.
     """
     holds = have > 0
     if cells.num_shards == 1:

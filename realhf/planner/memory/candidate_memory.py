@@ -165,8 +165,8 @@ def _stages_of(layers: tuple[int, ...], trains: bool) -> tuple[tuple[int, ...], 
 def _telling_stages(
     role: ModelRole, strategy: ParallelStrategy, *, trains: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return stages among which those with the most bytes are, the first one first, and which of them have
-    the least bytes in each part of the ranks, (PARTS, stages).
+    """Return the stages that may have the most bytes, in order, and which of them have the least bytes in
+    each part of the ranks, (PARTS, stages).
 
     Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
     step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.

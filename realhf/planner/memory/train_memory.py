@@ -92,7 +92,7 @@ class TrainMoments:
 
     @cached_property
     def _after_last_block(self) -> float:
-        """Bytes that the last norm saves, and of its output where the head reads it."""
+        """Bytes that the last norm saves, and those of its output at the positions that the head reads."""
         norm = self.tokens * self.pieces.norm_saved(self.pieces.widths.hidden)
         return norm + self.pieces.hidden_bytes(self.pieces.micro_batch.response_tokens)
 
@@ -103,7 +103,7 @@ class TrainMoments:
 
     @cached_property
     def _head(self) -> list[tuple[float, float]]:
-        """Bytes of gradients and of logits, with the logits' gradient and with that of the head's weight."""
+        """Bytes of gradients and of logits, when the logits' gradient exists, and when the weight's does."""
         pieces = self.pieces
         response_tokens = pieces.micro_batch.response_tokens
         vocabulary = pieces.widths.vocabulary
@@ -121,7 +121,7 @@ class TrainMoments:
 
     @cached_property
     def _block_recomputed(self) -> float:
-        """Bytes of the activations of the one layer that has them with recompute."""
+        """Bytes of the activations of the layer that is recomputed; 0 without recompute."""
         return self.pieces.block_saved_bytes(self.tokens) if self.pieces.recompute else 0.0
 
     @cached_property
@@ -182,7 +182,7 @@ class TrainMoments:
         if all_received == 0:
             return []
         trained = trained_params(self.role, self.strategy, stage.number)
-        section_share = self.role.trained_spec.section_numel / trained  # That a section has at least.
+        section_share = self.role.trained_spec.section_numel / trained  # The least share of a section.
         moments = []
         activations = in_flight.activations + self._block_recomputed
         for num_sections in (1, 2):

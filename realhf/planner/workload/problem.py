@@ -326,8 +326,10 @@ class Problem:
         return named + [(planned, False) for planned in at_home if owner is call]
 
     def offloads_optimizer(self, role: ModelRole) -> bool:
-        """Return whether offloading the optimizer of a role leaves memory to its device: hosts with devices
-        that are processes have the same memory."""
+        """Return whether a role's optimizer lies outside its devices' memory.
+
+        Where devices are processes, that is the host's memory, and offloading frees nothing.
+        """
         return role.offloads_optimizer and self.cluster.host_memory is not None
 
     def may_offload(self, call: FunctionCall) -> bool:

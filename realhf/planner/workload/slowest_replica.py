@@ -65,7 +65,7 @@ class FullPhase(NamedTuple):
 
 
 class EndingPhase(NamedTuple):
-    """The steps of a replica in which its rows end, for each of several steps in which the last row ends."""
+    """The steps of a replica in which its rows end, if the last row ends at each of E steps."""
 
     chances_E: np.ndarray  # How probable each end of the last row is.
     last_steps_ER: np.ndarray  # Steps of the last row.
@@ -104,6 +104,7 @@ class DecodeSteps(NamedTuple):
         chances_to_end = np.minimum(np.cumsum(chances_ED.ravel()[order]), 1.0)  # By then, of one replica.
         chances_of_slowest = np.diff(chances_to_end**self.replicas, prepend=0.0)
         weights_E = np.bincount(order // len(_NORMAL_D), chances_of_slowest, minlength=len(seconds_ED))
+        # A range's steps count as some with one row and some with `rows_R`, as many rows as run in all.
         many_R = weights_E @ ending.further_steps_ER / (ending.rows_R - 1)
         alone_R = weights_E @ ending.last_steps_ER - many_R
         steps_K = np.concatenate([[self.full.steps], alone_R, many_R])
@@ -116,10 +117,10 @@ class DecodeSteps(NamedTuple):
         return self.full.steps * float(seconds_K[0]) + float(self.ending.chances_E @ ending_E)
 
     def _spread_between_replicas(self, seconds_K: np.ndarray) -> np.ndarray:
-        """Return the seconds of replicas whose last rows end at E steps, D of each, shape (E, D).
+        """Return the seconds of replicas, shape (E, D): D deviations from the mean for each of E last ends.
 
-        They deviate from their mean, since further rows end at random times of phase 2 and since phase 1
-        takes different numbers of steps. No replica takes longer than if all rows ran to the end.
+        Replicas deviate since further rows end at random times of phase 2, and since phase 1 takes different
+        numbers of steps. No replica takes longer than if all rows ran to the end.
         """
         ending = self.ending
         alone_R, further_R = self._seconds_in_ranges(seconds_K)
@@ -335,8 +336,8 @@ def _last_ends(
     """Return how probable E ends of the last row are, the F numbers of bins until it ends, and the fraction
     of rows that would run longer than each of these.
 
-    The ends are the finer, the later they are, as the slowest of the replicas counts. If many rows end in one
-    bin, such as at the limit, the last of them is any.
+    Later ends are closer to each other, as the slowest of the replicas counts. If many rows end in one bin,
+    such as at the limit of tokens, the last row is any of them.
     """
     later_E1 = np.append(np.geomspace(1.0, 0.002 / replicas, _NUM_ENDS), 0.0)  # Chances to end later.
     steps_E = np.diff(later_E1)
