@@ -196,7 +196,7 @@ def test_a_layout_that_serves_one_call_stays_for_those_that_may_share_it():
 
     plenty, _ = solved(9e9, {})
     pinned, shared = solved(9e9, pins)
-    memory = 9e9 - (shared.available - shared.fullest.num_bytes - 64) / (1 - FRAGMENTATION)
+    memory = 9e9 + (shared.fullest.excess_bytes + 64) / (1 - FRAGMENTATION)
     tight, check = solved(memory, {})
     assert -(2**20) < check.fullest.excess_bytes <= 0
     assert plenty.step_seconds < pinned.step_seconds
