@@ -291,7 +291,7 @@ def _predicted_gib(call: str, directory: str, scale: Scale, prompt: int, respons
     plan = ExecutionPlan.single(
         problem.graph, Layout.parse("d1@0"), micro_batch_tokens=scale.micro_batch_tokens)
     outside = ("communicators", "context")
-    parts = check_memory(problem, plan).by_call[call].parts
+    parts = check_memory(problem, plan).by_call[call].bytes_by_use
     return sum(size for part, size in parts.items() if not part.endswith(outside)) / 2**30
 
 

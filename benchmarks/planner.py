@@ -159,8 +159,8 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
         return {**row, "reason": str(error)}
     spent = watch.spent
     wall = time.monotonic() - started
-    ours = float(planned.found.step_seconds)
-    gap = float(planned.found.gap)
+    ours = float(planned.result.step_seconds)
+    gap = float(planned.result.gap)
     if write is not None:
         planned.plan.save(write / f"{case.name}.yaml")
     space = planned.space
@@ -177,7 +177,7 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     return {
         **row, "fits": True, "step_seconds": ours, "gap": gap, "cpu_seconds": spent,
         "goal_seconds": spent if watch.seconds is None else watch.seconds, "search_seconds": wall,
-        "expanded": planned.found.num_expanded,
+        "expanded": planned.result.num_expanded,
         **walked,
         **{f"{name}_seconds": seconds for name, seconds in rival.items()},
         **{f"over_{name}": None if seconds is None else seconds / ours for name, seconds in rival.items()},

@@ -204,7 +204,7 @@ def planned_row(row: PublishedStep, *, time_limit: float) -> dict[str, Any]:
             planned = make_plan(problem, rates, time_limit=time_limit, gap=0.01)
         except ValueError as error:
             return {"plan_reason": str(error)}
-        seconds = planned.found.step_seconds + (sum(others.values()) if engine == "peer" else 0.0)
+        seconds = planned.result.step_seconds + (sum(others.values()) if engine == "peer" else 0.0)
         layouts = {call.name: str(planned.plan[call.name].layout) for call in problem.model_calls}
         figures |= {f"plan_on_{engine}_seconds": float(seconds), f"plan_on_{engine}": layouts}
     return figures

@@ -65,7 +65,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         print(trial.first_prompt)
     if proof is not None:
         peak = proof.fullest
-        has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
+        has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
         fits = "it fits, but is tight" if proof.is_tight else "it fits"
         print(f"{fits}: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
         Console().print(memory_report.render(proof), soft_wrap=True)

@@ -25,7 +25,6 @@ def predict_memory(
         memory = MemoryAccount(problem).of_plan(program.plan)
     except (UserError, ValueError):
         return {}
-    return {
-        call.name: {rank: memory.parts(rank, call.name) for rank in program.plan[call.name].layout.ranks}
-        for call in problem.model_calls
-    }
+    names = [call.name for call in problem.model_calls]
+    ranks_of = {name: program.plan[name].layout.ranks for name in names}
+    return {name: {rank: memory.bytes_by_use(rank, name) for rank in ranks_of[name]} for name in names}

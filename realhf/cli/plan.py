@@ -90,7 +90,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             synchronous = _problem(without_lag(experiment), options, cluster)
             other = _search(synchronous, options, rates, time_limit=limit, watch=watch, explain=False)
             comparison = LagComparison(
-                experiment.max_lag, experiment.num_rounds, planned.found, other.found)
+                experiment.max_lag, experiment.num_rounds, planned.result, other.result)
         else:
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
         limits = SearchLimits(
@@ -160,8 +160,8 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
         planned = make_plan(
             problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
             progress=watch.progress, should_stop=watch.should_stop)
-    step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
-    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+    step = f"{format_seconds(planned.result.step_seconds)} per step predicted"
+    near = f"at most {planned.result.gap:.1%} above the lower bound over the plans enumerated"
     took = format_seconds(planned.search_seconds)
     print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr, flush=True)
     return planned.plan

@@ -27,8 +27,7 @@ def current_values(problem: Problem) -> dict[str, float]:
     work = _any_workload(problem)
     values = {
         "prompt_tokens": work.prompt_tokens, "response_tokens": work.response_tokens,
-        "batch_size": work.prompts,
-    }  # fmt: skip
+        "batch_size": work.prompts}
     fields = _cluster_fields(problem.cluster)
     document = problem.cluster.to_dict()
     return values | {key: _at(document, path) for key, path in fields.items()}
@@ -49,22 +48,19 @@ def change(problem: Problem, rates: Rates, values: Mapping[str, float | str]) ->
             raise ValueError(f"{key}: {why}; leave --profile out")
     cluster = _changed_cluster(problem.cluster, {k: v for k, v in values.items() if k not in WORKLOAD_KEYS})
     of_work = {key: _amount(key, value) for key, value in values.items() if key in WORKLOAD_KEYS}
-    known = _any_workload(problem)
-    prompt = of_work.get("prompt_tokens", known.prompt_tokens) / (known.prompt_tokens or 1.0)
-    response = of_work.get("response_tokens", known.response_tokens) / (known.response_tokens or 1.0)
+    old = _any_workload(problem)
+    prompt = of_work.get("prompt_tokens", old.prompt_tokens) / (old.prompt_tokens or 1.0)
+    response = of_work.get("response_tokens", old.response_tokens) / (old.response_tokens or 1.0)
     workloads = {
-        name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()
-    }
+        name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()}
     if "batch_size" in of_work:
         prompts = int(of_work["batch_size"])
         workloads = {
             name: replace(work, num_samples=prompts * work.samples_per_prompt)
-            for name, work in workloads.items()
-        }
+            for name, work in workloads.items()}
     evaluations = tuple(
         planned._replace(workload=_scaled(planned.workload, prompt=prompt, response=response))
-        for planned in problem.evaluations
-    )
+        for planned in problem.evaluations)
     changed = replace(problem, cluster=cluster, workloads=workloads, evaluations=evaluations)
     return changed, rates if cluster == problem.cluster else rates.on(cluster)
 
@@ -88,8 +84,7 @@ def _scaled(work: Workload, *, prompt: float, response: float) -> Workload:
         prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
         response_tokens=work.response_tokens * response if responses is None else responses.mean,
-        max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit,
-    )  # fmt: skip
+        max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit)
 
 
 def _amount(key: str, value: float | str) -> float:
@@ -117,9 +112,9 @@ def _number_paths(value: Any) -> Iterator[_Path]:
     """Yield the place of every number of a document."""
     if isinstance(value, Real) and not isinstance(value, bool):
         yield ()
-    parts = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, Mapping) else {}
-    for name, part in parts.items():
-        yield from ((name, *path) for path in _number_paths(part))
+    entries: Any = value.items() if isinstance(value, Mapping) else ()
+    for name, entry in enumerate(value) if isinstance(value, list) else entries:
+        yield from ((name, *path) for path in _number_paths(entry))
 
 
 def _without_unit(name: str) -> str:

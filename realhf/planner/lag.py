@@ -48,8 +48,7 @@ class LagComparison(NamedTuple):
             "lagged_seconds": self.lagged.step_seconds,
             "synchronous_seconds": self.synchronous.step_seconds,
             "synchronous_lower_bound_seconds": self.synchronous.lower_bound_seconds,
-            "faster": self.faster,
-        }
+            "faster": self.faster}
 
     def render(self) -> Group:
         """Return a table of both and the sentence, for people."""
@@ -57,9 +56,8 @@ class LagComparison(NamedTuple):
         for title in ("steps", "lag", "rounds", "seconds", "lower bound"):
             table.add_column(title, justify="left" if title == "steps" else "right")
         rows = (
-            ("synchronous", 0, 1, self.synchronous), ("lagged", self.max_lag, self.num_rounds, self.lagged)
-        )
-        for name, lag, rounds, found in rows:
-            seconds = (found.step_seconds, found.lower_bound_seconds)
+            ("synchronous", 0, 1, self.synchronous), ("lagged", self.max_lag, self.num_rounds, self.lagged))
+        for name, lag, rounds, result in rows:
+            seconds = (result.step_seconds, result.lower_bound_seconds)
             table.add_row(name, str(lag), str(rounds), *(f"{value:.3g}" for value in seconds))
         return Group(table, Text(self.sentence))

@@ -43,7 +43,7 @@ class Planned:
     space: SearchSpace
     plan: ExecutionPlan
     costs: Mapping[str, CallCost]
-    found: SearchResult
+    result: SearchResult
     simulation: Simulation
     memory: MemoryCheck
     reasons: Mapping[str, Reason]
@@ -55,7 +55,7 @@ def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: ReportProgress | None = None, should_stop: Callable[[], bool] | None = None,
     explain: bool = True,
-) -> Planned:  # fmt: skip
+) -> Planned:
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
     bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
@@ -65,34 +65,31 @@ def make_plan(
     _require_supported(problem, rates)
     space = SearchSpace(problem, rates)
     _require_candidates(space)
-    rule = heuristic(space)
-    starts = [] if rule is None else [rule.chosen]
+    baseline = heuristic(space)
+    starts = [] if baseline is None else [baseline.chosen]
     starts += starts_by_kind(
         space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
-        should_stop=should_stop,
-    )  # fmt: skip
+        should_stop=should_stop)
     left = _SEARCHING * time_limit - (time.monotonic() - began)
-    found = search(
+    result = search(
         space, time_limit=max(0.1, left), gap=gap, starts=starts,
-        max_iterations=max_iterations, progress=progress, should_stop=should_stop,
-    )  # fmt: skip
-    if found is None:
+        max_iterations=max_iterations, progress=progress, should_stop=should_stop)
+    if result is None:
         raise ValueError(_nothing_fits(space))
-    chosen = np.array(found.chosen)
+    chosen = np.array(result.chosen)
     simulation = simulate(space, chosen)
     costs = {
         space.calls[i].name: variant.cost
-        for group, index in zip(space.groups, found.chosen, strict=True)
-        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)
-    }
-    figures = {name: getattr(found, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
+        for group, index in zip(space.groups, result.chosen, strict=True)
+        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)}
+    figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
     predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
-    plan = ExecutionPlan(space.call_plans(found.chosen), predicted)
+    plan = ExecutionPlan(space.call_plans(result.chosen), predicted)
     memory = check_memory(problem, plan)
     assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
     reasons = find_reasons(space, chosen) if explain else {}
     spent = time.monotonic() - began
-    return Planned(problem, space, plan, costs, found, simulation, memory, reasons, rule, spent)
+    return Planned(problem, space, plan, costs, result, simulation, memory, reasons, baseline, spent)
 
 
 def heuristic(space: SearchSpace) -> Heuristic | None:
@@ -102,8 +99,8 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
     is as deep as the model allows. Among its options it takes the fastest that fit together, or the fastest
     of all if none do. The result is None where a call fits in no layout on all devices.
     """
-    found = [_heuristic_on(space, ranks) for ranks, _ in space.problem.cluster.ranks_by_kind]
-    return min(filter(None, found), key=lambda rule: (not rule.fits, rule.seconds), default=None)
+    by_kind = [_heuristic_on(space, ranks) for ranks, _ in space.problem.cluster.ranks_by_kind]
+    return min(filter(None, by_kind), key=lambda plan: (not plan.fits, plan.seconds), default=None)
 
 
 def _heuristic_on(space: SearchSpace, everywhere: range) -> Heuristic | None:

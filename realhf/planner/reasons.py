@@ -110,8 +110,7 @@ class Reason:
 
         return {
             "limit": self.limit, "share": self.share, "status": self.status,
-            "runner_up": plain(self.runner_up), "too_large": plain(self.too_large),
-        }  # fmt: skip
+            "runner_up": plain(self.runner_up), "too_large": plain(self.too_large)}
 
 
 def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
@@ -119,12 +118,12 @@ def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
     step_seconds = float(space.exact_periods(chosen[None])[0])
     sensitivity = Sensitivity(space)
     reasons = {}
-    for u, group in enumerate(space.groups):
-        candidate = group.candidates[chosen[u]]
-        alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, u)
+    for group_index, group in enumerate(space.groups):
+        candidate = group.candidates[chosen[group_index]]
+        alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, group_index)
         for i, variant in zip(group.calls, candidate.variants, strict=True):
             cost = variant.cost
-            share = cost.parts[cost.limit] / cost.seconds
+            share = cost.seconds_by_cause[cost.limit] / cost.seconds
             reasons[space.calls[i].name] = Reason(
                 cost.limit, share, alternatives.status, alternatives.runner_up, alternatives.too_large)
     return reasons
@@ -135,25 +134,25 @@ class _Alternatives:
 
     def __init__(
         self, sensitivity: Sensitivity, space: SearchSpace, chosen: np.ndarray, step_seconds: float,
-        group: int,
-    ) -> None:  # fmt: skip
+        group_index: int,
+    ) -> None:
         self._space = space
         self._sensitivity = sensitivity
         self._chosen = chosen
         self._step_seconds = step_seconds
-        self._group = group
-        candidates = space.groups[group].candidates
-        layout = candidates[chosen[group]].layout
+        self._group_index = group_index
+        candidates = space.groups[group_index].candidates
+        layout = candidates[chosen[group_index]].layout
         others = np.array([i for i, c in enumerate(candidates) if c.layout != layout], dtype=int)
         self._plans = np.repeat(chosen[None], len(others), axis=0)
-        self._plans[:, group] = others
+        self._plans[:, group_index] = others
         self._rough = space.periods(self._plans, exact=False) if len(others) else np.zeros(0)
         self._excess = space.excess_bytes(self._plans) if len(others) else np.zeros(0)
 
     @property
     def status(self) -> str | None:
         """Return in words why there is no runner-up; None if there is one."""
-        names = [self._space.calls[i].name for i in self._space.groups[self._group].calls]
+        names = [self._space.calls[i].name for i in self._space.groups[self._group_index].calls]
         if any(name in self._space.problem.pins for name in names):
             return "pinned"
         if self.runner_up is not None:
@@ -199,7 +198,7 @@ class _Alternatives:
         return plans[best], float(seconds[best])
 
     def _candidate(self, plan: np.ndarray) -> Candidate:
-        return self._space.groups[self._group].candidates[plan[self._group]]
+        return self._space.groups[self._group_index].candidates[plan[self._group_index]]
 
     def _layout(self, plan: np.ndarray) -> Layout:
         return self._candidate(plan).layout.as_layout
@@ -209,7 +208,7 @@ class _Alternatives:
         space = self._space
         both = np.stack([self._chosen, plan])
         seconds, first, stop = space.call_times(both)
-        own = space.groups[self._group].calls
+        own = space.groups[self._group_index].calls
         if cause == "calls":
             before, after = (format_seconds(float(row[own].sum())) for row in seconds)
             subject = "its calls take" if len(own) > 1 else "it takes"
@@ -236,9 +235,9 @@ def explain_difference(space: SearchSpace, before: np.ndarray, after: np.ndarray
     moving = space.moving(both)
     mixes = list(itertools.product((0, 1), repeat=len(_CAUSES)))
     a, b, c = (np.array(column) for column in zip(*mixes, strict=True))
-    found = step_periods(
+    of_mixes = step_periods(
         space.problem.cluster, space.needs, seconds[a], first[c], stop[c], moving=moving[b])
-    of_mix = dict(zip(mixes, found.tolist(), strict=True))
+    of_mix = dict(zip(mixes, of_mixes.tolist(), strict=True))
     causes = dict.fromkeys(_CAUSES, 0.0)
     orders = list(itertools.permutations(range(len(_CAUSES))))
     for order in orders:
@@ -279,8 +278,5 @@ def _device_memory(space: SearchSpace, plan: np.ndarray) -> float | None:
         high *= 2
     while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high

@@ -29,16 +29,15 @@ def document(planned: Planned) -> dict[str, Any]:
         calls[name] = {
             "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
             "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
-            "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
+            "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
-            "reason": planned.reasons[name].document(),
-        }  # fmt: skip
+            "reason": planned.reasons[name].document()}
     for name, call_plan in planned.plan.calls.items():
         calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
     return {
-        "step_seconds": planned.found.step_seconds,
-        "lower_bound_seconds": planned.found.lower_bound_seconds,
-        "gap": planned.found.gap,
+        "step_seconds": planned.result.step_seconds,
+        "lower_bound_seconds": planned.result.lower_bound_seconds,
+        "gap": planned.result.gap,
         "pins_outside": {name: str(layout) for name, layout in pins_outside(planned.problem).items()},
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
@@ -66,14 +65,13 @@ def render(planned: Planned, *, columns: int) -> Group:
         options = [micro_batches, *call_plan.options]
         if call_plan.max_rows is not None:
             options = [f"{call_plan.max_rows} rows at once", *call_plan.options]
-        memory = format_bytes(planned.memory.calls[name])
+        memory = format_bytes(planned.memory.by_call[name].num_bytes)
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), memory_report.render(planned.memory), Text(), *_summary(planned), Text(),
         *timeline(planned, columns=columns), Text(),
-        *(Text(line) for line in explanation(planned, columns=columns)),
-    )  # fmt: skip
+        *(Text(line) for line in explanation(planned, columns=columns)))
 
 
 def explanation(planned: Planned, *, columns: int) -> list[str]:
@@ -88,26 +86,25 @@ def explanation(planned: Planned, *, columns: int) -> list[str]:
 
 
 def _summary(planned: Planned) -> list[Text]:
-    found = planned.found
-    check = planned.memory
-    near = f"at most {found.gap:.2%} above" if found.gap > 1e-6 else "equal to"
+    result = planned.result
+    near = f"at most {result.gap:.2%} above" if result.gap > 1e-6 else "equal to"
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
         enumerated += " with what is pinned or kept together"
     outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
-    lines = [f"{format_seconds(found.step_seconds)} per step: {near} {enumerated}, {took}"]
+    lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
     if outside:
         lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
-    if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
+    if (baseline := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
-        ranks = planned.space.groups[0].candidates[rule.chosen[0]].layout.ranks
+        ranks = planned.space.groups[0].candidates[baseline.chosen[0]].layout.ranks
         if len(planned.problem.cluster.kinds) > 1:
             usual += f" on ranks {ranks.start}-{ranks.stop - 1}"
-        times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
-        lines.append(times if rule.fits else f"{usual} does not fit in memory")
-    peak = check.fullest
-    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(check.available)} available"
+        times = f"{baseline.seconds / result.step_seconds:.2f} x as fast as {usual}"
+        lines.append(times if baseline.fits else f"{usual} does not fit in memory")
+    peak = planned.memory.fullest
+    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
     lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
     lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
     return [Text(line) for line in lines]

@@ -6,10 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from realhf.plan import CallPlan
 from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
-from realhf.planner.cost.call_cost import call_cost, ranks_per_host
 from realhf.planner.cost.dependencies import dependencies, moving_seconds
+from realhf.planner.cost.predict import cost_of
 from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import step_periods
 from realhf.planner.search.search_space import SearchSpace
@@ -68,13 +67,14 @@ class Sensitivity:
         """
         points = []
         for key in self.keys:
-            found = [f for f in (self._tips(plan, other, key, way) for way in (-1, 1)) if f is not None]
-            if found:
-                factor = min(found, key=lambda f: abs(math.log(f)))
+            both_ways = (self._tipping_factor(plan, other, key, way) for way in (-1, 1))
+            factors = [factor for factor in both_ways if factor is not None]
+            if factors:
+                factor = min(factors, key=lambda factor: abs(math.log(factor)))
                 points.append(TippingPoint(key, self._values[key] * factor, factor))
         return tuple(sorted(points, key=lambda point: abs(math.log(point.factor))))
 
-    def _tips(self, plan: np.ndarray, other: np.ndarray, key: str, way: int) -> float | None:
+    def _tipping_factor(self, plan: np.ndarray, other: np.ndarray, key: str, way: int) -> float | None:
         """Return the factor, below (way -1) or above 1, from which on the other plan is better, if any."""
         stays = 1.0
         for factor in (f**way for f in _FACTORS):
@@ -87,10 +87,8 @@ class Sensitivity:
             return None
         for _ in range(_BISECTIONS):
             middle = math.sqrt(stays * factor)
-            if self._is_better(other, plan, key, middle):
-                factor = middle
-            else:
-                stays = middle
+            is_better = self._is_better(other, plan, key, middle)
+            stays, factor = (stays, middle) if is_better else (middle, factor)
         return factor
 
     def _is_better(self, plan: np.ndarray, other: np.ndarray, key: str, factor: float) -> bool:
@@ -115,18 +113,12 @@ class _ChangedSpace:
             candidate = group.candidates[index]
             for i, variant in zip(group.calls, candidate.variants, strict=True):
                 if (i, index) not in self._seconds:
-                    self._seconds[i, index] = self._cost(i, variant.call_plan, candidate.layout.ranks)
+                    self._seconds[i, index] = cost_of(
+                        self._problem, self._rates, space.calls[i], variant.call_plan, candidate.layout.ranks
+                    ).seconds
                 seconds[0, i] = self._seconds[i, index]
         return float(step_periods(
             self._problem.cluster, self._needs, seconds, first, stop, moving=self._arrivals(plan))[0])
-
-    def _cost(self, position: int, call_plan: CallPlan, ranks: range) -> float:
-        """Return the seconds of a call."""
-        call = self._space.calls[position]
-        per_host = ranks_per_host(self._problem.cluster, ranks)
-        role = self._problem.model_role(call)
-        work = self._problem.workloads[call.name]
-        return call_cost(self._rates.at(ranks), call, role, work, call_plan, per_host=per_host).seconds
 
     def _arrivals(self, plan: np.ndarray) -> np.ndarray:
         """Return the seconds until copies of weights are complete, which only another cluster changes."""

@@ -58,20 +58,21 @@ class WhatIf:
 def what_if(planned: Planned, values: Mapping[str, str], limits: SearchLimits) -> WhatIf:
     """Return what a change does. Raises ValueError if it is not legal."""
     problem, rates = change(planned.problem, planned.space.rates, values)
+    seconds = None
     obstacle = _obstacle(problem, planned.plan)
-    same = obstacle or _with_layouts(problem, rates, planned.plan, limits)
-    obstacle, seconds = (same, None) if isinstance(same, str) else (None, same)
+    if obstacle is None:
+        seconds, obstacle = _with_layouts(problem, rates, planned.plan, limits)
     try:
         best = make_plan(problem, rates, **limits._asdict(), explain=False)
     except ValueError as error:
         return WhatIf(values, seconds, obstacle, best_obstacle=str(error))
-    found = best.found
-    if seconds is not None and seconds <= found.step_seconds:
-        return WhatIf(values, seconds, None, seconds, min(seconds, found.lower_bound_seconds))
+    result = best.result
+    if seconds is not None and seconds <= result.step_seconds:
+        return WhatIf(values, seconds, None, seconds, min(seconds, result.lower_bound_seconds))
     names = [call.name for call in problem.model_calls]
     layouts = {n: str(best.plan[n].layout) for n in names if best.plan[n].layout != planned.plan[n].layout}
     return WhatIf(
-        values, seconds, obstacle, found.step_seconds, found.lower_bound_seconds, best_layouts=layouts)
+        values, seconds, obstacle, result.step_seconds, result.lower_bound_seconds, best_layouts=layouts)
 
 
 def _obstacle(problem: Problem, plan: ExecutionPlan) -> str | None:
@@ -89,19 +90,19 @@ def _obstacle(problem: Problem, plan: ExecutionPlan) -> str | None:
 
 def _with_layouts(
     problem: Problem, rates: Rates, plan: ExecutionPlan, limits: SearchLimits
-) -> float | str:
-    """Return the seconds per step with a plan's layouts, or in words what they lack."""
+) -> tuple[float | None, str | None]:
+    """Return the seconds per step with a plan's layouts, or None and in words what they lack."""
     pins = {call.name: plan[call.name].layout for call in problem.model_calls}
     space = SearchSpace(replace(problem, pins=pins), rates)
     for group in space.groups:
         if not group.candidates:
             names = " and ".join(space.calls[i].name for i in group.calls)
-            return f"{names} does not fit in its layout, even alone"
-    found = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
-    if found is None:
+            return None, f"{names} does not fit in its layout, even alone"
+    result = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
+    if result is None:
         lacking = float(space.excess_bytes(leanest(space)[None])[0])
-        return f"the layouts lack {format_bytes(lacking)} per device"
-    return found.step_seconds
+        return None, f"the layouts lack {format_bytes(lacking)} per device"
+    return result.step_seconds, None
 
 
 def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Group:
@@ -110,19 +111,19 @@ def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Grou
     table.add_column("what if", overflow="fold")
     for title in ("these layouts", "best found", "gap"):
         table.add_column(title, justify="right", no_wrap=True)
-    now = planned.found
+    now = planned.result
     table.add_row("as it is", *[_seconds(now.step_seconds)] * 2, f"{now.gap:.1%}")
     lines: list[str] = []
-    for one in changes:
+    for tried in changes:
         gap = ""
-        if one.best_step_seconds is not None and one.best_lower_bound_seconds is not None:
-            gap = f"{1 - one.best_lower_bound_seconds / one.best_step_seconds:.1%}"
-        table.add_row(one.name, _seconds(one.step_seconds), _seconds(one.best_step_seconds), gap)
-        others = ", ".join(f"{name} {layout}" for name, layout in one.best_layouts.items())
-        parts = [one.obstacle, one.best_obstacle, others and f"best with {others}"]
-        if text := "; ".join(filter(None, parts)):
+        if tried.best_step_seconds is not None and tried.best_lower_bound_seconds is not None:
+            gap = f"{1 - tried.best_lower_bound_seconds / tried.best_step_seconds:.1%}"
+        table.add_row(tried.name, _seconds(tried.step_seconds), _seconds(tried.best_step_seconds), gap)
+        others = ", ".join(f"{name} {layout}" for name, layout in tried.best_layouts.items())
+        remarks = [tried.obstacle, tried.best_obstacle, others and f"best with {others}"]
+        if text := "; ".join(filter(None, remarks)):
             lines += textwrap.wrap(
-                f"{one.name}: {text}", columns, subsequent_indent="    ", break_on_hyphens=False)
+                f"{tried.name}: {text}", columns, subsequent_indent="    ", break_on_hyphens=False)
     return Group(table, *map(Text, ["", *lines] if lines else []))
 
 

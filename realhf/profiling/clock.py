@@ -21,10 +21,10 @@ _MOST_PER_REPETITION = 3
 class Clock:
     """A clock for work on all ranks at once.
 
-    A rank's time is the median over repetitions, since the calls of a run vary as much as these do.
-    Work of one thread on a CPU that does not communicate is timed by its CPU seconds. Other work on a CPU
-    with fewer cores than busy ranks takes that many times longer (see Cluster.crowding), which is taken out.
-    Then it counts at least its CPU seconds, as in some repetitions a rank has its core for itself.
+    A rank's time is the median over repetitions, since the calls of a run vary as much as these do. On a CPU,
+    work of one thread that does not communicate is timed by its CPU seconds. Other work on fewer cores than
+    busy ranks takes longer by the crowding (see Cluster.crowding): its seconds are divided by that, but not
+    below its CPU seconds, as in some repetitions a rank has its core for itself.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,7 +38,7 @@ class Clock:
     def seconds(
         self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True,
         busy: Collection[int] = (),
-    ) -> dict[Key, float]:  # fmt: skip
+    ) -> dict[Key, float]:
         """Time all of the work, again and again, for about `budget` seconds. Every rank must call this.
 
         The result is the mean over the ranks in `busy`, which take part in the work; if it is empty, over all
@@ -46,26 +46,28 @@ class Clock:
         """
         began = time.perf_counter()
         once = {key: [self._once(function, waits)[0]] for key, function in work.items()}  # Also warms up.
-        (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
+        each = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy)["seconds"]
         num_busy = min(len(busy) or self.world.size, self.world.ranks_per_host)
         crowding = 1.0 if self._runs_alone and not waits else self.crowding(num_busy)
         first = self._agreed(once, busy)
         counts = {
             key: max(1, min(_MOST_PER_REPETITION, round(_SHORT_SECONDS / max(seconds, 1e-9))))
-            for key, seconds in first.items()
-        }
+            for key, seconds in first.items()}
         least, most = _REPETITIONS
         repetitions = round(budget / (each * sum(counts.values())))
-        both: dict[Key, list[tuple[float, float]]] = {key: [] for key in work}
+        times: dict[Key, list[float]] = {key: [] for key in work}
+        cpu_times: dict[Key, list[float]] = {key: [] for key in work}
         for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
-                both[key] += [self._once(function, waits) for _ in range(counts[key])]
-        taken, worked = ({key: [pair[i] for pair in pairs] for key, pairs in both.items()} for i in range(2))
-        self.noise.update(self._agreed(taken, busy, of=relative_spread))
-        seconds = {key: value / crowding for key, value in self._agreed(taken, busy).items()}
+                for _ in range(counts[key]):
+                    seconds, cpu_seconds = self._once(function, waits)
+                    times[key].append(seconds)
+                    cpu_times[key].append(cpu_seconds)
+        self.noise.update(self._agreed(times, busy, of=relative_spread))
+        uncrowded = {key: value / crowding for key, value in self._agreed(times, busy).items()}
         if crowding == 1:
-            return seconds
-        return {key: max(seconds[key], value) for key, value in self._agreed(worked, busy).items()}
+            return uncrowded
+        return {key: max(uncrowded[key], value) for key, value in self._agreed(cpu_times, busy).items()}
 
     def calm_share(self, work: Mapping[Key, Callable[[], object]]) -> float:
         """Return the seconds of work on as many ranks of each host as it has cores, relative to those on all
@@ -99,24 +101,24 @@ class Clock:
     def _once(self, function: Callable[[], object], waits: bool) -> tuple[float, float]:
         """Return the seconds on this rank, after all ranks began together, and its CPU seconds."""
         self.world.control.barrier()
-        worked = time.process_time()
+        cpu_start = time.process_time()
         start = time.perf_counter()
         function()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        passed = time.perf_counter() - start
-        worked = time.process_time() - worked
-        return worked if self._runs_alone and not waits else passed, worked
+        seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
+        return cpu_seconds if self._runs_alone and not waits else seconds, cpu_seconds
 
     def _agreed(
-        self, taken: Mapping[Key, list[float]], busy: Collection[int],
+        self, times: Mapping[Key, list[float]], busy: Collection[int],
         *, of: Callable[[list[float]], float] | None = None,
-    ) -> dict[Key, float]:  # fmt: skip
+    ) -> dict[Key, float]:
         """Return a statistic of the times, by default the median: the mean over the busy ranks."""
-        mine = [(of or statistics.median)(times) for times in taken.values()]
+        mine = [(of or statistics.median)(values) for values in times.values()]
         rows = self.world.control.all_gather_json(mine)
         columns = zip(*(row for rank, row in enumerate(rows) if not busy or rank in busy), strict=True)
-        return dict(zip(taken, map(statistics.fmean, columns), strict=True))
+        return dict(zip(times, map(statistics.fmean, columns), strict=True))
 
 
 def nothing() -> None:

@@ -17,7 +17,7 @@ from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
-from realhf.profiling.memory import device_bytes
+from realhf.profiling.surroundings import device_bytes
 from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
@@ -38,10 +38,8 @@ def most_rows(model: Transformer, length: int, world: World) -> int:
 
 
 def cached_tokens(length: int, *, num_rows: int) -> float:
-    """Return the tokens that a measured row reads of the cache, those included that it shares.
-
-    Its prompt of `length` tokens has `num_rows` rows.
-    """
+    """Return the tokens of the cache that a measured row reads, if its prompt of `length` tokens has
+    `num_rows` rows."""
     size = block_size([(length, num_rows)], max_new_tokens=_NEW_TOKENS)
     shared = shared_tokens(length, num_rows)
     own = length + 1.0 - shared
@@ -57,8 +55,8 @@ class DecodingRows:
 
     def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
         bounds = [even_split(rows, num_prompts, i) for i in range(num_prompts)]
-        given = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
-        groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in given]
+        row_prompts = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
+        groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in row_prompts]
         work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
         pool = page_pool(model, None) or PagePool(model)
         limits = GenerationLimits(
@@ -69,7 +67,8 @@ class DecodingRows:
         self._cache = pool.cache
         tables = sizes.tables(self._cache.num_blocks)
         scheduler = Scheduler(
-            given, tables=tables, history=lambda _: [], prefill_tokens=rows * prompt_tokens, blocks=blocks)
+            row_prompts, tables=tables, history=lambda _: [], blocks=blocks,
+            prefill_tokens=rows * prompt_tokens)
         self._model = model
         device = model.flat.device
         for layer in self._cache.layers:
@@ -87,8 +86,8 @@ class DecodingRows:
         """Return a function that runs the pass of all prompts."""
         lens = list(map(len, self._cache_positions))
         device = self._ids_B.device
-        given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
-        ids_T = given["prompt_ids"].values.to(device)
+        batch = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
+        ids_T = batch["prompt_ids"].values.to(device)
         positions_T = torch.tensor([i for prompt in self._cache_positions for i in prompt], device=device)
         segment = Prefill(lens, positions_T, whole_lens=lens)
         run = partial(self._model.advance, ids_T, self._cache, [segment])

@@ -70,7 +70,7 @@ class EngineCalls:
         self, engine: NativeEngine, output: str, batch: Batch, *, most_tokens: int = _ANY_SIZE
     ) -> Callable[[], object]:
         return _call(engine, TrainStep(_MeanLoss(output, self.finds_entropy(output))), batch,
-                     most_tokens=most_tokens)  # fmt: skip
+                     most_tokens=most_tokens)
 
     def finds_entropy(self, output: str) -> bool:
         """Return whether a loss on this output needs the entropy of the model's distribution."""
@@ -80,11 +80,11 @@ class EngineCalls:
         self, engine: NativeEngine, rows: int, prompt: int, new: int, *, in_one_pass: bool = True
     ) -> Callable[[], object]:
         """Return a generation that decodes all rows at once, by default after one pass of their prompts."""
-        given = self.generates[0]
-        sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
-        most = max(given.prefill_tokens, rows * prompt) if in_one_pass else given.prefill_tokens
+        work = self.generates[0]
+        prefill_tokens = max(work.prefill_tokens, rows * prompt) if in_one_pass else work.prefill_tokens
         work = dataclasses.replace(
-            given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most, interruption=None)
+            work, sampling=dataclasses.replace(work.sampling, max_new_tokens=new), kv_cache_gib=None,
+            prefill_tokens=prefill_tokens, interruption=None)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         batch = self._numbered(prompts(rows, prompt, vocab_size=self.model.config.vocab_size), engine)
         return _call(engine, work, batch, outputs=outputs)
@@ -109,7 +109,7 @@ class EngineCalls:
 def _call(
     engine: NativeEngine, work: Work, batch: Batch, *, outputs: tuple[str, ...] = (),
     most_tokens: int = _ANY_SIZE,
-) -> Callable[[], object]:  # fmt: skip
+) -> Callable[[], object]:
     """Return a function that runs the work on the batch in passes of at most so many tokens."""
     call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
     if work.kind == "generate":

@@ -19,8 +19,8 @@ from realhf.models.param_spec import model_spec
 from realhf.planner.cost.dependencies import SAMPLE_BYTES
 from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock, nothing
-from realhf.profiling.memory import device_bytes
 from realhf.profiling.sizes import Sizes
+from realhf.profiling.surroundings import device_bytes
 from realhf.realloc.execute import Reallocator, assumed_links
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
@@ -49,9 +49,8 @@ def measure_links(clock: Clock, sizes: Sizes) -> list[LinkTables]:
             continue  # A rank that is alone on its host has no link inside it.
         tables, noise = _collectives(clock, hosts)
         if hosts <= 2:
-            found = {"send": _messages(clock, hosts), "samples": _samples(clock, sizes, hosts)}
-            tables |= {name: table for name, (table, _) in found.items()}
-            noise |= {name: spread for name, (_, spread) in found.items()}
+            tables["send"], noise["send"] = _messages(clock, hosts)
+            tables["samples"], noise["samples"] = _samples(clock, sizes, hosts)
         measured.append(LinkTables(hosts, tables, noise))
     return measured
 
@@ -66,8 +65,8 @@ def _groups(world: World, hosts: int) -> dict[int, list[int]]:
         return {n: list(range(first, first + n)) for n, first in firsts.items()}
     first = world.rank - world.rank % (hosts * per_host)
     everybody = list(range(first, first + hosts * per_host))
-    alike = [rank for rank in everybody if rank % per_host == world.rank % per_host]
-    return {len(ranks): ranks for ranks in (alike, everybody)}
+    one_per_host = [rank for rank in everybody if rank % per_host == world.rank % per_host]
+    return {len(ranks): ranks for ranks in (one_per_host, everybody)}
 
 
 def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, float]]:
@@ -84,16 +83,14 @@ def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, 
                 "all_reduce": partial(group.all_reduce, tensor),
                 "all_gather": partial(group.all_gather_flat, tensor),
                 "reduce_scatter": partial(_reduce_scatter, group, tensor),
-                "all_to_all": partial(_all_to_all, group, chunks),
-            }
+                "all_to_all": partial(_all_to_all, group, chunks)}
             work |= {(name, count, num_bytes): call for name, call in calls.items()}
         times |= clock.seconds(work, budget=_LINK_BUDGET)
         spreads |= {key: clock.noise[key] for key in work}
     axes = {"ranks": tuple(map(float, groups)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
     tables = {
         name: Table(axes, [[times[name, count, n] for n in _MESSAGE_BYTES] for count in groups])
-        for name in COLLECTIVES
-    }
+        for name in COLLECTIVES}
     return tables, {name: _median(spreads[key] for key in spreads if key[0] == name) for name in COLLECTIVES}
 
 
@@ -118,8 +115,7 @@ def _messages(clock: Clock, hosts: int) -> tuple[Table, float]:
     partner = partners[world.rank]
     work: dict[tuple[str, int, int], Callable[[], object]] = {
         ("send", hosts, n): nothing if partner is None else partial(_ping_pong, everybody, world, n, partner)
-        for n in _MESSAGE_BYTES
-    }
+        for n in _MESSAGE_BYTES}
     seconds = clock.seconds(work, busy=paired)
     table = Table({"bytes": tuple(map(float, _MESSAGE_BYTES))}, [both / 2 for both in seconds.values()])
     return table, _median(clock.noise[key] for key in work)
@@ -161,12 +157,11 @@ def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
         lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
-            "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
-        }
+            "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths)}
         first = world.rank * samples
-        given = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
+        batch_source = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
         num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)
-        moves["samples", hosts, num_bytes] = partial(_move, world, given, target)
+        moves["samples", hosts, num_bytes] = partial(_move, world, batch_source, target)
     # The planner takes these seconds as they are, on cores that all ranks share.
     crowding = clock.crowding(world.ranks_per_host)
     seconds = [taken * crowding for taken in clock.seconds(moves, busy=ranks).values()]

@@ -67,13 +67,12 @@ def _sizes(problem: Problem) -> Sizes:
 
 def _models(problem: Problem) -> list[MeasuredModel]:
     """Return the model shapes, each with all calls on it."""
-    found: dict[Any, MeasuredModel] = {}
+    models: dict[Any, MeasuredModel] = {}
     for name, role in problem.roles.items():
         key = (shape_of(role.config), role.dtype)
-        known = found.get(key)
-        calls = (*(known.calls if known else ()), *problem.graph.of_role(name))
-        found[key] = MeasuredModel(known.config if known else role.config, role.dtype, calls)
-    return list(found.values())
+        model = models.setdefault(key, MeasuredModel(role.config, role.dtype, ()))
+        models[key] = replace(model, calls=(*model.calls, *problem.graph.of_role(name)))
+    return list(models.values())
 
 
 def _strategies(config: ModelConfig, world: World) -> Iterator[ParallelStrategy]:

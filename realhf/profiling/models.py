@@ -58,8 +58,7 @@ class Bench:
         kinds = dict.fromkeys(key if isinstance(key, str) else key[0] for key in work)
         self.noise = {
             kind: round(statistics.median(clock.noise[key] for key in work if kind in (key, key[0])), 4)
-            for kind in kinds
-        }
+            for kind in kinds}
         """The relative interquartile range of each kind of work: the median over its sizes."""
 
     def _engine(
@@ -77,8 +76,8 @@ class Bench:
             batch = self._calls.sequences(tokens, self._sizes.sequence_tokens[-1])
             run = way(self._engines[MANY], self._main, batch)
             chosen.append(tokens)
-            taken = [min(self._clock.once(run, waits=self._waits) for _ in range(2))]
-            if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 2:
+            seconds = min(self._clock.once(run, waits=self._waits) for _ in range(2))
+            if max(self._clock.world.control.all_gather_json(seconds)) > _LONG_ENOUGH and len(chosen) > 2:
                 break
         return chosen
 
@@ -117,13 +116,13 @@ class Bench:
         for rows in self._rows:
             for blocks, engine in self._engines.items():
                 for prompt in self._prompts:
-                    own = DecodingRows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
-                    work["decode", blocks, rows, prompt] = partial(own.decode, steps=_BLOCK_STEPS)
+                    apart = DecodingRows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
+                    work["decode", blocks, rows, prompt] = partial(apart.decode, steps=_BLOCK_STEPS)
                     if prompt == short and rows in self._counts and not self._only_blocks:
-                        work["prefill", blocks, rows] = own.reading()
+                        work["prefill", blocks, rows] = apart.reading()
                 if self._shares:
-                    alike = DecodingRows(engine.model, rows, prompt_tokens=long, num_prompts=1)
-                    work["shared", blocks, rows] = partial(alike.decode, steps=_BLOCK_STEPS)
+                    sharing = DecodingRows(engine.model, rows, prompt_tokens=long, num_prompts=1)
+                    work["shared", blocks, rows] = partial(sharing.decode, steps=_BLOCK_STEPS)
             for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
                 work["generate", rows, new] = self._calls.generate(self._engines[_FEW], rows, short, new)
         return work
@@ -140,9 +139,9 @@ class Bench:
         return work
 
     def _chosen_rows(self) -> list[int]:
-        given = [work.max_rows for work in self._calls.generates]
+        limits = [work.max_rows for work in self._calls.generates]
         fit = most_rows(self._engines[MANY].model, self._prompts[-1] + _DECODE_STEPS, self._clock.world)
-        return sorted({min(rows, fit, *given) for rows in self._sizes.rows})
+        return sorted({min(rows, fit, *limits) for rows in self._sizes.rows})
 
     @property
     def _counts(self) -> list[int]:
@@ -182,8 +181,7 @@ class Bench:
         ways = ("forward", "backward") if self._trains else ("forward",)
         tables = {
             f"block_{way}": Table(axes, [[times[i] for times in row] for row in blocks])
-            for i, way in enumerate(ways)
-        }
+            for i, way in enumerate(ways)}
         for output, trains in ({} if self._only_blocks else self._outputs).items():
             heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
             for i, way in enumerate(("forward", "backward") if trains else ("forward",)):
@@ -221,12 +219,12 @@ class Bench:
         rows = tuple(map(float, self._rows))
         contexts = [cached_tokens(prompt, num_rows=1) for prompt in self._prompts]
         axes = {"context_tokens": tuple(contexts), "rows": rows}
-        own = [[self._decoding_block("decode", n, prompt) for n in self._rows] for prompt in self._prompts]
-        tables = {"decode_block": Table(axes, own)}
+        apart = [[self._decoding_block("decode", n, prompt) for n in self._rows] for prompt in self._prompts]
+        tables = {"decode_block": Table(axes, apart)}
         if self._shares:  # Short prompts share no cache block.
-            alike = [self._decoding_block("shared", n) for n in self._rows]
-            long = cached_tokens(self._prompts[-1], num_rows=self._rows[-1])
-            tables["decode_shared"] = Table({**axes, "context_tokens": (contexts[0], long)}, [own[0], alike])
+            sharing = [self._decoding_block("shared", n) for n in self._rows]
+            ends = (contexts[0], cached_tokens(self._prompts[-1], num_rows=self._rows[-1]))
+            tables["decode_shared"] = Table({**axes, "context_tokens": ends}, [apart[0], sharing])
         if not self._only_blocks:
             tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
             if not self._waits and self._clock.world.ranks_per_host % 2 == 0:
@@ -245,14 +243,13 @@ class Bench:
         short = self._prompts[0]
         work: dict[Any, Callable[[], object]] = {
             (rows, new): self._calls.generate(engine, rows, short, new)
-            for rows in counts for new in (1, 1 + _DECODE_STEPS)
-        }  # fmt: skip
-        taken = self._clock.seconds(work)
+            for rows in counts for new in (1, 1 + _DECODE_STEPS)}
+        seconds = self._clock.seconds(work)
         # On shared cores, the times are means over both stages, of which only the last one has the head.
         heads = 0.5 if self._clock.crowding(self._clock.world.ranks_per_host) > 1 else 1.0
         hops = []
         for rows in counts:
-            step = (taken[rows, 1 + _DECODE_STEPS] - taken[rows, 1]) / _DECODE_STEPS
+            step = (seconds[rows, 1 + _DECODE_STEPS] - seconds[rows, 1]) / _DECODE_STEPS
             block = tables["decode_block"].at(short + 1.0, rows / 2)
             head = heads * tables["decode_head"].at(rows / 2)
             hops.append(max(_TINY, float(step / 2 - block - head)))
@@ -263,16 +260,14 @@ class Bench:
         return max(_TINY, self._of_a_block(lambda blocks: (name, blocks, *key)) / _BLOCK_STEPS)
 
     def _decoding_head(self, rows: int) -> float:
-        """Return the seconds of a decode step without its blocks: those with short prompts, and what long
-        prompts add."""
+        """Return the seconds of a decode step without its blocks, as a mean over lengths of prompts."""
         short = self._prompts[0]
         times = self._seconds
         step = (times["generate", rows, 1 + _DECODE_STEPS] - times["generate", rows, 1]) / _DECODE_STEPS
         rests = [
             times["decode", _FEW, rows, prompt] / _BLOCK_STEPS
             - _FEW * self._decoding_block("decode", rows, prompt)
-            for prompt in self._prompts
-        ]
+            for prompt in self._prompts]
         step += statistics.fmean(rests) - rests[0]
         return max(_TINY, step - _FEW * self._decoding_block("decode", rows, short))
 
@@ -304,9 +299,9 @@ class Bench:
             "decode": [("decode", MANY, self._rows[-1], prompt) for prompt in self._prompts]}
         length = self._sizes.sequence_tokens[-1]
         chosen["passes"] = [(way, self._main, MANY, tokens, length) for way in ("forward", "train")]
-        found = {}
+        shares = {}
         for name, keys in chosen.items():
             work = {key: self._work[key] for key in keys if key in self._work}
             if work:
-                found[name] = self._clock.calm_share(work)
-        return found
+                shares[name] = self._clock.calm_share(work)
+        return shares

@@ -29,18 +29,17 @@ class MeasuredModel:
             c, num_layers=count, head=head, hf=hf, generation={},
             windows=tuple(islice(cycle(c.windows), count)) if c.windows else (),
             rope_layers=tuple(islice(cycle(c.rope_layers), count)) if c.rope_layers else (),
-            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0),
-        )
+            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0))
 
     @property
     def outputs(self) -> dict[str, bool]:
         """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
-        found: dict[str, bool] = {}
+        trains: dict[str, bool] = {}
         for call in self.calls:
             if call.kind != "generate":
                 output = call.work.output
-                found[output] = found.get(output, False) or call.kind == "train_step"
-        return found or {"logprobs": False}
+                trains[output] = trains.get(output, False) or call.kind == "train_step"
+        return trains or {"logprobs": False}
 
     @property
     def generates(self) -> bool:
@@ -49,13 +48,12 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Means over one step of the experiment: tokens per prompt, tokens per whole sequence, samples, and
-    samples per prompt."""
+    """Means over one step of the experiment."""
 
     prompt_tokens: int
-    tokens: int
+    tokens: int  # Of a whole sequence.
     samples: int
-    group_size: int
+    group_size: int  # Samples per prompt.
 
     @property
     def sequence_tokens(self) -> tuple[int, int]:

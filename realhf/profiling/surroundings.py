@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from realhf.cluster import num_cores
+from realhf.cluster import host_memory_bytes, num_cores
 from realhf.dist.world import World
 
 
@@ -23,8 +23,7 @@ def describe(world: World) -> dict[str, Any]:
         "device": cuda or "cpu", "hosts": world.size // world.ranks_per_host, "processes": world.size,
         "threads_per_process": torch.get_num_threads(), "load_before": round(os.getloadavg()[0], 2),
         "torch": str(torch.__version__), "python": platform.python_version(),
-        "realhf": package.__version__, "commit": _commit(Path(__file__).parent),
-    }  # fmt: skip
+        "realhf": package.__version__, "commit": _commit(Path(__file__).parent)}
 
 
 def _processor() -> str:
@@ -39,10 +38,17 @@ def _commit(directory: Path) -> str:
     """Return the commit of the clone that the directory is in, or that it is none."""
     try:
         words = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--exclude", "*"]
-        found = subprocess.run(words, capture_output=True, text=True, timeout=10)
+        described = subprocess.run(words, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip() if found.returncode == 0 else "not a clone"
+    return described.stdout.strip() if described.returncode == 0 else "not a clone"
+
+
+def device_bytes(world: World) -> float:
+    """Return the memory of this rank's device, or on CPU its part of the host's memory."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info()[1]
+    return host_memory_bytes() / world.ranks_per_host
 
 
 def measure_memory(world: World) -> dict[str, float]:

@@ -35,8 +35,7 @@ def whole_calls(
     """
     return {
         kind: round(clock.mean_of_slowest(run, budget=_BUDGET) / price, 4)
-        for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)
-    }
+        for kind, price, run in _timed_calls(clock, model, strategy, sizes, rates)}
 
 
 def _timed_calls(
@@ -60,7 +59,7 @@ def _timed_calls(
 
     def sequences(samples: int) -> Workload:
         return Workload(samples, response_tokens=sizes.tokens, output=calls.main,
-                        entropy=calls.finds_entropy(calls.main))  # fmt: skip
+                        entropy=calls.finds_entropy(calls.main))
 
     ways = {"forward": calls.forward} | ({"train_step": calls.train} if calls.trains else {})
     for kind, way in ways.items():
@@ -70,16 +69,16 @@ def _timed_calls(
         batch = calls.sequences(samples * sizes.tokens, sizes.tokens)
         yield kind, seconds, way(engine, calls.main, batch, most_tokens=plan.micro_batch_tokens)
     if calls.generates:
-        given = calls.generates[0]
+        generation = calls.generates[0]
         prompt = max(1, sizes.prompt_tokens)
         least, most = _NEW_TOKENS
         new = max(1, min(most, sizes.tokens - prompt))
-        samples = max(1, min(given.max_rows, sizes.samples // layout.dp))
+        samples = max(1, min(generation.max_rows, sizes.samples // layout.dp))
 
         def rows() -> Workload:
             return Workload(
-                samples * layout.dp, prompt, new, new, max_rows=given.max_rows,
-                prefill_tokens=given.prefill_tokens)
+                samples * layout.dp, prompt, new, new, max_rows=generation.max_rows,
+                prefill_tokens=generation.prefill_tokens)
 
         while (seconds := price("generate", rows())) > _LONGEST and max(samples, new // least) > 1:
             if new >= 2 * least:

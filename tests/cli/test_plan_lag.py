@@ -153,7 +153,7 @@ def test_parts_that_run_several_times_take_as_much_longer():
             assert often.workloads[name].seconds == factor * once.workloads[name].seconds == 3.0
         else:
             assert seconds[1][name].seconds == pytest.approx(factor * seconds[0][name].seconds)
-            assert sum(seconds[1][name].parts.values()) == pytest.approx(seconds[1][name].seconds)
+            assert sum(seconds[1][name].seconds_by_cause.values()) == pytest.approx(seconds[1][name].seconds)
 
 
 # Words after `realhf plan EXP.py` -> words of the sentence.

@@ -15,7 +15,7 @@ from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.search.enumeration import find_strategies
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from tests.megatron.test_curves import hf_config
-from tests.planner.peaks import peak_memory
+from tests.planner.problems import peak_memory
 
 
 def test_kernels_are_counted_from_megatron_core(megatron):

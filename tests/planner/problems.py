@@ -10,6 +10,8 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.planner.cost.dependencies import host_anchor
+from realhf.planner.memory.activation_memory import CallPieces
+from realhf.planner.memory.call_memory import CallPeaks
 from realhf.planner.search.enumeration import find_meshes
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 
@@ -161,3 +163,9 @@ def ranks_and_seconds(space, chosen):
             seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
             found[i] = (plans[name].layout.grid[-1].ravel().tolist(), seconds)
     return found
+
+
+def peak_memory(role, kind, workload, strategy, stage, *, micro_batch_tokens, recompute=False, fused=False):
+    """Return the memory that a call adds at its peak on the fullest rank of a stage."""
+    pieces = CallPieces(role, workload, strategy, micro_batch_tokens, recompute, fused)
+    return CallPeaks(kind, pieces).on(stage)

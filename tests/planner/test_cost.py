@@ -18,7 +18,8 @@ from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.engine_paths import OUR_CPU
 from realhf.planner.cost.expert_load import busiest_load
 from realhf.planner.cost.generated_rows import in_busiest_cohort
-from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole, Workload
 from realhf.sizes.kv_blocks import tokens_read
 
@@ -82,7 +83,8 @@ def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
     values = Workload(64, 1024, 1024, 1024, output="values")  # All stages alike: no logits.
     cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, micro_batch_tokens=2048)
     assert cost.num_micro_batches == 64
-    assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx((stages - 1) / 64)
+    seconds = cost.seconds_by_cause
+    assert seconds["pipeline"] / seconds["compute"] == pytest.approx((stages - 1) / 64)
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -92,7 +94,8 @@ def test_interleaved_chunks_idle_a_fraction_of_the_slots(chunks):
     values = Workload(64, 1024, 1024, 1024, output="values")
     options = {"role": role, "work": values, "micro_batch_tokens": 2048}
     cost = _cost(_rates(flops=1e15), "train_step", f"p4v{chunks}", **options)
-    assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx(3 / chunks / 64)
+    seconds = cost.seconds_by_cause
+    assert seconds["pipeline"] / seconds["compute"] == pytest.approx(3 / chunks / 64)
     slow = _rates(flops=1e15, intra=1e6)
     more, fewer = (_cost(slow, "train_step", text, **options).seconds for text in (f"p4v{chunks}", "p4"))
     assert more > fewer  # It sends more.
@@ -131,9 +134,10 @@ def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, st
     each = (cp - 1) / cp * tokens * heads * config.head_dim * 2 / 1e9
     for kind, directions in (("forward", 1), ("train_step", 2)):
         rates, alone = _rates(intra=1e9), strategy.replace(f"c{cp}", "")
-        cost = _cost(rates, kind, strategy, role=role, work=values)
-        reduced = _cost(rates, kind, alone, role=role, work=values).parts.get("tensor parallel", 0.0) / cp
-        within = cost.parts["context parallel" if parsed.tp == 1 else "tensor and context parallel"]
+        seconds = _cost(rates, kind, strategy, role=role, work=values).seconds_by_cause
+        of_alone = _cost(rates, kind, alone, role=role, work=values).seconds_by_cause
+        reduced = of_alone.get("tensor parallel", 0.0) / cp
+        within = seconds["context parallel" if parsed.tp == 1 else "tensor and context parallel"]
         assert within - reduced == pytest.approx(directions * config.num_layers * each, rel=1e-6)
 
 
@@ -155,7 +159,7 @@ def test_groups_over_hosts_share_the_ports_of_their_members():
 def test_decoding_reads_weights_and_cache_once_per_token():
     """At small batches a step takes bytes / bandwidth (Pope et al. 2022)."""
     rates, work = _rates(memory=1e12, path=OUR_CPU), Workload(4, 1024, 64, 64)
-    spent = _cost(rates, "generate", "d1", work=work).parts["decode"]
+    spent = _cost(rates, "generate", "d1", work=work).seconds_by_cause["decode"]
     layers = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * LLAMA.intermediate_size)
     head = LLAMA.vocab_size * LLAMA.hidden_size
     context = np.ceil(np.arange(1025, 1089) / 128) * 128  # Whole blocks are read.
@@ -163,7 +167,7 @@ def test_decoding_reads_weights_and_cache_once_per_token():
     sampling = 64 * 4 * 8 * LLAMA.vocab_size * 4
     assert spent == pytest.approx((read + sampling) / 1e12, rel=1e-3)
     # Twice the bytes per token with float32 weights and cache, half of them on each of two ranks.
-    half = _cost(rates, "generate", "t2", work=work).parts["decode"]
+    half = _cost(rates, "generate", "t2", work=work).seconds_by_cause["decode"]
     assert half == pytest.approx(spent / 2, rel=1e-3)
 
 
@@ -177,7 +181,7 @@ def test_samples_of_a_prompt_read_its_cache_once():
     for prompt, in_blocks in ((1024, 1024), (1023, 960), (63, 0)):
         work = Workload(64, prompt, 256, 256)
         own, shared = (
-            _cost(rates, "generate", "d1", work=replace(work, samples_per_prompt=count)).parts["decode"]
+            _cost(rates, "generate", "d1", work=replace(work, samples_per_prompt=count)).seconds_by_cause
             for count in (1, 8)
         )
         size = 64 if in_blocks else 128  # Prompts that can share blocks have small ones.
@@ -188,7 +192,7 @@ def test_samples_of_a_prompt_read_its_cache_once():
             together = rest if rest <= size else math.ceil(rest / size) * size
             saved += 64 * (alone - together) - 8 * in_blocks
         # Steps are priced in ranges, each with its mean context.
-        assert own - shared == pytest.approx(saved * token / 1e12, rel=0.01, abs=1e-9)
+        assert own["decode"] - shared["decode"] == pytest.approx(saved * token / 1e12, rel=0.01, abs=1e-9)
 
 
 @pytest.mark.parametrize(("length", "size"), [(40, 64), (100, 64), (127, 128), (128, 128), (300, 128)])
@@ -247,11 +251,12 @@ def test_the_states_of_an_offloaded_optimizer_go_both_ways_at_once():
     role = replace(ROLE, offloads_optimizer=True)
     plain = _cost(_rates(pcie=1e9), "train_step", "d8", work=work)
     offloaded = _cost(_rates(pcie=1e9), "train_step", "d8", role=role, work=work)
-    assert offloaded.parts["optimizer"] == pytest.approx(4 * 12 * ROLE.spec.numel / 8 / 1e9, rel=1e-3)
-    assert offloaded.seconds - plain.seconds == pytest.approx(offloaded.parts["optimizer"], rel=1e-3)
+    update = offloaded.seconds_by_cause["optimizer"]
+    assert update == pytest.approx(4 * 12 * ROLE.spec.numel / 8 / 1e9, rel=1e-3)
+    assert offloaded.seconds - plain.seconds == pytest.approx(update, rel=1e-3)
     slow = _rates(pcie=1e15, memory=1e9)  # Here the update takes longer: 30 bytes of memory per parameter.
     costs = [_cost(slow, "train_step", "d8", role=some, work=work) for some in (ROLE, role)]
-    updates = [cost.parts["optimizer"] for cost in costs]
+    updates = [cost.seconds_by_cause["optimizer"] for cost in costs]
     assert updates[0] == updates[1] == pytest.approx(4 * 30 * ROLE.spec.numel / 8 / 1e9, rel=1e-3)
 
 
@@ -260,7 +265,7 @@ def test_parts_add_up():
     for kind in ("generate", "forward", "train_step"):
         for strategy in ("d1", "d8t8", "d4t2p8", "t8p8", "d2t4p4"):
             cost = _cost(rates, kind, strategy)
-            assert sum(cost.parts.values()) == pytest.approx(cost.seconds), (kind, strategy)
+            assert sum(cost.seconds_by_cause.values()) == pytest.approx(cost.seconds), (kind, strategy)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])

@@ -86,7 +86,7 @@ def test_the_default_cache_fits_beside_weights_and_passes(case):
     """One GPU has the weights in bfloat16 and generates. The whole cache would not fit, so rows wait."""
     check = _check(case, "d1@0", trains=False)
     assert check.fits
-    parts = check.by_call["actor_generate"].parts
+    parts = check.by_call["actor_generate"].bytes_by_use
     weights = 2 * case.parameters
     assert parts["actor weights"] == weights
     # 80 GB less 5 % for fragmentation, 1 GiB of context and 256 MiB of staging; 0.9 of it less the passes.
@@ -104,7 +104,7 @@ def test_the_default_cache_fits_beside_weights_and_passes(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_run_takes_what_the_accountant_counts(case):
     """The rule of a run, on the free memory of such a device before the first generation."""
-    parts = _check(case, "d1@0", trains=False).by_call["actor_generate"].parts
+    parts = _check(case, "d1@0", trains=False).by_call["actor_generate"].bytes_by_use
     passes = sum(parts.values()) - parts["actor weights"] - parts["kv_cache"]
     free = 0.95 * 80 * GB - 2**30 - 2**28 - 2 * case.parameters
     limit = cache_limit(free, passes, device_type="cuda")
@@ -119,8 +119,8 @@ def test_training_and_generation_take_turns_on_eight_gpus(case):
     of gradients, which exist while training runs. The cache gets the room of the gradients."""
     check = _check(case, "d8@0-7", trains=True)
     assert check.fits
-    generate = check.by_call["actor_generate"].parts
-    train = check.by_call["actor_train"].parts
+    generate = check.by_call["actor_generate"].bytes_by_use
+    train = check.by_call["actor_train"].bytes_by_use
     assert generate["actor optimizer"] == pytest.approx(12 / 8 * case.parameters, rel=0.01)
     assert "actor gradients" not in generate
     assert train["actor gradients"] == 4 * case.parameters
@@ -141,12 +141,12 @@ def test_an_offloaded_optimizer_leaves_its_memory_to_the_device():
     plain = _check(LLAMA, "d1@0", trains=True)
     offloaded = _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True)
     assert not plain.fits and offloaded.fits
-    assert plain.by_call["actor_train"].parts["actor optimizer"] == 12 * LLAMA.parameters
-    assert "actor optimizer" not in offloaded.by_call["actor_train"].parts
+    assert plain.by_call["actor_train"].bytes_by_use["actor optimizer"] == 12 * LLAMA.parameters
+    assert "actor optimizer" not in offloaded.by_call["actor_train"].bytes_by_use
     assert offloaded.on_host == {"actor": 12 * LLAMA.parameters}
     assert offloaded.host_bytes == 12 * LLAMA.parameters
     generate = offloaded.by_call["actor_generate"]
-    assert generate.parts["kv_cache"] > 20 * GB
+    assert generate.bytes_by_use["kv_cache"] > 20 * GB
 
 
 def test_offloaded_optimizers_need_room_in_the_host_and_are_shown():

@@ -13,7 +13,8 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.cost.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
-from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Rates
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.links import Links

@@ -131,9 +131,9 @@ def test_the_fast_kind_trains(fast_first):
     rule = planned.heuristic
     for group, index in zip(planned.space.groups, rule.chosen, strict=True):
         assert {*group.candidates[index].layout.ranks} == fast
-    assert planned.found.lower_bound_seconds <= planned.found.step_seconds <= rule.seconds
+    assert planned.result.lower_bound_seconds <= planned.result.step_seconds <= rule.seconds
     again = predict(problem, Rates(cluster), planned.plan)
-    assert again.step_seconds == pytest.approx(planned.found.step_seconds)
+    assert again.step_seconds == pytest.approx(planned.result.step_seconds)
 
 
 def test_a_plan_is_no_worse_than_on_either_kind_alone():
@@ -151,7 +151,7 @@ def test_a_plan_is_no_worse_than_on_either_kind_alone():
             alone = search(SearchSpace(replace(problem, cluster=kind), Rates(kind)), time_limit=3.0)
             assert found == pytest.approx(alone.step_seconds, rel=0.05)
         whole = make_plan(problem, Rates(cluster), time_limit=3.0, gap=0.01, explain=False)
-        assert whole.found.step_seconds <= seconds.min() * (1 + 1e-9)
+        assert whole.result.step_seconds <= seconds.min() * (1 + 1e-9)
 
 
 def test_a_kind_with_too_little_memory_is_left_out():

@@ -23,8 +23,7 @@ from realhf.planner.search.tree_search import search
 from realhf.planner.workload.lengths import geometric
 from realhf.planner.workload.problem import ModelRole, Workload
 from realhf.sizes.kv_blocks import block_size, blocks_for
-from tests.planner.peaks import peak_memory
-from tests.planner.problems import random_lagged_problem, ranks_and_seconds
+from tests.planner.problems import peak_memory, random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn
 
@@ -247,7 +246,8 @@ def test_a_round_prefills_new_prompts_and_the_histories_of_old_rows():
     for rounds in (1, 2, 4):
         work = Workload(64, 100, 800, 800, rounds=rounds, max_rows=16)
         plan = CallPlan(Layout.parse("d1@0"))
-        costs[rounds] = call_cost(Rates(cluster, perfect), call, role, work, plan, per_host=1).parts
+        cost = call_cost(Rates(cluster, perfect), call, role, work, plan, per_host=1)
+        costs[rounds] = cost.seconds_by_cause
         lengths = [100 + age * 800 // rounds for age in range(rounds)]
         flops = 64 * sum(2 * length * layers + 2 * length**2 * 4096 * config.num_layers for length in lengths)
         assert costs[rounds]["prefill"] == pytest.approx(flops / 1e15, rel=1e-6)

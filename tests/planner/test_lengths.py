@@ -71,7 +71,7 @@ def _run(lengths, rng, *, replicas, rows, slots, group, stealing, costs):
 
 def _priced(rollout, costs):
     steps = decode_steps(rollout)
-    seconds = costs[0] + costs[1] * steps.rows + costs[2] * steps.rows * (PROMPT + steps.context)
+    seconds = costs[0] + costs[1] * steps.rows_K + costs[2] * steps.rows_K * (PROMPT + steps.context_K)
     return steps.of_slowest(seconds)[0]
 
 
@@ -126,11 +126,23 @@ def test_one_replica_decodes_all_tokens(name, rows, slots):
         squared, rel=0.02)
 
 
+def test_the_example_of_two_slots():
+    """The numbers are those of the docstring of slowest_replica.py."""
+    for rows, full, last, further in ((2, 0.0, 3.5, 2.5), (100, 147.4, 3.2, 2.0)):
+        steps = decode_steps(Rollout(observed([2, 4]), 1, rows, 2, 1, False, 1))
+        ending = steps.ending
+        assert steps.full.steps == pytest.approx(full, abs=0.05)
+        assert ending.chances_E @ ending.last_steps_ER.sum(axis=1) == pytest.approx(last, abs=0.05)
+        assert ending.chances_E @ ending.further_steps_ER.sum(axis=1) == pytest.approx(further, abs=0.05)
+    four = decode_steps(Rollout(observed([2, 4]), 1, 2, 2, 4, False, 1))
+    assert four.of_slowest(np.ones(len(four.rows_K)))[0] == pytest.approx(4 - 2 / 256, abs=0.01)
+
+
 def test_equal_lengths_take_as_many_steps_as_there_are_rounds_of_slots():
     """With 100 rows on 32 slots, three times 32 rows and then 4 decode together."""
     for replicas, stealing in ((1, False), (4, False), (4, True)):
         steps = decode_steps(Rollout(geometric(50, 50), 1, 100, 32, replicas, stealing, 4))
-        found, counts = steps.of_slowest(1.0 + 0.1 * steps.rows)
+        found, counts = steps.of_slowest(1.0 + 0.1 * steps.rows_K)
         assert found == pytest.approx(3 * 50 * (1 + 3.2) + 50 * (1 + 0.4))
         assert counts.sum() == pytest.approx(200)
 
@@ -160,13 +172,18 @@ def test_more_replicas_and_longer_tails_take_longer_and_stealing_less():
         Rollout(tail, 1, 8, 8, 8, False, 4), costs)
 
 
+def _quantile(lengths, share):
+    """Return the least length that this share of the sequences does not exceed."""
+    return int((lengths.survival > 1 - share).sum())
+
+
 def test_distributions_have_what_they_are_made_of():
     rng = np.random.default_rng(0)
     for mean, p99, limit in ((500, 6000, 16384), (100, 110, 2048), (3000, 20000, 32768), (800, 3000, 4096)):
         lengths = long_tail(mean, p99, limit)
         assert lengths.limit == limit
         assert lengths.mean == pytest.approx(mean, rel=1e-6)
-        assert lengths.quantile(0.99) == pytest.approx(p99, rel=0.01)
+        assert _quantile(lengths, 0.99) == pytest.approx(p99, rel=0.01)
         drawn = lengths.draw(rng, 200_000)
         assert drawn.mean() == pytest.approx(mean, rel=0.02)
         assert (drawn**2).mean() == pytest.approx(lengths.squared_mean, rel=0.05)
@@ -175,7 +192,7 @@ def test_distributions_have_what_they_are_made_of():
     assert observed(given).mean == pytest.approx(np.mean(given)) and observed(given).limit == 12
     assert observed(given).squared_mean == pytest.approx(np.mean(np.square(given)))
     assert observed(given, 6).mean == pytest.approx(np.mean(np.minimum(given, 6)))
-    assert [observed(given).quantile(share) for share in (0.1, 0.5, 0.99)] == [3, 5, 12]
+    assert [_quantile(observed(given), share) for share in (0.1, 0.5, 0.99)] == [3, 5, 12]
     with pytest.raises(ValueError, match=r"no long-tailed distribution has mean 5 and 0\.99 quantile 60000"):
         long_tail(5, 60_000, 65_536)
 
@@ -226,7 +243,7 @@ def test_the_largest_micro_batch_fills_the_pipeline():
     micro = mean_micro_batch(work, ParallelStrategy(pp=4), 4096, attention=role.attention_share)
     cost = call_cost(rates, call, role, work, CallPlan(Layout.parse("p4@0-3"), 4096), per_host=4)
     assert micro.largest > 1.05
-    bubble = cost.parts["pipeline"] / cost.parts["compute"]
+    bubble = cost.seconds_by_cause["pipeline"] / cost.seconds_by_cause["compute"]
     assert bubble == pytest.approx(3 * micro.largest / micro.num_micro_batches, rel=0.05)
 
 

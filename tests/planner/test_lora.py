@@ -40,7 +40,7 @@ def test_training_goes_forward_and_once_back():
 
     def seconds(role):
         call_plan = CallPlan(Layout.parse("t8@0-7"), micro_batch_tokens=16384)
-        return call_cost(rates, call, role, work, call_plan, per_host=8).parts
+        return call_cost(rates, call, role, work, call_plan, per_host=8).seconds_by_cause
 
     whole, adapted = seconds(LLAMA), seconds(ADAPTED)
     assert 0.6 < adapted["compute"] / whole["compute"] < 0.8
@@ -62,7 +62,8 @@ def test_the_reference_has_no_second_copy_where_it_has_the_same_part():
     plan = ExecutionPlan.from_dict({"calls": {name: {"layout": text} for name, text in layouts.items()}})
     weights, half = LLAMA.spec.numel * 2, ParallelStrategy(dp=2, tp=2)
     for peak in check_memory(problem, plan).peaks.values():
-        assert peak.parts.get("ref weights", 0.0) == 0
-        assert peak.parts["actor weights"] == weights_bytes(ADAPTED, half, 0) > weights / 2
+        assert peak.bytes_by_use.get("ref weights", 0.0) == 0
+        assert peak.bytes_by_use["actor weights"] == weights_bytes(ADAPTED, half, 0) > weights / 2
     apart = problem_of(replace(experiment, actor=replace(actor, lora=None)), Cluster.load("h100-8x8"))
-    assert all(peak.parts["ref weights"] > weights / 2 for peak in check_memory(apart, plan).peaks.values())
+    peaks = check_memory(apart, plan).peaks.values()
+    assert all(peak.bytes_by_use["ref weights"] > weights / 2 for peak in peaks)

@@ -23,7 +23,7 @@ from realhf.planner.memory.shard import num_params
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
 from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
-from tests.planner.peaks import peak_memory
+from tests.planner.problems import peak_memory
 from tests.realloc.test_memory import Storages
 from tests.samples import drawn
 
@@ -343,7 +343,7 @@ def test_the_check_counts_the_cache_that_a_run_takes():
     def cache(**changes):
         work = replace(Workload(512, 24, 1000.0, max_new_tokens=1000), **changes)
         check = check_memory(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
-        return check.peaks[0].parts["kv_cache"], check.fits
+        return check.peaks[0].bytes_by_use["kv_cache"], check.fits
 
     needed = 512 * 1024 * 2**19
     assert cache(kv_cache_gib=1000.0) == (needed, False)

@@ -16,7 +16,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost.rates import Rates
 from realhf.planner.memory import memory_report
-from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, use_of
+from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, groups_of, use_of
 from realhf.planner.memory.memory_check import check_memory, require_fit
 from realhf.planner.memory.model_states import available_bytes, fixed_reserve, weights_bytes
 from realhf.planner.search.call_group import OPEN
@@ -87,7 +87,7 @@ def test_the_search_and_the_check_count_the_same(seeds, least):
             check = check_memory(problem, ExecutionPlan(space.call_plans(chosen)))
             (excess,) = space.excess_bytes(np.array([chosen]))
             assert (excess <= 0) == check.fits, seed
-            exact = check.fullest.num_bytes - check.available
+            exact = check.fullest.excess_bytes
             assert excess <= exact + 1 and (excess > 0 or excess == pytest.approx(exact, abs=1)), seed
             begun = np.array([unfinished(rng, space, chosen) for _ in range(4)])
             assert (space.excess_bytes(begun) <= exact + 1).all(), seed
@@ -142,7 +142,9 @@ def test_the_communicators_are_those_of_the_runtime(pool, layout, trains):
     place = Layout.parse(layout)
     real = pool.run(count_groups, layout, trains, num_ranks=len(place.ranks))
     communicators = CommunicatorMemory(Cluster.load("h100-1x8"), 8)
-    counted = communicators.count(place, use_of(ModelRole(_config()), trains=trains))
+    groups = groups_of(place, use_of(ModelRole(_config()), trains=trains))
+    keys = np.sort([communicators.keys_and_bytes(*group)[0] for group in groups], axis=0)
+    counted = (keys[0] != 0) + (keys[1:] != keys[:-1]).sum(axis=0)
     assert real == counted[: len(real)].tolist() and not counted[len(real) :].any()
 
 
@@ -177,7 +179,7 @@ def test_rows_that_a_plan_promises_take_their_whole_cache():
     """A run then takes all memory that its passes leave, not a share (see Generate.takes_free_memory)."""
     row = 1024 * 2**19
     peak = check_memory(_generation(80e9), _plan(max_rows=64)).fullest
-    assert peak.parts["kv_cache"] == 64 * row
+    assert peak.bytes_by_use["kv_cache"] == 64 * row
     assert check_memory(_generation(80e9), _plan(max_rows=64)).fits
     assert not check_memory(_generation(50e9), _plan(max_rows=64)).fits
     assert check_memory(_generation(50e9), _plan()).fits  # Here rows wait.
@@ -204,13 +206,13 @@ def test_evaluations_are_counted_in_their_own_layouts():
     problem = _generation(80e9, evaluations=(beside,))
     alone = check_memory(_generation(80e9), _plan(max_rows=16))
     check = check_memory(problem, _plan(max_rows=16))
-    assert check.fullest.call == "eval/gen" and check.fullest.parts["kv_cache"] == 20 * 2**30
-    assert check.calls["gen"] == alone.calls["gen"]
+    assert check.fullest.call == "eval/gen" and check.fullest.bytes_by_use["kv_cache"] == 20 * 2**30
+    assert check.by_call["gen"].num_bytes == alone.by_call["gen"].num_bytes
     apart = ExecutionPlan({**_plan(max_rows=16).calls, "eval/gen": CallPlan(Layout.parse("t2@2-3"))})
     peak = check_memory(problem, apart).peaks[2]
     role = problem.roles["actor"]
-    assert peak.parts["actor copy"] == weights_bytes(role, Layout.parse("t2@2-3").strategy, 0)
-    assert peak.parts["communicators"] > 0
+    assert peak.bytes_by_use["actor copy"] == weights_bytes(role, Layout.parse("t2@2-3").strategy, 0)
+    assert peak.bytes_by_use["communicators"] > 0
 
 
 def test_a_kept_cache_rests_while_other_calls_run():
@@ -220,7 +222,7 @@ def test_a_kept_cache_rests_while_other_calls_run():
     work = {**problem.workloads, "score": Workload(64, 24, 1000.0, 1000, output="values")}
     plan = ExecutionPlan({**_plan(max_rows=4).calls, "score": CallPlan(Layout.parse("d1@0"))})
     check = check_memory(replace(problem, graph=graph, workloads=work), plan)
-    kept = {name: peak.parts["actor kept cache"] for name, peak in check.by_call.items()}
+    kept = {name: peak.bytes_by_use["actor kept cache"] for name, peak in check.by_call.items()}
     assert kept["gen"] == kept["score"] > 64 * 1000 * 2**19
 
 

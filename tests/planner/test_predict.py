@@ -20,7 +20,7 @@ def test_the_planner_and_the_prediction_agree(seed: int):
     rates = Rates(problem.cluster)
     planned = make_plan(problem, rates, time_limit=5.0, gap=0.01)
     predicted = predict(problem, rates, planned.plan)
-    assert predicted.step_seconds == pytest.approx(planned.found.step_seconds)
+    assert predicted.step_seconds == pytest.approx(planned.result.step_seconds)
     for call in problem.model_calls:
         seconds = planned.plan[call.name].predicted["seconds"]
         assert predicted.calls[call.name].seconds == pytest.approx(seconds, rel=1e-5)

@@ -19,7 +19,8 @@ from realhf.planner.cost.call_cost import call_cost
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.profile import COLLECTIVES, Profile, Table
 from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.cost.rates import Rates, SharedPrompts, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Rates, SharedPrompts
 from realhf.planner.workload.problem import ModelRole, Workload
 from tests.cli_tools import REALHF, Command, write_experiment
 
@@ -277,7 +278,8 @@ def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
         whole = cost(document, layout)
         multiple = 1.5 if layout == "t4@0-3" else 1.25
         assert whole.seconds == pytest.approx(multiple * parts.seconds)
-        assert sum(whole.parts.values()) == pytest.approx(multiple * sum(parts.parts.values()))
+        parts_seconds = sum(parts.seconds_by_cause.values())
+        assert sum(whole.seconds_by_cause.values()) == pytest.approx(multiple * parts_seconds)
     wide["whole_calls"] = {}
     document["models"][0]["whole_calls"] = {"forward": 1.25}
     assert cost(document, "d1@0").seconds == before["d1@0"].seconds
@@ -318,8 +320,8 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))
 
 
-@pytest.mark.slow
 def test_a_profile_needs_neither_weights_nor_data(tmp_path: Path):
+    """The command measures a model that has only a name, and its file has a price of each call."""
     path, out = tmp_path / "named.py", tmp_path / "profile.yaml"
     path.write_text(
         "from realhf import *\n"
@@ -328,6 +330,17 @@ def test_a_profile_needs_neither_weights_nor_data(tmp_path: Path):
     with Command(*REALHF, "profile", path, "--nproc", 1, "-o", out) as command:
         code, _, err = command.finish(timeout=400)
     assert code == 0 and "repeated timings vary by" in err, err
+    measured = Profile.load(str(out))
+    (tables,) = measured.models
+    passes = {f"{name}_{way}" for name in ("block", "logprobs") for way in ("forward", "backward")}
+    assert tables.tables.keys() == passes | {"update", "zero_gradients"}
+    assert all(s > 0 for table in tables.tables.values() for s in np.ravel(table.seconds))
+    assert tables.whole_calls.keys() == {"forward", "train_step"} and min(tables.whole_calls.values()) > 0
+    call = FunctionCall("train", "train_step", (), role="role")
+    rates = ProfiledRates(measured)
+    plan = CallPlan(Layout.parse("d1@0"))
+    assert call_cost(rates, call, ROLE, Workload(4, 8, 8, 8), plan, per_host=1).seconds > 0
+    assert not rates.notes
     measured = Profile.load(str(out))
     assert measured.models[0].shape["hidden_size"] == CONFIG.hidden_size
     assert measured.links == [] and measured.cluster.intra_host.latency_seconds > 0

@@ -24,7 +24,8 @@ from realhf.nn.transformer import Transformer
 from realhf.planner.cost.efficiencies import EFFICIENCIES, TABLE, Efficiencies
 from realhf.planner.cost.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
 from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
-from realhf.planner.cost.rates import Rates, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole
 from realhf.sizes.kv_blocks import padded_size
 from tests.dist.recording import RecordedWorld

@@ -88,12 +88,12 @@ def test_a_layout_that_lacks_memory_fits_with_what_is_said(planned):
         cluster = replace(planned.problem.cluster, device_memory_bytes=memory)
         problem = replace(planned.problem, cluster=cluster, pins=layouts | {name: large.layout})
         try:
-            return make_plan(problem, Rates(cluster), time_limit=60, explain=False).found.step_seconds
+            return make_plan(problem, Rates(cluster), time_limit=60, explain=False).result.step_seconds
         except ValueError as error:
             assert "no plan fits" in str(error)
             return np.inf
 
-    promised = planned.found.step_seconds * (1 - large.shorter)
+    promised = planned.result.step_seconds * (1 - large.shorter)
     assert seconds(large.device_memory_bytes * 1.001) <= promised * (1 + 1e-9)
     assert seconds(planned.problem.cluster.device_memory_bytes) > promised * (1 + 1e-9)
 
@@ -113,7 +113,7 @@ def test_causes_are_shapley_values():
 def test_only_what_differs_is_a_cause(planned):
     """A plan whose only difference is that one call takes longer on the same ranks has one cause."""
     space = planned.space
-    chosen = np.array(planned.found.chosen)
+    chosen = np.array(planned.result.chosen)
     seen = 0
     for u, group in enumerate(space.groups):
         layout = group.candidates[chosen[u]].layout
@@ -132,7 +132,7 @@ def test_seconds_under_a_change_are_those_of_the_changed_problem(planned):
     space = planned.space
     sensitivity = Sensitivity(space)
     assert sensitivity.keys == ("response_tokens", "intra_host.bandwidth", "inter_host.bandwidth")
-    chosen = np.array(planned.found.chosen)
+    chosen = np.array(planned.result.chosen)
     for key, factor in itertools.product(sensitivity.keys, (1 / WIDEST, 1.0, 2.0)):
         values = {key: current_values(space.problem)[key] * factor}
         changed = change(space.problem, space.rates, values)
@@ -143,7 +143,7 @@ def test_seconds_under_a_change_are_those_of_the_changed_problem(planned):
 def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
     space = planned.space
     sensitivity = Sensitivity(space)
-    chosen = np.array(planned.found.chosen)
+    chosen = np.array(planned.result.chosen)
     seen = 0
     for u, group in enumerate(space.groups):
         for index in range(min(8, len(group.candidates))):  # The fastest ones.
@@ -237,7 +237,7 @@ def test_what_if_is_a_plan_for_the_changed_problem(planned):
     found = what_if(planned, {"inter_host.bandwidth": "20 Gbit/s"}, limits)
     problem, rates = change(planned.problem, planned.space.rates, found.values)
     best = make_plan(problem, rates, time_limit=60, gap=0.1, explain=False)
-    assert found.best_step_seconds == pytest.approx(min(best.found.step_seconds, found.step_seconds))
+    assert found.best_step_seconds == pytest.approx(min(best.result.step_seconds, found.step_seconds))
     assert found.best_lower_bound_seconds <= found.best_step_seconds <= found.step_seconds
     seconds = predict(problem, rates, planned.plan).step_seconds
     assert found.step_seconds <= seconds * 1.01  # The same layouts, with options chosen anew.
@@ -249,7 +249,7 @@ def test_layouts_that_do_not_go_with_a_change(planned):
     limits = SearchLimits(60.0, 0.2)
     fewer = what_if(planned, {"num_hosts": "1"}, limits)
     assert fewer.obstacle == "the layouts need 16 devices of 8" and fewer.step_seconds is None
-    assert fewer.best_step_seconds > planned.found.step_seconds
+    assert fewer.best_step_seconds > planned.result.step_seconds
     assert max(ExecutionPlan.from_dict({"calls": {n: {"layout": x} for n, x in fewer.best_layouts.items()}}
                )[n].layout.ranks[-1] for n in fewer.best_layouts) < 8  # fmt: skip
     tiny = what_if(planned, {"device_memory": "3 GB"}, limits)

@@ -54,7 +54,7 @@ def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_
     assert cost.seconds >= 0.65 * taken
     if crowding == 1 or num_stages == 1 or num_cores == 1:
         assert cost.seconds == pytest.approx(taken)
-    assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+    assert sum(cost.seconds_by_cause.values()) == pytest.approx(cost.seconds)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_the_slowest_replica_has_the_cores_for_itself_in_the_end(replicas, tp, n
     cost = CallCost(3.0, {"compute": 3.0}, mean_share=mean_share)
     found = on_shared_cores(cost, [max(1.0, k * tp / num_cores) for k in range(1, replicas + 1)])
     assert found.seconds == pytest.approx(taken)
-    assert sum(found.parts.values()) == pytest.approx(taken)
+    assert sum(found.seconds_by_cause.values()) == pytest.approx(taken)
 
 
 @pytest.mark.parametrize(

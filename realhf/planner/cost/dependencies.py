@@ -36,11 +36,10 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
         if call.kind == "generate" and work.rounds > 1:
             num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
             late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)
-    weights = [
-        (user, trainer, 0 if trainer < user else 1)
-        for trainer, call in enumerate(calls) if call.kind == "train_step"
-        for user in _users(problem, trainer)
-    ]  # fmt: skip
+    weights = []
+    for trainer, call in enumerate(calls):
+        if call.kind == "train_step":
+            weights += [(user, trainer, 0 if trainer < user else 1) for user in _users(problem, trainer)]
     return Dependencies(
         data, late_data, tuple(weights), receiving, busy_shares(rates.cluster), in_place=bool(problem.ahead))
 
@@ -48,20 +47,22 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
 def _users(problem: Problem, trainer: int) -> list[int]:
     """Return the calls that use what a call trains, the role's next train step last.
 
-    That step needs the weights at home: where replicas share the optimizer, each has updated only a part.
+    That step needs the weights at home: where replicas share the optimizer, each has updated only a shard.
     """
-    calls = problem.calls
-    role = calls[trainer].role
-    users = [
-        i for i, user in enumerate(calls) if user.role is not None and user.kind != "train_step"
-        and (user.role == role or problem.model_role(user).follows == role)
-    ]  # fmt: skip
-    training = [i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"]
-    return [*users, training[(training.index(trainer) + 1) % len(training)]]
+    role = problem.calls[trainer].role
+    users = []
+    trainers = []
+    for i, call in enumerate(problem.calls):
+        if call.kind == "train_step":
+            trainers += [i] if call.role == role else []
+        elif call.role is not None and role in (call.role, problem.model_role(call).follows):
+            users.append(i)
+    next_trainer = trainers[(trainers.index(trainer) + 1) % len(trainers)]
+    return [*users, next_trainer]
 
 
 def busy_shares(cluster: Cluster) -> tuple[float, float]:
-    """Return the parts of a reallocation's seconds in which a sending and a receiving rank compute nothing.
+    """Return the shares of a reallocation's seconds in which a sending and a receiving rank compute nothing.
 
     A GPU gives some of its multiprocessors to communication: 20 of 132 in DeepSeek-V3's training
     (arXiv:2412.19437, section 3.2.2). On CPU the receiver copies from the sender's memory with the cores that
@@ -75,29 +76,32 @@ def busy_shares(cluster: Cluster) -> tuple[float, float]:
 def arrivals(
     rates: Rates, problem: Problem, trainer: FunctionCall, home: ContiguousLayout,
     copies: Sequence[tuple[FunctionCall, ContiguousLayout | None]],
-) -> tuple[float, ...]:  # fmt: skip
+) -> tuple[float, ...]:
     """Return for each copy of trained weights how long after training it is complete.
 
-    A rank makes its copies one after the other. If replicas share the optimizer, a copy that an earlier one
-    covers costs nothing (runtime/compile/actions.py); otherwise the home is complete at once. A layout that
-    is None is not decided: that copy and later ones count 0 seconds, which is less than they take.
+    A rank makes its copies one after the other. If replicas share the optimizer, a copy costs nothing where
+    ranks already have all of it from an earlier copy (runtime/compile/actions.py). Otherwise each replica has
+    updated all weights, and the home is complete at once. For example, with copies that take 2 s, 3 s and
+    again the first layout, the times are 2, 5 and 2 s.
+
+    A layout that is None is not decided: that copy and later ones count 0 seconds, less than they take.
     """
     role = problem.model_role(trainer)
-    done: dict[tuple[str | None, ContiguousLayout], float] = {}
+    complete_at: dict[tuple[str | None, ContiguousLayout], float] = {}
     is_sharded = home.strategy.num_replicas > 1
     if not is_sharded:
-        done[trainer.role, home] = 0.0
+        complete_at[trainer.role, home] = 0.0
     elapsed = 0.0
     times: list[float] = []
     for call, layout in copies:
         if layout is None:
             break
-        if (call.role, layout) not in done:
-            earlier = [held for name, held in done if name == call.role] if is_sharded else []
+        if (call.role, layout) not in complete_at:
+            earlier = [held for name, held in complete_at if name == call.role] if is_sharded else []
             if not any(covers(_moved(role), held, layout) for held in earlier):
                 elapsed += reallocation_seconds(rates, role, home, layout)
-            done[call.role, layout] = elapsed
-        times.append(done[call.role, layout])
+            complete_at[call.role, layout] = elapsed
+        times.append(complete_at[call.role, layout])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 
@@ -106,7 +110,8 @@ def reallocation_seconds(
 ) -> float:
     """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
     cluster = rates.cluster
-    first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
+    first = min(source.ranks[0], target.ranks[0])
+    last = max(source.ranks[-1], target.ranks[-1])
     leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
     slowdown = 1.0 if first // leaf == last // leaf else cluster.slowdown(cluster.num_hosts)
     rates = rates.at((first, last))
@@ -140,9 +145,9 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
     them.
 
-    A call that can be split runs where its inputs are. Any other runs where a call waits for its outputs.
-    Without such a model call it runs on rank 0. If some calls run ahead, the others stay off their ranks, and
-    run where a role is trained rather than there.
+    A call that can be split runs with the call that makes its inputs. Any other runs with the call that reads
+    its outputs. If there is no such model call, the name is None and it runs on rank 0. If some calls run
+    ahead, the others do not run with one of them, but with a call that trains a role.
     """
     graph = problem.graph
     is_ahead = call.name in problem.ahead

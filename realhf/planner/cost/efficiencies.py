@@ -51,14 +51,12 @@ _GPU: Mapping[str, tuple[float, str]] = {
     "step_seconds": (2e-3, f"scheduler, tables and 35 launches for a draw; {_GUESS}"),
     "row_seconds": (1e-5, f"Python's work for a row; {_GUESS}"),
     "call_seconds": (0.02, f"messages of the controller, measured with gloo; {_GUESS}"),
-    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}"),
-}
+    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}")}
 _HOPPER: Mapping[str, tuple[float, str]] = {
     "matmul": (0.7, f"0.80 {_MAMF}"),
     "attention": (0.35, "FlashAttention-2, which torch runs, on H100: arXiv:2407.08608, abstract"),
     "units": (132, "streaming multiprocessors: vendor"),
-    **_GPU,
-}
+    **_GPU}
 TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h100": _HOPPER,
     "h200": _HOPPER,  # The same chip with more memory, which the cluster file says.
@@ -84,5 +82,4 @@ TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
 """Accelerator -> field of Efficiencies -> figure and source. Fields that a CPU lacks have no effect there."""
 EFFICIENCIES = {
     name: Efficiencies(**{field: value for field, (value, _) in figures.items()})  # type: ignore[arg-type]
-    for name, figures in TABLE.items()
-}
+    for name, figures in TABLE.items()}

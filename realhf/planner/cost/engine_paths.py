@@ -35,8 +35,7 @@ class EnginePath:
     between the blocks of running ones."""
     sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
     expert_passes: int = 9
-    """Reads and writes of the rows that experts get, to permute them before and after their exchange and to
-    sum up outputs."""
+    """Reads and writes of the experts' rows: permutations before and after the exchange, sums of outputs."""
     pads_stages: bool = False  # Under a pipeline, micro-batches are padded to the limit of their tokens.
     splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
     overlap: float = 0.0
@@ -53,19 +52,18 @@ class EnginePath:
 
 
 OUR_CUDA = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True
-)
+    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True)
 """Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
-    reads_blocks=True)  # fmt: skip
+    reads_blocks=True)
 """Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
 
 
 MEGATRON = EnginePath(
     kernels=25, expert_kernels=38, kernels_per_expert=6, decode_kernels=26, decode_expert_kernels=18,
-    pads_stages=True)  # fmt: skip
+    pads_stages=True)
 """Megatron-Core's local layers with our norms and attention, counted as above
 (tests/megatron/test_planner.py). The native engine decodes."""
 

@@ -14,10 +14,10 @@ has 1.2 times the mean. Training Qwen3-235B on H100s is 1.24 times slower than w
 
 
 @lru_cache
-def _quantile(num_ranks: int) -> float:
+def expected_maximum(count: int) -> float:
     """Return the expected maximum of so many normal numbers, about the (n - 3/8) / (n + 1/4) quantile (Blom
     1958)."""
-    return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def busiest_load(num_tokens: Any, num_ranks: int, num_experts: int) -> Any:
@@ -31,7 +31,7 @@ def busiest_load(num_tokens: Any, num_ranks: int, num_experts: int) -> Any:
     by_chance = (num_ranks - 1) / np.maximum(num_tokens, 1.0)
     by_skew = SKEW**2 * num_ranks / num_experts
     deviation = (by_chance + by_skew) ** 0.5
-    return np.minimum(float(num_ranks), 1 + _quantile(num_ranks) * deviation)
+    return np.minimum(float(num_ranks), 1 + expected_maximum(num_ranks) * deviation)
 
 
 def used_experts(num_experts: int, num_per_token: int, num_tokens: Any) -> Any:

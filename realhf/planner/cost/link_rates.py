@@ -1,21 +1,11 @@
 """Seconds of messages and collectives, from the links of a cluster and the share of them that is reached."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from realhf.cluster import Cluster, Link
 from realhf.planner.cost.efficiencies import Efficiencies
-
-
-class Span(NamedTuple):
-    """A group of `size` ranks, with `per_host` of them on each host."""
-
-    size: int
-    per_host: int
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.size // self.per_host)
+from realhf.planner.cost.rank_groups import Span
 
 
 class LinkRates:

@@ -15,7 +15,7 @@ _STEPS = 12  # Steps that the ranks walk through; the later half counts.
 def seconds_with_neighbours(
     cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
     *, moving: np.ndarray, busy: np.ndarray,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return how long each call of one plan takes in the steady state, shape (N,).
 
     Arguments are as in throughput.py, for one plan. Calls keep `seconds` where devices share no cores.

@@ -47,18 +47,13 @@ class MovedModel(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Parameters that two layouts split alike; `ends[i]` are the elements in the rows before row i.
+    """Parameters that two layouts split alike."""
 
-    `units` is the number of indivisible parts of a column axis, `_EVEN` or `_WHOLE`. The vocabulary's are the
-    embedding and the head. With `on_both_ends`, the first and the last stage hold them (an embedding that is
-    also the head).
-    """
-
-    ends: np.ndarray
-    units: int
+    ends: np.ndarray  # ends[i] is the number of elements in the rows before row i.
+    units: int  # The number of indivisible units of the column axis, `_EVEN` or `_WHOLE`.
     is_expert: bool
-    is_vocabulary: bool
-    on_both_ends: bool
+    is_vocabulary: bool  # Whether they are the embedding or the head.
+    on_both_ends: bool  # Whether the first and the last stage hold them: an embedding that is also the head.
 
     def numel(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Return the elements between two rows, which may be fractions."""
@@ -68,16 +63,16 @@ class Kind(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """The box of every rank in a range of ranks, each of shape (ranks, 2); absent ranks have empty boxes.
+    """The box of every rank in a range of ranks, as a start and a stop on each axis.
 
-    `rows` has the shape (ranks, chunks, 2), as a rank may have several chunks of the layers. Replicas that
-    share an optimizer hold 1 / `parts` of their box, each another part.
+    Ranks outside the layout have empty boxes. If `num_shards` replicas share an optimizer, each of them holds
+    another shard of their common box.
     """
 
-    rows: np.ndarray
-    columns: np.ndarray
-    experts: np.ndarray
-    parts: int = 1
+    rows: np.ndarray  # Shape (ranks, chunks, 2), as a rank may have several chunks of the layers.
+    columns: np.ndarray  # Shape (ranks, 2), as fractions of all columns.
+    experts: np.ndarray  # Shape (ranks, 2), as fractions of all experts.
+    num_shards: int = 1
 
 
 @lru_cache(maxsize=1 << 12)
@@ -103,9 +98,10 @@ def boxes_of(
 ) -> Boxes:
     """Return the boxes of a kind on a range of ranks that includes the layout's.
 
-    With `sharded`, they are those of the optimizer's copy: each section is split over replicas, end to end.
-    If a rank has a single section, this is a split by rows, and the vocabulary is split by columns. Otherwise
-    a replica has a part of every row, which overlaps parts of columns and experts as chance has it.
+    With `sharded`, they are those of the optimizer's copy, each section of which is split over the replicas,
+    end to end. If a rank has a single section, its replicas thus split the rows, for example 12 layers into
+    0-3, 4-7 and 8-11 (of the vocabulary, the columns). If it has several, each replica has a shard of every
+    section; then the boxes are those of a whole replica, with `num_shards`.
     """
     s = placed.strategy
     pp, dp, cp, tp = np.indices((s.pp, s.dp, s.cp, s.tp)).reshape(4, -1)
@@ -121,26 +117,25 @@ def boxes_of(
     columns = _columns(kind.units, s.tp)[tp]
     experts = np.tile([0.0, 1.0], (len(pp), 1))
     replica = dp * s.cp + cp
-    parts = s.num_replicas
+    num_shards = s.num_replicas if sharded else 1
     if kind.is_expert and s.ep > 1:
         num_experts = model.config.moe.num_experts if model.config.moe else 1
         experts = np.array([even_split(num_experts, s.ep, i) for i in range(s.ep)])[dp % s.ep] / num_experts
         replica = dp // s.ep * s.cp + cp
-        parts = s.num_expert_replicas
-    if not sharded:
-        parts = 1
-    elif kind.is_vocabulary:
-        width = np.diff(columns) / parts
+        num_shards = s.num_expert_replicas if sharded else 1
+    if sharded and kind.is_vocabulary:
+        width = np.diff(columns) / num_shards
         columns = columns[:, :1] + width * np.stack([replica, replica + 1], axis=1)
-        parts = 1
-    elif s.vp == 1 and _most_elements(kind, rows, columns, experts) <= model.section_numel:
-        rows = _rows_of_replica(kind, rows[:, 0], replica, parts)[:, None]
-        parts = 1
+        num_shards = 1
+    elif sharded and s.vp == 1 and _most_elements(kind, rows, columns, experts) <= model.section_numel:
+        rows = _rows_of_replica(kind, rows[:, 0], replica, num_shards)[:, None]
+        num_shards = 1
     rows, columns, experts = (_spread(box, placed, ranks) for box in (rows, columns, experts))
-    return Boxes(rows, columns, experts, parts)
+    return Boxes(rows, columns, experts, num_shards)
 
 
 def _most_elements(kind: Kind, rows: np.ndarray, columns: np.ndarray, experts: np.ndarray) -> float:
+    """Return the elements of the largest box."""
     in_rows = kind.numel(rows[..., 0], rows[..., 1]).sum(axis=1)
     return float(in_rows.max() * np.diff(columns).max() * np.diff(experts).max())
 
@@ -157,13 +152,14 @@ def _columns(units: int, tp: int) -> np.ndarray:
     return np.stack([first, np.maximum(first + 1, stop)], axis=1) / units
 
 
-def _rows_of_replica(kind: Kind, rows: np.ndarray, replica: np.ndarray, parts: int) -> np.ndarray:
-    """Return rows with the same number of elements for every replica, in order."""
-    before = np.interp(rows[:, 0], np.arange(len(kind.ends)), kind.ends)
+def _rows_of_replica(kind: Kind, rows: np.ndarray, replica: np.ndarray, num_replicas: int) -> np.ndarray:
+    """Return the rows of each replica, in order, so that all have the same number of elements."""
+    row_numbers = np.arange(len(kind.ends))
+    before = np.interp(rows[:, 0], row_numbers, kind.ends)
     numel = kind.numel(*rows.T)
-    cuts = [np.interp(before + numel * (replica + i) / parts, kind.ends, np.arange(len(kind.ends)))
-            for i in (0, 1)]  # fmt: skip
-    return np.clip(np.stack(cuts, axis=1), rows[:, :1], rows[:, 1:])
+    start, stop = (
+        np.interp(before + numel * (replica + i) / num_replicas, kind.ends, row_numbers) for i in (0, 1))
+    return np.clip(np.stack([start, stop], axis=1), rows[:, :1], rows[:, 1:])
 
 
 def _spread(box: np.ndarray, placed: ContiguousLayout, ranks: range) -> np.ndarray:

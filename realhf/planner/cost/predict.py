@@ -1,16 +1,18 @@
 """Predicted seconds of a given plan: of each call, of reallocations, and of a step in the steady state."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.call_cost import CallCost, call_cost, ranks_per_host
+from realhf.planner.cost.call_cost import CallCost, call_cost
 from realhf.planner.cost.dependencies import dependencies, moving_seconds
 from realhf.planner.cost.neighbours import seconds_with_neighbours
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.cost.rank_groups import ranks_per_host
 from realhf.planner.cost.rates import Rates
 from realhf.planner.cost.throughput import step_periods
 from realhf.planner.workload.problem import Problem
@@ -32,27 +34,31 @@ class Prediction:
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     """Return the prediction for a plan whose layouts are on contiguous ranks."""
-    costs = {}
-    for call in problem.model_calls:
-        call_plan = plan[call.name]
-        per_host = ranks_per_host(problem.cluster, call_plan.layout.ranks)
-        workload = problem.workloads[call.name]
-        costs[call.name] = call_cost(
-            rates.at(call_plan.layout.ranks), call, problem.model_role(call), workload, call_plan,
-            per_host=per_host,
-        )  # fmt: skip
-    step, among_others = _walked(problem, rates, plan, {name: cost.seconds for name, cost in costs.items()})
+    costs = {
+        call.name: cost_of(problem, rates, call, plan[call.name], plan[call.name].layout.ranks)
+        for call in problem.model_calls}
+    alone = {name: cost.seconds for name, cost in costs.items()}
+    step, among_others = _step_and_call_seconds(problem, rates, plan, alone)
     return Prediction(step, costs, {name: among_others[name] for name in costs})
+
+
+def cost_of(
+    problem: Problem, rates: Rates, call: FunctionCall, call_plan: CallPlan, ranks: Collection[int]
+) -> CallCost:
+    """Return the cost of a call alone on some ranks."""
+    return call_cost(
+        rates.at(ranks), call, problem.model_role(call), problem.workloads[call.name], call_plan,
+        per_host=ranks_per_host(problem.cluster, ranks))
 
 
 def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
     """Return the seconds of a step in the steady state if calls take `call_seconds`."""
-    return _walked(problem, rates, plan, call_seconds)[0]
+    return _step_and_call_seconds(problem, rates, plan, call_seconds)[0]
 
 
-def _walked(
+def _step_and_call_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and of each call among its neighbours.
@@ -70,8 +76,7 @@ def _walked(
     stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
     host = {
         call.name: problem.workloads[call.name].seconds_on(plan[call.name].layout.dp)
-        for call in calls if call.role is None
-    }  # fmt: skip
+        for call in calls if call.role is None}
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     step = float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])
     among_others = seconds_with_neighbours(

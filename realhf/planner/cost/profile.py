@@ -26,8 +26,7 @@ from realhf.user_input.shipped import load_yaml
 _EXPERTS = ("num_experts", "num_experts_per_token", "expert_width", "shared_width")
 SHAPE = (
     "family", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
-    "tie_word_embeddings", *_EXPERTS,
-)  # fmt: skip
+    "tie_word_embeddings", *_EXPERTS)
 """The fields of a ModelConfig and of its experts that tell shapes apart; those of experts are 0 in a model
 without any. The number of layers is not among them, since tables are about one block."""
 OUTPUTS = ("logprobs", "values", "scores")
@@ -40,6 +39,7 @@ MEMORY = ("context_bytes", "communicator_bytes")
 CALM = ("passes", "decode")
 """The seconds of work on as many processes of a host as it has cores, relative to those on all of them."""
 _AGAIN = "measure again with `realhf profile`"
+_QUIET = "measure again when it is quiet"
 CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
 """Tables about the time that a call takes besides its passes."""
 _PASS = ("sequence_tokens", "tokens")
@@ -53,18 +53,17 @@ OF_MODEL = {
     # The time that a pipeline stage takes in a decode step of a cohort besides its blocks and head.
     "decode_hop": ("rows",),
     "decode_shared": ("context_tokens", "rows"),
-    "update": ("parameters",), "zero_gradients": ("parameters",),
-}  # fmt: skip
+    "update": ("parameters",), "zero_gradients": ("parameters",)}
 
 
-_CONTINUED = 4.0
+_CONTINUED = 4.0  # See Table.reach.
 _FAR = 1.5  # Whole calls that take so many times longer, or shorter, than their parts were disturbed.
 NOISY = 0.1  # Median noise above which a profile is hardly of use.
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds at points of one or two quantities. `axes` maps their names to rising values.
+    """Seconds at points of one or two quantities; `axes` maps their names to rising values.
 
     Values are linear between the points. Beyond them the last axis continues as in its last interval, while
     the first of two axes stays at its end.
@@ -96,12 +95,12 @@ class Table:
 
     @classmethod
     def from_dict(cls, document: Any, axes: Sequence[str], where: str) -> "Table":
-        given = check_fields(document, (*axes, "seconds"), where=where)
-        points = {name: tuple(_numbers(given[name], f"{where}.{name}")) for name in axes}
+        content = check_fields(document, (*axes, "seconds"), where=where)
+        points = {name: tuple(_numbers(content[name], f"{where}.{name}")) for name in axes}
         for name, values in points.items():
             if not values or list(values) != sorted(set(values)):
                 raise ValueError(f"{where}.{name} is {list(values)}: it must hold rising numbers")
-        seconds = _nested(given["seconds"], [len(v) for v in points.values()], f"{where}.seconds")
+        seconds = _nested(content["seconds"], [len(v) for v in points.values()], f"{where}.seconds")
         return cls(points, seconds)
 
 
@@ -127,10 +126,10 @@ class LinkTables:
 
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "LinkTables":
-        given = check_fields(document, ("hosts", "tables", "noise"), optional=("noise",), where=where)
-        hosts = _count(given["hosts"], f"{where}.hosts")
-        tables = _tables(given["tables"], LINKS, f"{where}.tables")
-        return cls(hosts, tables, _shares(given.get("noise", {}), f"{where}.noise"))
+        content = check_fields(document, ("hosts", "tables", "noise"), optional=("noise",), where=where)
+        hosts = _count(content["hosts"], f"{where}.hosts")
+        tables = _tables(content["tables"], LINKS, f"{where}.tables")
+        return cls(hosts, tables, _shares(content.get("noise", {}), f"{where}.noise"))
 
 
 @dataclass(frozen=True)
@@ -156,22 +155,22 @@ class ModelTables:
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("ep", "noise", "whole_calls"), where=where)
-        shape = check_fields(given["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
+        content = check_fields(document, legal, optional=("ep", "noise", "whole_calls"), where=where)
+        shape = check_fields(content["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
                 shown = textwrap.shorten(repr(value), 60)
                 raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
-        if str(given["dtype"]) not in ITEMSIZE:
-            raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
-        tp, ep = (_count(given.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
-        tables = _tables(given["tables"], OF_MODEL, f"{where}.tables")
-        noise = _shares(given.get("noise", {}), f"{where}.noise")
+        if str(content["dtype"]) not in ITEMSIZE:
+            raise ValueError(f"{where}.dtype is {content['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
+        tp, ep = (_count(content.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
+        tables = _tables(content["tables"], OF_MODEL, f"{where}.tables")
+        noise = _shares(content.get("noise", {}), f"{where}.noise")
         kinds = tuple(CALLS)
         whole = check_fields(
-            given.get("whole_calls", {}), kinds, optional=kinds, where=f"{where}.whole_calls")
+            content.get("whole_calls", {}), kinds, optional=kinds, where=f"{where}.whole_calls")
         _numbers(list(whole.values()), f"{where}.whole_calls")
-        return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise, whole)
+        return cls(dict.fromkeys(_EXPERTS, 0) | shape, content["dtype"], tp, tables, ep, noise, whole)
 
 
 @dataclass(frozen=True)
@@ -190,38 +189,36 @@ class Profile:
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
         legal = [f.name for f in fields(cls)]
-        given = check_fields(document, legal, optional=("memory", "calm"), whole="the profile")
+        content = check_fields(document, legal, optional=("memory", "calm"), whole="the profile")
         try:
-            cluster = Cluster.from_dict(given["cluster"])
+            cluster = Cluster.from_dict(content["cluster"])
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from error
-        if "device_type" not in given["cluster"]:  # Older profiles lack it.
+        if "device_type" not in content["cluster"]:  # Older profiles lack it.
             raise ValueError(f"cluster.device_type is missing: {_AGAIN}")
-        if isinstance(given["links"], dict):
+        if isinstance(content["links"], dict):
             raise ValueError(f"links is of an older form: {_AGAIN}")
         for name in ("links", "models"):
-            if not isinstance(given[name], list):
+            if not isinstance(content[name], list):
                 raise ValueError(f"{name} must be a list, with tables in each entry")
-        links = [LinkTables.from_dict(entry, f"links[{i}]") for i, entry in enumerate(given["links"])]
-        models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
-        calls = _tables(given["calls"], CALLS, "calls")
-        memory = check_fields(given.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
+        links = [LinkTables.from_dict(entry, f"links[{i}]") for i, entry in enumerate(content["links"])]
+        models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(content["models"])]
+        calls = _tables(content["calls"], CALLS, "calls")
+        memory = check_fields(content.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
         _numbers(list(memory.values()), "memory")
-        calm = check_fields(given.get("calm", {}), CALM, optional=CALM, where="calm")
+        calm = check_fields(content.get("calm", {}), CALM, optional=CALM, where="calm")
         _numbers(list(calm.values()), "calm")
-        return cls(str(given["date"]), given["machine"], cluster, links, calls, models, memory, calm)
+        return cls(str(content["date"]), content["machine"], cluster, links, calls, models, memory, calm)
 
     def to_dict(self) -> dict[str, Any]:
         cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
         parts = {
             name: [vars(entry) | {"tables": _plain(entry.tables)} for entry in getattr(self, name)]
-            for name in ("links", "models")
-        }
+            for name in ("links", "models")}
         return {
             "date": self.date, "machine": dict(self.machine), "cluster": cluster, "links": parts["links"],
             "calls": _plain(self.calls), "models": parts["models"], "memory": dict(self.memory),
-            "calm": dict(self.calm),
-        }  # fmt: skip
+            "calm": dict(self.calm)}
 
     @classmethod
     def load(cls, name: str) -> "Profile":
@@ -233,32 +230,35 @@ class Profile:
 
     def noise(self) -> tuple[float, str]:
         """Return the median noise of all timings, and a sentence about it."""
-        found = [(noise, f"{name} among ranks of {entry.hosts} host{'s'[: entry.hosts > 1]}")
-                 for entry in self.links for name, noise in entry.noise.items()]
-        found += [(noise, f"{name} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}")
-                  for entry in self.models for name, noise in entry.noise.items()]
-        if not found:
+        noises = []
+        for entry in self.links:
+            where = f"among ranks of {entry.hosts} host{'s'[: entry.hosts > 1]}"
+            noises += [(noise, f"{name} {where}") for name, noise in entry.noise.items()]
+        for tables in self.models:
+            where = f"in {tables.dtype} with tp={tables.tp} and ep={tables.ep}"
+            noises += [(noise, f"{name} {where}") for name, noise in tables.noise.items()]
+        if not noises:
             return 0.0, "the profile does not say how noisy its timings were"
-        median = statistics.median(noise for noise, _ in found)
-        most, where = max(found)
+        median = statistics.median(noise for noise, _ in noises)
+        most, where = max(noises)
         spread = f"repeated timings vary by {median:.0%} (median of interquartile ranges)"
         text = f"{spread}, at most by {most:.0%}: {where}"
         if median > NOISY:
             busy = f"load {self.machine['load_before']}" if "load_before" in self.machine else "other work"
-            text += f"; the machine was not quiet ({busy}): measure again when it is"
+            text += f"; the machine was not quiet ({busy}): {_QUIET}"
         return median, text
 
     def disturbed(self) -> str | None:
         """Return a sentence if whole calls took much longer or shorter than what their parts add up to."""
-        found = [(max(share, 1 / max(share, 1e-9)), share, kind, entry)
-                 for entry in self.models for kind, share in entry.whole_calls.items()]
-        if not found:
+        ratios = [(ratio, kind, entry) for entry in self.models for kind, ratio in entry.whole_calls.items()]
+        if not ratios:
             return None
-        far, share, kind, entry = max(found, key=lambda each: each[0])
+        ratio, kind, entry = max(ratios, key=lambda item: max(item[0], 1 / max(item[0], 1e-9)))
+        if max(ratio, 1 / max(ratio, 1e-9)) <= _FAR:
+            return None
         where = f"{kind} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}"
-        took = f"a whole call took {share:.2f} times as long as its parts ({where})"
-        cause = "the machine was busy, or parts do not add up to calls here: measure again when it is quiet"
-        return f"{took}; {cause}" if far > _FAR else None
+        took = f"a whole call took {ratio:.2f} times as long as its parts ({where})"
+        return f"{took}; the machine was busy, or parts do not add up to calls here: {_QUIET}"
 
     def require_serves(self, cluster: Cluster) -> None:
         """Raise ValueError if this profile says nothing about the devices of a cluster."""
@@ -279,7 +279,8 @@ class Profile:
                 number = cluster.devices_per_host
                 what = f"it was measured with {here.devices_per_host} processes of {threads} threads"
                 asked = f"{number} processes on {cluster.cores_per_host} cores have {wanted}"
-                raise ValueError(f"{what}, and {asked}: measure with --nproc {number}")
+                how = f"measure with --nproc {number}, and without OMP_NUM_THREADS"
+                raise ValueError(f"{what}, and {asked}: {how}")
 
 
 @lru_cache(maxsize=256)
@@ -294,8 +295,8 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
 
 
 def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> dict[str, Table]:
-    given = check_fields(document, tuple(legal), optional=legal, where=where)
-    return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in given.items()}
+    content = check_fields(document, tuple(legal), optional=legal, where=where)
+    return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in content.items()}
 
 
 def _count(value: Any, where: str) -> int:

@@ -1,6 +1,6 @@
 """Rates that look times up in the tables of a profile, and say what they did not find there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ from realhf.plan import ExecutionPlan
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.predict import predict
 from realhf.planner.cost.profile import NOISY, Profile, Table, shape_of
-from realhf.planner.cost.rates import Cost, Rates, SharedPrompts, Span
+from realhf.planner.cost.rank_groups import Span
+from realhf.planner.cost.rates import Cost, Rates, SharedPrompts
 from realhf.planner.workload.problem import ModelRole, Problem
 
 _ALONE = Span(1, 1)
@@ -28,14 +29,21 @@ class Split(NamedTuple):
         sizes = [f"{axis}={size}" for axis, size in zip(("tp", "ep"), self, strict=True) if size > 1]
         return " and ".join(sizes) or "tp=1"
 
+    def nearest(self, splits: Iterable["Split"]) -> "Split":
+        """Return the split whose sizes differ least from these, as factors."""
+        return min(splits, key=lambda split: np.abs(np.log2(split) - np.log2(self)).sum())
+
 
 class ProfiledRates(Rates):
     """Rates from the tables of a profile.
 
-    A block of a measured shape that is split otherwise than measured, or over several hosts, takes its
-    roofline times the ratio of measurement and roofline under the nearest split. A table is used up to its
-    `reach`; beyond it, times grow as the roofline does. Whatever else was not measured (a shape, dtype,
-    number of ranks) comes from the roofline of `cluster`, which is the profile's own unless another is given.
+    What was not measured comes from the roofline of `cluster`, by default that of the profile:
+
+    - A shape, dtype or number of ranks that has no table takes its roofline.
+    - A block of a measured shape, but split otherwise or over several hosts, takes its roofline times the
+      ratio of measurement and roofline under the nearest split.
+    - Beyond the `reach` of a table, times grow as the roofline does.
+
     `notes` has a sentence about each of these cases that came up.
 
     The backward pass of a block includes the accumulation of its gradients, and that of a head the rest of a
@@ -43,18 +51,19 @@ class ProfiledRates(Rates):
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
+        if cluster is not None:
+            profile.require_serves(cluster)
         cluster = cluster or profile.cluster
-        profile.require_serves(cluster)
         super().__init__(cluster, _efficiencies(profile.cluster, cluster))
         self.profile = profile
         self._links = {entry.hosts: entry.tables for entry in profile.links}
         self._calls = profile.calls
         self._models: dict[tuple[Any, ...], dict[Split, Mapping[str, Table]]] = {}
-        for entry in profile.models:
-            self._models.setdefault(entry.key, {})[Split(entry.tp, entry.ep)] = entry.tables
         self._whole: dict[tuple[Any, ...], dict[Split, Mapping[str, float]]] = {}
         for entry in profile.models:
-            self._whole.setdefault(entry.key, {})[Split(entry.tp, entry.ep)] = entry.whole_calls
+            split = Split(entry.tp, entry.ep)
+            self._models.setdefault(entry.key, {})[split] = entry.tables
+            self._whole.setdefault(entry.key, {})[split] = entry.whole_calls
         self.notes: dict[str, None] = {}
 
     def on(self, cluster: Cluster) -> "ProfiledRates":
@@ -75,18 +84,17 @@ class ProfiledRates(Rates):
         return self.profile.calm.get(work, 1.0) if is_calm else super().crowding(kind, num_busy)
 
     def whole_call(self, kind: str, role: ModelRole, tp: Span, ep: Span) -> float:
-        """Return the measured seconds of a whole call relative to what the tables add up to, under the
-        nearest split."""
-        found = self._whole.get((*shape_of(role.config), role.dtype), {})
-        shares = {split: whole[kind] for split, whole in found.items() if kind in whole}
-        if not shares:
+        """Return the measured seconds of a whole call, under the nearest split, relative to its tables."""
+        by_split = self._whole.get((*shape_of(role.config), role.dtype), {})
+        ratios = {split: by_kind[kind] for split, by_kind in by_split.items() if kind in by_kind}
+        if not ratios:
             return 1.0
         wanted = Split(tp.size, ep.size)
-        near = min(shares, key=lambda split: np.abs(np.log2(split) - np.log2(wanted)).sum())
+        near = wanted.nearest(ratios)
         if near != wanted or max(tp.hosts, ep.hosts) > 1:
             where = " over several hosts" if max(tp.hosts, ep.hosts) > 1 else ""
             self._note(f"whole {kind} calls of {_name(role)} with {wanted}{where}: as with {near}")
-        return shares[near]
+        return ratios[near]
 
     # Links
 
@@ -183,29 +191,29 @@ class ProfiledRates(Rates):
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    ) -> tuple[np.ndarray, np.ndarray]:
         roof = partial(super().decode_block, longest=longest)
-        own = self._table(role, tp, ep, "decode_block")
-        if own is None:
+        own_prompts = self._table(role, tp, ep, "decode_block")
+        if own_prompts is None:
             compute, communication = roof(role, tp, ep, rows=rows, context=context, shared=shared)
             near = self._nearest(role, tp, ep, "decode_block")
             if near is None:
                 return compute, communication
-            computed, sent = self.decode_block(
-                role, *near, rows=rows, context=context, shared=shared, longest=longest)
-            expected, expected_sent = roof(role, *near, rows=rows, context=context, shared=shared)
-            return compute * (computed + sent) / (expected + expected_sent), communication
+            measured = sum(self.decode_block(
+                role, *near, rows=rows, context=context, shared=shared, longest=longest))
+            expected = sum(roof(role, *near, rows=rows, context=context, shared=shared))
+            return compute * measured / expected, communication
 
         def price(context: np.ndarray, rows: np.ndarray) -> np.ndarray:
             return roof(role, tp, ep, rows=rows, context=context)[0]
 
-        seconds = self._read(own, price, role, context, rows)
-        alike = self._table(role, tp, ep, "decode_shared")
-        if shared is not None and alike is not None:
+        seconds = self._read(own_prompts, price, role, context, rows)
+        one_prompt = self._table(role, tp, ep, "decode_shared")
+        if shared is not None and one_prompt is not None:
             # The time is linear in the number of prompts, from one per row down to one in all.
             prompt = np.full_like(context, shared.tokens)
-            most = np.maximum(0.0, own.at(prompt, rows) - alike.at(prompt, rows))
-            seconds = seconds - most * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
+            most_saved = np.maximum(0.0, own_prompts.at(prompt, rows) - one_prompt.at(prompt, rows))
+            seconds = seconds - most_saved * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
         communication = np.zeros_like(seconds)
         if tp.size > 1:
             communication += 2 * self.all_reduce(0.0, tp)
@@ -236,8 +244,7 @@ class ProfiledRates(Rates):
     def update(self, role: ModelRole, *, owned: float) -> float:
         """Return the seconds of an optimizer step.
 
-        The step was measured without gradients and then also sets them to zero; after a backward pass it does
-        not.
+        The measured step had no gradients, and set them to zero first. After a backward pass it does not.
         """
         tables = self._tables_of(role).get(Split(1, 1), {})
         if not {"update", "zero_gradients"} <= tables.keys():
@@ -265,11 +272,10 @@ class ProfiledRates(Rates):
 
     def _nearest(self, role: ModelRole, tp: Span, ep: Span, name: str) -> tuple[Span, Span] | None:
         """Return the measured split that is nearest to this one, as groups inside a host."""
-        found = [split for split, tables in self._tables_of(role).items() if name in tables]
-        if not found:
+        measured = [split for split, tables in self._tables_of(role).items() if name in tables]
+        if not measured:
             return None
-        wanted = np.log2([tp.size, ep.size])
-        near = min(found, key=lambda split: np.abs(np.log2(split) - wanted).sum())
+        near = Split(tp.size, ep.size).nearest(measured)
         return Span(near.tp, near.tp), Span(near.ep, near.ep)
 
     def _read(self, table: Table, roof: Callable[..., Any], role: ModelRole, *point: Any) -> Any:
@@ -278,8 +284,7 @@ class ProfiledRates(Rates):
         seconds = table.at(*inside)
         beyond = [
             f"{np.max(value):.0f} {name.replace('_', ' ')} (used up to {most:.0f})"
-            for name, value, most in zip(table.axes, point, table.reach, strict=True) if np.any(value > most)
-        ]  # fmt: skip
+            for name, value, most in zip(table.axes, point, table.reach, strict=True) if np.any(value > most)]
         if not beyond:
             return seconds
         self._note(f"{_name(role)} at {' and '.join(beyond)}: beyond that, times grow as its roofline")
@@ -310,8 +315,7 @@ def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[st
     disturbed = rates.profile.disturbed()
     return [
         *fresh.notes, *([f"noise: {sentence}"] if noise > NOISY else []),
-        *([f"noise: {disturbed}"] if disturbed else []),
-    ]
+        *([f"noise: {disturbed}"] if disturbed else [])]
 
 
 def _name(role: ModelRole) -> str:
@@ -320,6 +324,5 @@ def _name(role: ModelRole) -> str:
 
 
 def _widening(seconds: Callable[[ModelRole], Any], role: ModelRole) -> Any:
-    """Return how much longer a head in float32 takes, by the roofline: tables are about heads in the model's
-    dtype."""
+    """Return the seconds that a head in float32 takes longer than the measured one, by the roofline."""
     return seconds(role) - seconds(replace(role, float32_head=False)) if role.widens_head else 0.0

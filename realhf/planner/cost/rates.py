@@ -20,7 +20,8 @@ from realhf.models.param_spec import model_spec
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.engine_paths import EnginePath, padded_sizes
 from realhf.planner.cost.expert_load import busiest_load, used_experts
-from realhf.planner.cost.link_rates import LinkRates, Span
+from realhf.planner.cost.link_rates import LinkRates
+from realhf.planner.cost.rank_groups import Span
 from realhf.planner.memory.shard import widths
 from realhf.planner.workload.problem import ModelRole
 
@@ -228,7 +229,7 @@ class Rates(LinkRates):
         routed = tokens * moe.num_experts_per_token * load
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+            depth=c.hidden_size + moe.expert_width / n)
         row = c.hidden_size * role.itemsize
         passes = self.path.expert_passes - (_EXCHANGED_PASSES if size == 1 else 0)
         exchange = 2 * self.all_to_all(routed * row, group)
@@ -282,7 +283,7 @@ class Rates(LinkRates):
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None = None, longest: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of computation and of communication of one block in decode steps.
 
         A step reads the weights once, and the cached keys and values as the engine's path does. `longest` is
@@ -312,7 +313,7 @@ class Rates(LinkRates):
     def _cache_bytes(
         self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Return the bytes of keys and values that one layer reads in decode steps."""
         token_bytes = widths(role.config, tp).cached * role.itemsize
         cached = rows * context
@@ -334,7 +335,7 @@ class Rates(LinkRates):
         routed = rows * per_token * busiest_load(rows * per_token * ep.size, ep.size, moe.num_experts)
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+            depth=c.hidden_size + moe.expert_width / n)
         row = c.hidden_size * role.itemsize
         if self.path.gathers and ep.size > 1:
             exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.
@@ -346,8 +347,7 @@ class Rates(LinkRates):
         return shape.moe_share * products, shape.moe_share * moved, shape.moe_share * exchange
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
-        """Return the seconds of a decode step besides its blocks: logits and sampling for one token per row,
-        and the host's work."""
+        """Return the seconds of a decode step besides its blocks: logits, sampling and the host's work."""
         c = role.config
         n = tp.size
         e = self.efficiencies

@@ -29,9 +29,9 @@ class Dependencies:
     the one before (lag 1). Copies of one trainer are next to each other, in the order in which they are made.
     `receiving[i]` are the seconds in which the ranks of call i exchange its inputs before it starts.
 
-    `in_place`: weights of the step before replace those with which other calls may still run. So they move
-    only when the calls before call j that share ranks with call i have ended, and call j waits until they
-    have moved. Otherwise calls wait for each other's outputs anyway.
+    With `in_place`, the weights of the step before replace those with which other calls may still run. So
+    they move only when the calls before call j that share ranks with call i have ended, and call j waits
+    until they have moved. Without it, calls wait for each other's outputs anyway.
     """
 
     data: np.ndarray
@@ -39,7 +39,7 @@ class Dependencies:
     weights: tuple[tuple[int, int, int], ...]
     receiving: np.ndarray
     busy_shares: tuple[float, float] = (0.0, 0.0)
-    """The parts of a reallocation's seconds in which a rank that only sends, or one that receives, computes
+    """The shares of a reallocation's seconds in which a rank that only sends, or one that receives, computes
     nothing."""
     in_place: bool = False
 
@@ -88,7 +88,7 @@ class Dependencies:
 def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
     *, moving: np.ndarray | None = None, busy: np.ndarray | None = None, exact: bool = True,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the periods of K plans, shape (K,).
 
     `seconds` (K, N) are those of calls, `shares` (K, N, N) tells whether two calls have a device in common,
@@ -110,7 +110,7 @@ def periods(
 def step_periods(
     cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
     *, moving: np.ndarray | None = None, exact: bool = True,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the periods of plans whose calls run on ranks from `first` to `stop`, shape (K, N) each.
 
     Reallocations take time from ranks (`Dependencies.busy`), and devices may share cores.
@@ -149,7 +149,7 @@ def shared_core_seconds(
 def first_starts(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray,
     *, num_steps: int,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return when each call starts in the first `num_steps` steps of one plan, shape (num_steps, N)."""
     same, before = _waits(needs, seconds[None], shares[None], moving[None], busy[None])
     step = _one_step(same, before)[..., 0]
@@ -163,8 +163,8 @@ def first_starts(
 def delays(
     needs: Dependencies, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds from the end of call j until call i can start in one plan, shape (N, N) each: in the
-    same step, and in the next one."""
+    """Return the seconds from the end of call j until call i of the same step can start, and until call i of
+    the next step can, in one plan; shape (N, N) each."""
     same, before = _waits(needs, np.zeros((1, len(shares))), shares[None], moving[None], busy[None])
     return same[..., 0], before[..., 0]
 
@@ -172,17 +172,16 @@ def delays(
 def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
     busy: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return the constraints between calls of one step, and those from the step before; shape (N, N, K)
-    each."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the constraints between calls of one step, and those from the step before, (N, N, K) each."""
     num = len(needs.data)
-    taken = np.ascontiguousarray(seconds.T)
+    call_seconds = np.ascontiguousarray(seconds.T)  # (N, K)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
     for i in range(num):
         for j in range(num):
             matrix = same if j < i else before
-            released = taken[j] + needs.receiving[i]
+            released = call_seconds[j] + needs.receiving[i]
             occupied = released if busy is None else released + busy[:, i, j]
             matrix[i, j] = np.where(shared[i, j], occupied, NEVER)
             if np.isfinite(needs.data[i, j]):
@@ -192,11 +191,11 @@ def _waits(
     for number, (i, j, lag) in enumerate(needs.weights):
         seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same
-        np.maximum(matrix[i, j], taken[j] + seconds_moving, out=matrix[i, j])
+        np.maximum(matrix[i, j], call_seconds[j] + seconds_moving, out=matrix[i, j])
         if lag and needs.in_place:
-            np.maximum(before[j, j], taken[j] + seconds_moving, out=before[j, j])
+            np.maximum(before[j, j], call_seconds[j] + seconds_moving, out=before[j, j])
             for other in range(j):
-                wait = np.where(shared[i, other], taken[other] + seconds_moving, NEVER)
+                wait = np.where(shared[i, other], call_seconds[other] + seconds_moving, NEVER)
                 np.maximum(before[i, other], wait, out=before[i, other])
                 np.maximum(before[j, other], wait, out=before[j, other])
     return same, before
@@ -213,8 +212,7 @@ def _closure(same: np.ndarray) -> np.ndarray:
 
 
 def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Return the longest waits, along all chains, between a call of one step and a call of the step
-    before."""
+    """Return the longest wait, along all chains, between each call of a step and each of the step before."""
     return _product(_closure(same), before)
 
 

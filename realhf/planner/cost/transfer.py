@@ -34,10 +34,10 @@ class Movement(NamedTuple):
 def estimate_movement(
     links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
     sharded: bool = False,
-) -> Movement:  # fmt: skip
+) -> Movement:
     """Return the movement of a model from one layout to another.
 
-    With `sharded` the source is the optimizer's copy, of which each replica has a part.
+    With `sharded` the source is the optimizer's copy, of which each replica has a shard.
     """
     return _estimate(links, model, *_moved_together(links, source, target), itemsize, sharded)
 
@@ -45,9 +45,10 @@ def estimate_movement(
 def _moved_together(
     links: Links, source: ContiguousLayout, target: ContiguousLayout
 ) -> tuple[ContiguousLayout, ContiguousLayout]:
-    """Return layouts between which a movement takes as long, the same for many pairs.
+    """Return layouts between which a movement takes as long, so that many pairs have one estimate.
 
-    Layouts that have no host in common are moved to hosts side by side, and both to the first host.
+    The first layout is moved to the first host, and the other one with it. If they have no host in common,
+    the other one is moved to the next host.
     """
     per_host = links.devices_per_host
     first, last = sorted((source, target), key=lambda placed: placed.first_rank)
@@ -65,7 +66,7 @@ def _moved_together(
 def _estimate(
     links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
     sharded: bool,
-) -> Movement:  # fmt: skip
+) -> Movement:
     per_host = min(links.devices_per_host, max(source.ranks.stop, target.ranks.stop))
     num_hosts = -(-max(source.ranks.stop, target.ranks.stop) // per_host)
     ranks = range(num_hosts * per_host)
@@ -101,17 +102,16 @@ def covers(model: MovedModel, held: ContiguousLayout, wanted: ContiguousLayout) 
 
 def _inside(boxes: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return which intervals between edges lie in which rank's box, shape (N, intervals), as 0.0 or 1.0."""
-    in_part = (boxes[..., :1] <= edges[:-1]) & (edges[1:] <= boxes[..., 1:])
-    inside = np.any(in_part.reshape(len(boxes), -1, len(edges) - 1), axis=1)
+    in_chunk = (boxes[..., :1] <= edges[:-1]) & (edges[1:] <= boxes[..., 1:])
+    inside = np.any(in_chunk.reshape(len(boxes), -1, len(edges) - 1), axis=1)
     return np.asarray(inside, np.float32)
 
 
 class _Side(NamedTuple):
-    """The cells that the ranks of a layout have: as rows and columns, shape (H, P, X * Y), and as experts,
-    shape (H, P, Z)."""
+    """The cells that the ranks of a layout have."""
 
-    in_plane: np.ndarray
-    experts: np.ndarray
+    in_plane: np.ndarray  # By rows and columns, shape (H, P, X * Y).
+    experts: np.ndarray  # Shape (H, P, Z).
 
     @property
     def by_host(self) -> np.ndarray:
@@ -136,7 +136,7 @@ class _Cells:
         rows = kind.numel(edges[0][:-1], edges[0][1:])
         plane = (rows[:, None] * np.diff(edges[1])).ravel()
         self.sizes = plane[:, None] * np.diff(edges[2])
-        self.parts = held.parts
+        self.num_shards = held.num_shards
         sides = []
         for boxes in (held, wanted):
             x, y, z = (_inside(box, edge) for box, edge in zip(boxes[:3], edges, strict=True))
@@ -153,43 +153,41 @@ class _Cells:
 class _Loads:
     """The loads of the ranks' ports, in elements, each of shape (H, P).
 
-    A rank lacks what it has `received`. As a holder it must send `first_sent`, the first copies inside its
-    host, and `direct_sent` if holders send all copies. `sent` is what it sends if all that hold or want a
-    cell send as much. Between hosts, `entering` is what it receives; `leaving` is what it sends if hosts
-    forward to one another, of which only holders can send `alone_leaving`, and `direct_leaving` otherwise.
+    Inside hosts, receivers may forward what they got (`sent`), or holders send all copies (`direct_sent`).
+    Between hosts, a cell may leave the hosts of its holders once, as other hosts forward it (`leaving`), or
+    once for each host that lacks it (`direct_leaving`).
     """
 
     def __init__(self, num_hosts: int, per_host: int) -> None:
         shape = (num_hosts, per_host)
-        self.received = np.zeros(shape)
-        self.first_sent = np.zeros(shape)
+        self.received = np.zeros(shape)  # What the rank lacks.
+        self.first_sent = np.zeros(shape)  # The first copies of what the rank holds, which only it can send.
         self.direct_sent = np.zeros(shape)
-        self.sent = np.zeros(shape)
-        self.entering = np.zeros(shape)
+        self.sent = np.zeros(shape)  # All that hold or want a cell send as much of it.
+        self.entering = np.zeros(shape)  # What the rank receives from other hosts.
         self.leaving = np.zeros(shape)
-        self.alone_leaving = np.zeros(shape)
+        self.alone_leaving = np.zeros(shape)  # What of `leaving` only holders can send.
         self.direct_leaving = np.zeros(shape)
         self.total = 0.0
-        self.gathered = 0.0
-        """Elements that enter a host in parts, which its ranks then exchange."""
+        self.gathered = 0.0  # What enters a host in pieces that its ranks then exchange.
 
     def add(self, cells: _Cells) -> None:
         """Add the loads of one kind of parameters."""
         sizes = cells.sizes
-        parts = cells.parts
+        num_shards = cells.num_shards
         have, want, both = (side.by_host for side in (cells.source, cells.target, cells.both))
         members = np.maximum(have + want - both, 1.0)
-        missing = 1 - np.minimum(1.0, have / parts)  # The fraction of a cell that a host lacks.
+        missing = 1 - np.minimum(1.0, have / num_shards)  # The fraction of a cell that a host lacks.
         entering = sizes * (want > 0) * missing
-        lacking = np.maximum(0.0, want - both / parts)  # Copies.
-        of_holder = (have > 0) / (parts if parts > 1 else np.maximum(have, 1.0))
+        lacking = np.maximum(0.0, want - both / num_shards)  # Copies.
+        of_holder = (have > 0) / (num_shards if num_shards > 1 else np.maximum(have, 1.0))
         # Receivers of what a holder has, other than itself.
-        receivers = want - (both / np.maximum(have, 1.0) if parts > 1 else both)
+        receivers = want - (both / np.maximum(have, 1.0) if num_shards > 1 else both)
         inside = np.maximum(0.0, sizes * lacking - entering) / members
         leaving, direct_leaving = _leaving(cells, have, want, members, entering)
         self.total += float(sizes.sum())
         self.gathered += float(entering[want > 1].sum())
-        self.received += cells.target.sums(sizes) - cells.both.sums(sizes) / parts
+        self.received += cells.target.sums(sizes) - cells.both.sums(sizes) / num_shards
         self.first_sent += cells.source.sums(sizes * np.minimum(1.0, receivers) * of_holder)
         self.direct_sent += cells.source.sums(sizes * lacking * of_holder)
         self.sent += cells.members_sums(inside + leaving)
@@ -212,8 +210,7 @@ class _Loads:
             self.entering.sum(axis=1).max() / links.host,
             self.entering.sum() / of_host.sum(),
             self.alone_leaving.max() / links.nic,
-            (self.leaving.sum(axis=1) / of_host).max(),
-        )
+            (self.leaving.sum(axis=1) / of_host).max())
         direct = itemsize * max(self.direct_sent.max() / links.sending, self.direct_leaving.max() / links.nic)
         forwards = int(direct > GOOD_ENOUGH * busiest) + int(self.gathered > _NOTHING * self.total)
         staged = itemsize * float((self.sent + self.received).max())
@@ -224,17 +221,17 @@ class _Loads:
 def _leaving(
     cells: _Cells, have: np.ndarray, want: np.ndarray, members: np.ndarray, entering: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a rank of each host sends to other hosts, of each cell: once, and to every host.
+    """Return the elements of each cell that a rank of each host sends to other hosts, in two ways.
 
-    If it leaves once, all ranks on holders' hosts that hold or want it share the sending. Otherwise holders
-    send all copies.
+    Either a cell leaves once, and all ranks on holders' hosts that hold or want it share the sending. Or the
+    holders send a copy to every host that lacks it.
     """
     holds = have > 0
-    if cells.parts == 1:
+    if cells.num_shards == 1:
         leaves = (entering > 0).any(axis=0)
         senders = np.maximum((members * holds).sum(axis=0), 1.0)
         holders = np.maximum(have.sum(axis=0), 1.0)
         return cells.sizes * leaves / senders * holds, entering.sum(axis=0) / holders * holds
     elsewhere = (want > 0).sum(axis=0) - (want > 0)
-    once = cells.sizes * np.minimum(1.0, have / cells.parts) * (elsewhere > 0) / members
-    return once, cells.sizes / cells.parts * elsewhere * holds
+    once = cells.sizes * np.minimum(1.0, have / cells.num_shards) * (elsewhere > 0) / members
+    return once, cells.sizes / cells.num_shards * elsewhere * holds

@@ -134,8 +134,7 @@ class CallPieces:
 
     @property
     def num_mlp_saved(self) -> int:
-        """Number of tensors of an MLP's width that are saved: gate and up, or up; with experts or adapters
-        also their product."""
+        """Saved tensors of an MLP: gate and up, or up; with experts or adapters also their product."""
         config = self.role.config
         return (2 if config.gated else 1) + (config.moe is not None or self.role.lora is not None)
 
@@ -151,8 +150,7 @@ class CallPieces:
         return 0.0 if tp == 1 else num_bytes * self.sum_copies(tp)
 
     def sum_copies(self, size: int) -> float:
-        """Return the copies for a sum over `size` ranks: a clone, and over gloo the data that
-        `Group.all_reduce` receives."""
+        """Return the copies for a sum over ranks: a clone, and over gloo what `Group.all_reduce` receives."""
         return 1.0 + (0.0 if self.fused else 2.0 if size == 2 else (size - 1) / size)
 
     def block_saved_bytes(self, tokens: float) -> float:
@@ -205,10 +203,10 @@ class CallPieces:
         return self.role.wide_itemsize if self.role.widens_head else self.role.itemsize
 
     def widened_head_bytes(self, tokens: float, *, backward: bool) -> float:
-        """Return the bytes of the parts of the hidden states and of the head's weight that are in float32 at
-        a time (nn/half_matmul.py).
+        """Return the bytes of what nn/half_matmul.py has in float32 at a time for the head.
 
-        On a GPU these are sums and products of the backward pass only, beside parts of the gradient.
+        These are parts of the hidden states and of the head's weight. On a GPU they exist only in the
+        backward pass, beside parts of the gradient.
         """
         if not self.role.widens_head or (self.fused and not backward):
             return 0.0
@@ -273,8 +271,9 @@ class CallPieces:
         activated = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
         activating = width + max(hidden, activated * (activated < width))
         mlp = 3 * hidden + routed + up * width + max(activating, output)
-        widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens) + e * per_token.head_dim * tokens
-        return max(norm, attention, mlp) + widened
+        widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens)
+        angles = e * per_token.head_dim * tokens
+        return max(norm, attention, mlp) + (widened + angles)
 
     def widened_bytes(self, products: Sequence[tuple[int, int]], tokens: float) -> float:
         """Return the bytes of float32 copies in the largest of the matrix products that need them."""

@@ -19,6 +19,10 @@ from realhf.sizes.kv_blocks import padded_size, tokens_for
 
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
+_SAMPLING_BYTES = 24  # Bytes of a logit's scaled value, exponential and running sum, in float64 each.
+_TOP_COPIES = 2.75
+"""Finding the most probable tokens takes a copy of the logits, running counts (int32) and three masks (bool):
+so many times the bytes of float32 logits."""
 
 
 class RunningMemory:
@@ -44,7 +48,7 @@ class RunningMemory:
 
 
 class CallPeaks:
-    """The moment of each stage at which a call needs most memory.
+    """The memory that a call adds on the fullest rank of each stage, at the moment when it adds most.
 
     Top-p sampling is not counted. If sequences differ in length, micro-batches are assumed to hold up to
     their limit or the longest sequence. All rows that decode at once are assumed to have the longest prompt.
@@ -82,8 +86,7 @@ class ForwardMoments:
             numel = response_tokens * pieces.widths.vocabulary
             widened = pieces.widened_head_bytes(response_tokens, backward=False)
             chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
-            # The most probable tokens take a copy of the logits, running counts (int32) and three masks.
-            copies = 2.75 if pieces.workload.top_k else 0
+            copies = _TOP_COPIES if pieces.workload.top_k else 0
             logits = max(pieces.logits_bytes(numel, copies=copies), chunk + widened)
             moments.append(base._replace(activations=states, logits=logits))
             if pieces.workload.top_k:  # Columns of micro-batches, joined, and in the order of samples.
@@ -162,10 +165,10 @@ class GenerationMoments:
 
     @cached_property
     def _logits(self) -> float:
-        """Bytes of logits in a wide dtype, and of scaled logits, exponentials and sums in float64."""
+        """Bytes of logits in a wide dtype, and of what sampling computes from them."""
         pieces = self._pieces
         widths = pieces.widths
-        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + 24))
+        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + _SAMPLING_BYTES))
         # Copies of operands in float32 are freed before the logits exist.
         return max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], self._rows))
 
@@ -204,5 +207,4 @@ class GenerationMoments:
 
 
 _MOMENTS: dict[str, type[ForwardMoments] | type[GenerationMoments] | type[TrainMoments]] = {
-    "generate": GenerationMoments, "forward": ForwardMoments, "train_step": TrainMoments,
-}  # fmt: skip
+    "generate": GenerationMoments, "forward": ForwardMoments, "train_step": TrainMoments}

@@ -82,8 +82,7 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
 def candidate_memory(
     problem: Problem, call: FunctionCall, states: StateBytes, running: np.ndarray, *, offload: bool
 ) -> list[CandidateMemory]:
-    """Return the bytes of a call with each of several options that add `running`, (options, stages), and its
-    weights if it is offloaded."""
+    """Return the bytes of a call with each of several options, which add `running`, (options, stages)."""
     rests = 0.0 if offload else 1.0
     home, copy, own_home, own_copy = (rests * array for array in states[2:6])
     if offload and not _may_share(problem, call):
@@ -100,7 +99,7 @@ def candidate_memory(
 def running_bytes(
     problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes, *,
     at_most: float = math.inf,
-) -> list[float] | None:  # fmt: skip
+) -> list[float] | None:
     """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
     without offloaded weights; None if it adds more than `at_most` on the first stage."""
     at_home = CallPlan(call_plan.layout)
@@ -109,7 +108,7 @@ def running_bytes(
         planned_calls += [
             (beside, call_plan if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)]
-    own, *others = [_least_running(problem, planned, plan) for planned, plan in planned_calls]
+    own, *others = [_least_running(problem, beside, plan) for beside, plan in planned_calls]
     needs: list[float] = []
     for stage, gradients in zip(states.stages, states.gradients.tolist(), strict=True):
         needs.append(max([own(stage) + gradients, *(bytes_on(stage) for bytes_on in others)]))
@@ -164,8 +163,8 @@ def _stages_of(layers: tuple[int, ...], trains: bool) -> tuple[tuple[int, ...], 
 def _telling_stages(
     role: ModelRole, strategy: ParallelStrategy, *, trains: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return stages among which those with the most bytes are, the first one first, and which of them have
-    the least bytes in each part of the ranks, (PARTS, stages).
+    """Return the stages that may have the most bytes, in order, and which of them have the least bytes in
+    each part of the ranks, (PARTS, stages).
 
     Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
     step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.

@@ -101,7 +101,7 @@ class CommunicatorMemory:
     def of_layout(self, layout: Layout, use: Use) -> np.ndarray:
         """Return each rank's bytes for the groups of a layout and of its engines."""
         if (layout, use) not in self._known:
-            self._known[layout, use] = self._summed(_groups_of(layout, use))
+            self._known[layout, use] = self._summed(groups_of(layout, use))
         return self._known[layout, use]
 
     def of_moves(self, moves: Iterable[tuple[int, ...]]) -> np.ndarray:
@@ -131,16 +131,11 @@ class CommunicatorMemory:
         training = self.of_layout(layout, use)[ranks].min() - without
         return CommunicatorBytes(without, training, self.of_moves([layout.ranks])[ranks].min())
 
-    def count(self, layout: Layout, use: Use) -> np.ndarray:
-        """Return the number of each rank's communicators for a layout."""
-        keys = np.sort([self._rows(*group)[0] for group in _groups_of(layout, use)], axis=0)
-        return (keys[0] != 0) + (keys[1:] != keys[:-1]).sum(axis=0)
-
     def _summed(self, groups: Iterable[_Group]) -> np.ndarray:
         """Return the sum of each rank's bytes; of groups that occur twice, the larger ones count."""
         if self._cluster.device_type != "cuda":
             return np.zeros(self.num_ranks)
-        rows = [self._rows(*group) for group in groups]
+        rows = [self.keys_and_bytes(*group) for group in groups]
         keys = np.stack([row[0] for row in rows])
         num_bytes = np.stack([row[1] for row in rows])
         order = np.lexsort((num_bytes, keys), axis=0)
@@ -149,7 +144,9 @@ class CommunicatorMemory:
         counts[:-1] &= keys[:-1] != keys[1:]
         return (np.take_along_axis(num_bytes, order, axis=0) * counts).sum(axis=0)
 
-    def _rows(self, members: np.ndarray, traffic: _Traffic, purpose: str) -> tuple[np.ndarray, np.ndarray]:
+    def keys_and_bytes(
+        self, members: np.ndarray, traffic: _Traffic, purpose: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return each rank's key and bytes for disjoint groups of equal size; `members` is (groups, size).
 
         Equal groups of equal purpose have equal keys, and 0 is the key of ranks in no group.
@@ -192,7 +189,7 @@ def _counts_by_value(values: np.ndarray) -> np.ndarray:
     return np.bincount((rows + values).ravel())[rows + values]
 
 
-def _groups_of(layout: Layout, use: Use) -> Iterator[_Group]:
+def groups_of(layout: Layout, use: Use) -> Iterator[_Group]:
     """Yield the groups of a layout and of its engines."""
     grid = layout.grid  # (pp, dp, cp, tp)
     pp, dp, cp, tp = grid.shape

@@ -1,4 +1,4 @@
-"""The bytes that every rank needs under a plan, by part.
+"""The bytes that every rank needs under a plan, by use.
 
 This is the only place that adds up a rank's memory: `memory_check.py` reports it, and the search asks for it
 when its bounds (`memory_bounds.py`) do not decide whether a plan fits.
@@ -29,8 +29,7 @@ from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
     "weights": model_states.base_weights_bytes, "adapters": model_states.adapter_bytes,
-    "gradients": model_states.gradient_bytes, "optimizer": model_states.optimizer_bytes,
-}  # fmt: skip
+    "gradients": model_states.gradient_bytes, "optimizer": model_states.optimizer_bytes}
 
 
 class RankShards(NamedTuple):
@@ -61,7 +60,7 @@ class CallBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The bytes that always rest on every rank, by part, and those that each call adds, by its name.
+    """The bytes that always rest on every rank, by use, and those that each call adds, by its name.
 
     `on_host` are the bytes of each rank's offloaded optimizers in the memory of its host, by role.
     """
@@ -86,17 +85,16 @@ class PlanMemory:
         resting = self.resting_bytes
         return {
             name: np.where(call.is_here, resting + call.num_bytes, -np.inf)
-            for name, call in self.running.items()
-        }
+            for name, call in self.running.items()}
 
     def excess(self, available: np.ndarray) -> float:
         """Return the most bytes that a rank lacks of what it has available; below 0 if none lacks any."""
         return float(max((need - available).max() for need in self.needs().values()))
 
-    def parts(self, rank: int, call: str) -> dict[str, float]:
-        """Return the parts of what a rank needs while a call runs, without those that take nothing."""
+    def bytes_by_use(self, rank: int, call: str) -> dict[str, float]:
+        """Return the bytes that a rank needs while a call runs, by use, without uses that take nothing."""
         both = {**self.resting, **self.running[call].by_use}
-        return {part: float(sizes[rank]) for part, sizes in both.items() if sizes[rank] > 0}
+        return {use: float(sizes[rank]) for use, sizes in both.items() if sizes[rank] > 0}
 
 
 class MemoryAccount:
@@ -131,13 +129,13 @@ class MemoryAccount:
             self._rank_shards[layout] = RankShards(stage, shard)
         return self._rank_shards[layout]
 
-    def state_bytes(self, part: str, role_name: str, layout: Layout) -> np.ndarray:
-        """Return the bytes of a part of a role's states (see `_STATES`) on every rank of a layout."""
-        key = (part, role_name, layout)
+    def state_bytes(self, state: str, role_name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes of a state of a role (see `_STATES`) on every rank of a layout."""
+        key = (state, role_name, layout)
         if key not in self._states:
             role = self.problem.roles[role_name]
             stages = range(layout.pp)
-            by_stage = np.array([_STATES[part](role, layout.strategy, stage) for stage in stages], float)
+            by_stage = np.array([_STATES[state](role, layout.strategy, stage) for stage in stages], float)
             here = self.rank_shards(layout)
             self._states[key] = by_stage[here.stage] * here.is_inside
         return self._states[key]
@@ -183,14 +181,13 @@ class _PlanAccount:
         on_host = {
             name: self._account.state_bytes("optimizer", name, self._layouts[name][0])
             for name, role in self._problem.roles.items()
-            if role.trainable and self._problem.offloads_optimizer(role)
-        }
+            if role.trainable and self._problem.offloads_optimizer(role)}
         return PlanMemory(resting, running, on_host)
 
     # What always rests on a rank
 
     def _resting(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the bytes that every rank always holds, by part."""
+        """Yield the bytes that every rank always holds, by use."""
         size = self._account.state_bytes
         for name, role in self._problem.roles.items():
             home, *copies = self._layouts[name]
@@ -286,8 +283,10 @@ class _PlanAccount:
     def _with_cache(
         self, planned: PlannedCall, call_plan: CallPlan, sizes: CallMemory, held: np.ndarray
     ) -> CallMemory:
-        """Return the sizes with the cache that a run takes if no plan promises how many rows decode at once:
-        no more than fits by `cache_limit`. Rows wait for which there are no blocks."""
+        """Return the sizes with the cache that a run takes if no plan promises how many rows decode at once.
+
+        The cache takes no more than `cache_limit` of what is free; further rows wait until blocks are free.
+        """
         apart = sizes.loaded_weights + sizes.merged
         free = np.maximum(0.0, self._account.available - held - apart)
         one_row = sizes.kv_cache / (call_plan.max_rows or planned.workload.max_rows)

@@ -15,24 +15,25 @@ from realhf.user_input.units import format_bytes
 
 
 class Peak(NamedTuple):
-    """The largest need of one rank, and the call during which it occurs.
-
-    `parts` has the bytes of each part; `hosts` are the hosts of the rank's kind.
-    """
+    """The largest need of one rank, and the call during which it occurs; `hosts` are those of its kind."""
 
     rank: int
     call: str
-    parts: Mapping[str, float]
+    bytes_by_use: Mapping[str, float]
     hosts: Cluster
 
     @property
     def num_bytes(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.bytes_by_use.values())
 
     @property
     def available(self) -> float:
         """The bytes of the rank's device that plans may use: all but the fixed parts of the reserve."""
         return available_bytes(self.hosts)
+
+    @property
+    def device_bytes(self) -> float:
+        return self.hosts.device_memory_bytes
 
     @property
     def excess_bytes(self) -> float:
@@ -46,10 +47,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The peak of every rank, and that of the fullest rank during each call.
-
-    The fullest rank is the one that has least left; `available`, `reserve` and `device_bytes` are about it.
-    """
+    """The peak of every rank, and that of the fullest rank, which has least left, during each call."""
 
     peaks: Mapping[int, Peak]
     by_call: Mapping[str, Peak]
@@ -57,23 +55,6 @@ class MemoryCheck:
     """Role -> the most bytes of a rank's offloaded optimizer in the memory of its host."""
     host_bytes: float = 0.0
     """The most bytes of offloaded optimizers on a host."""
-
-    @property
-    def available(self) -> float:
-        return self.fullest.available
-
-    @property
-    def reserve(self) -> Mapping[str, float]:
-        return self.fullest.reserve
-
-    @property
-    def device_bytes(self) -> float:
-        return self.fullest.hosts.device_memory_bytes
-
-    @property
-    def calls(self) -> Mapping[str, float]:
-        """The largest need of a rank during each call."""
-        return {name: peak.num_bytes for name, peak in self.by_call.items()}
 
     @property
     def fullest(self) -> Peak:
@@ -92,7 +73,7 @@ class MemoryCheck:
     def share(self, peak: Peak) -> float:
         """Return the fraction of the device that is in use, with the reserve apart from fragmentation."""
         used = peak.num_bytes + sum(peak.reserve.values()) - peak.reserve["fragmentation"]
-        return used / peak.hosts.device_memory_bytes
+        return used / peak.device_bytes
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount | None = None) -> MemoryCheck:
@@ -108,15 +89,14 @@ def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount |
     def peak(rank: int, name: str) -> Peak:
         kind = problem.cluster.kind_index((rank,))
         assert kind is not None
-        return Peak(rank, name, memory.parts(rank, name), problem.cluster.kinds[kind])
+        return Peak(rank, name, memory.bytes_by_use(rank, name), problem.cluster.kinds[kind])
 
     fullest = zip(names, (need - account.available).argmax(axis=1).tolist(), strict=True)
     return MemoryCheck(
         {rank: peak(rank, names[largest[rank]]) for rank in busy},
         {name: peak(rank, name) for name, rank in fullest},
         {role: float(sizes.max()) for role, sizes in memory.on_host.items()},
-        memory.host_bytes(problem.cluster.devices_per_host),
-    )
+        memory.host_bytes(problem.cluster.devices_per_host))
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = False) -> MemoryCheck:
@@ -130,14 +110,13 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     if check.fits or (allow_tight and check.is_tight):
         return check
     peak = check.fullest
-    largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
+    largest = sorted(peak.bytes_by_use.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     device = "a device's" if len(problem.cluster.kinds) == 1 else "its"
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
-        f"{format_bytes(check.available)} of {device} {format_bytes(check.device_bytes)} "
-        f"are available; {_remedy(problem, plan, account)}"
-    )
+        f"{format_bytes(peak.available)} of {device} {format_bytes(peak.device_bytes)} "
+        f"are available; {_remedy(problem, plan, account)}")
 
 
 def _require_fit_on_hosts(problem: Problem, check: MemoryCheck) -> None:

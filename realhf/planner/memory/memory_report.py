@@ -1,4 +1,4 @@
-"""Show the memory of a plan: what the fullest rank of each call needs, by part, and the reserve."""
+"""Show the memory of a plan: what the fullest rank of each call needs, by use, and the reserve."""
 
 from typing import Any
 
@@ -13,39 +13,36 @@ _COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "reserv
 _ENDINGS = {
     "weights": "weights", "copy": "weights", "merged": "weights", "gradients": "gradients",
     "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache", "communicators": "reserve",
-    "context": "reserve", "staging": "reserve",
-}  # fmt: skip
-"""The last word of a part -> its column; other parts are activations."""
-_RESERVED = ("context", "staging")  # Parts of the reserve that are in use.
+    "context": "reserve", "staging": "reserve"}
+"""The last word of a use -> its column; other uses are activations."""
+_RESERVED = ("context", "staging")  # What of the reserve is in use.
 
 
 def document(check: MemoryCheck) -> dict[str, Any]:
     """Return what every rank needs at its peak, and the fullest rank of each call, in bytes."""
     peaks = {
-        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
-        for rank, peak in check.peaks.items()
-    }
+        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.bytes_by_use)}
+        for rank, peak in check.peaks.items()}
     calls = {
-        name: {"rank": peak.rank, "bytes": peak.num_bytes, "parts": dict(peak.parts),
+        name: {"rank": peak.rank, "bytes": peak.num_bytes, "parts": dict(peak.bytes_by_use),
                "device_share": check.share(peak)}
-        for name, peak in check.by_call.items()
-    }  # fmt: skip
+        for name, peak in check.by_call.items()}
     return {
-        "available_bytes": check.available, "device_bytes": check.device_bytes,
-        "on_host": dict(check.on_host),
-        "reserve": dict(check.reserve), "fits": check.fits, "peaks": peaks, "calls": calls,
-    }
+        "available_bytes": check.fullest.available, "device_bytes": check.fullest.device_bytes,
+        "on_host": dict(check.on_host), "reserve": dict(check.fullest.reserve), "fits": check.fits,
+        "peaks": peaks, "calls": calls}
 
 
 def columns(check: MemoryCheck, peak: Peak) -> dict[str, float]:
     """Return the bytes of a rank in the columns of the table."""
-    sizes = dict.fromkeys(_COLUMNS, 0.0)
-    for part, size in {**peak.parts, **{name: check.reserve[name] for name in _RESERVED}}.items():
-        column = _ENDINGS.get(part.split()[-1], "activations")
-        if part in ("gradients", "optimizer"):  # Those that exist only while the call runs.
+    by_column = dict.fromkeys(_COLUMNS, 0.0)
+    reserved = {name: check.fullest.reserve[name] for name in _RESERVED}
+    for use, size in {**peak.bytes_by_use, **reserved}.items():
+        column = _ENDINGS.get(use.split()[-1], "activations")
+        if use in ("gradients", "optimizer"):  # Those that exist only while the call runs.
             column = "activations"
-        sizes[column] += size
-    return sizes
+        by_column[column] += size
+    return by_column
 
 
 def render(check: MemoryCheck) -> Group:
@@ -62,11 +59,12 @@ def render(check: MemoryCheck) -> Group:
 
 def reserve_sentence(check: MemoryCheck) -> str:
     """Return what a device holds in reserve, and whether the plan keeps to it."""
-    fragmentation = check.reserve["fragmentation"]
-    connected = max(peak.parts.get("communicators", 0.0) for peak in check.peaks.values())
-    sizes = {name: check.reserve[name] for name in _RESERVED} | {"communicators (about)": connected}
+    reserve = check.fullest.reserve
+    fragmentation = reserve["fragmentation"]
+    connected = max(peak.bytes_by_use.get("communicators", 0.0) for peak in check.peaks.values())
+    sizes = {name: reserve[name] for name in _RESERVED} | {"communicators (about)": connected}
     parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
-    share = fragmentation / check.device_bytes
+    share = fragmentation / check.fullest.device_bytes
     free = f"{format_bytes(fragmentation)} ({share:.0%}) stay free for fragmentation"
     sentence = f"reserve: {', '.join(parts)}; {free}"
     if check.is_tight:
@@ -78,8 +76,7 @@ def host_sentences(check: MemoryCheck) -> list[str]:
     """Return for each role whose optimizer is offloaded what it takes of the host's memory."""
     return [
         f"{role}'s optimizer is in host memory between steps: {format_bytes(size)} for a rank"
-        for role, size in check.on_host.items()
-    ]
+        for role, size in check.on_host.items()]
 
 
 def _gigabytes(size: float) -> str:

@@ -28,12 +28,6 @@ def fixed_reserve(cluster: Cluster) -> dict[str, float]:
     return {"context": CONTEXT_BYTES, "staging": STAGING_BYTES, "fragmentation": fragmentation}
 
 
-def home_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Return the bytes that a rank of a stage always holds in the home of a role."""
-    training = training_bytes(role, strategy, stage) if role.trainable else 0
-    return weights_bytes(role, strategy, stage) + training
-
-
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
     """Return the bytes of one copy of the weights on the fullest rank of a stage, adapters included."""
     return base_weights_bytes(role, strategy, stage) + adapter_bytes(role, strategy, stage)

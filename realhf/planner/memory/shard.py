@@ -140,8 +140,7 @@ def _on_stage(
 
 @lru_cache(maxsize=64)
 def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
-    """Return the parameter table of a model, or of its adapters. The config is the cache's key, as it
-    hashes fast."""
+    """Return the parameter table of a model, or of its adapters, by its config, which hashes fast."""
     return model_spec(config) if lora is None else adapter_spec(config, lora)
 
 
@@ -215,5 +214,4 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
         attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,
-        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
-    )  # fmt: skip
+        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim)

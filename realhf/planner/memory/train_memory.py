@@ -43,8 +43,7 @@ class TrainMoments:
             if self.pieces.computes_logits:
                 moments += [
                     beside(activations=saved, gradients=gradients, logits=logits)
-                    for gradients, logits in self._head
-                ]
+                    for gradients, logits in self._head]
         moments += self._sums_of_sections(stage, in_flight)
         optimizer = max(self._optimizer_temporaries(stage), self._optimizer_buffers(stage))
         return [*moments, self._inputs._replace(optimizer=optimizer)]
@@ -93,7 +92,7 @@ class TrainMoments:
 
     @cached_property
     def _after_last_block(self) -> float:
-        """Bytes that the last norm saves, and of its output where the head reads it."""
+        """Bytes that the last norm saves, and those of its output at the positions that the head reads."""
         norm = self.tokens * self.pieces.norm_saved(self.pieces.widths.hidden)
         return norm + self.pieces.hidden_bytes(self.pieces.micro_batch.response_tokens)
 
@@ -104,7 +103,7 @@ class TrainMoments:
 
     @cached_property
     def _head(self) -> list[tuple[float, float]]:
-        """Bytes of gradients and of logits, with the logits' gradient and with that of the head's weight."""
+        """Bytes of gradients and of logits, when the logits' gradient exists, and when the weight's does."""
         pieces = self.pieces
         response_tokens = pieces.micro_batch.response_tokens
         vocabulary = pieces.widths.vocabulary
@@ -122,7 +121,7 @@ class TrainMoments:
 
     @cached_property
     def _block_recomputed(self) -> float:
-        """Bytes of the activations of the one layer that has them with recompute."""
+        """Bytes of the activations of the layer that is recomputed; 0 without recompute."""
         return self.pieces.block_saved_bytes(self.tokens) if self.pieces.recompute else 0.0
 
     @cached_property
@@ -145,8 +144,7 @@ class TrainMoments:
 
     @cached_property
     def _activated_linear(self) -> float:
-        """Bytes in the backward pass of the activation and the down projection, besides the gradient of
-        their output."""
+        """Bytes in the backward pass of activation and down projection, besides their output's gradient."""
         # The activation works on a part of the tokens at a time.
         temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
@@ -164,8 +162,7 @@ class TrainMoments:
         return max(
             # The sum over the tp group in the MLP's forward pass: the output of the down projection.
             hidden + sum_over_tp,
-            # activated_linear, backward: the gradients of the output, of the down projection's input, and of
-            # gate and up.
+            # activated_linear, backward: the gradients of output, down projection's input, gate and up.
             hidden + self._activated_linear,
             # Gate and up, backward: the gradients of the output, of gate and up, and of the MLP's input.
             2 * hidden - freed + self._gate_and_up + self._weight_gradient,
@@ -175,8 +172,7 @@ class TrainMoments:
             2 * hidden - freed + sum_over_tp,
             # Attention, backward: the gradients of the block's output and of attention's output, and of
             # queries, keys and values before and after rotation.
-            2 * hidden - freed + 2 * qkv,
-        )
+            2 * hidden - freed + 2 * qkv)
 
     # Sums of gradients over ranks
 
@@ -186,7 +182,7 @@ class TrainMoments:
         if all_received == 0:
             return []
         trained = trained_params(self.role, self.strategy, stage.number)
-        section_share = self.role.trained_spec.section_numel / trained  # That a section has at least.
+        section_share = self.role.trained_spec.section_numel / trained  # The least share of a section.
         moments = []
         activations = in_flight.activations + self._block_recomputed
         for num_sections in (1, 2):

@@ -10,8 +10,8 @@ import networkx as nx
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.planner.cost.call_cost import ranks_per_host
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.cost.rank_groups import ranks_per_host
 from realhf.planner.cost.rates import Rates
 from realhf.planner.memory.communicator_memory import CommunicatorMemory
 from realhf.planner.search.call_group import CallGroup, Candidate

@@ -50,14 +50,11 @@ class Lengths:
     def all_equal(self) -> bool:
         return bool(self.survival[-1] == 1.0)
 
-    def quantile(self, share: float) -> int:
-        """Return the least length that this share of the sequences does not exceed."""
-        return int((self.survival > 1 - share).sum())
-
     def scaled(self, factor: float) -> "Lengths":
         """Return the distribution of lengths that are all `factor` times as long.
 
-        Those in between two whole numbers count partly as the one and partly as the other.
+        A length between two whole numbers is rounded up in some sequences and down in the others, so that
+        the mean stays.
         """
         up_to = np.append(0.0, np.cumsum(self.survival))
         nodes = np.minimum(np.arange(max(1, math.ceil(self.limit * factor - 1e-9)) + 1) / factor, self.limit)
@@ -71,7 +68,7 @@ class Lengths:
 
 @lru_cache(maxsize=64)
 def geometric(mean: float, limit: int) -> Lengths:
-    """Return lengths of this mean, of which a sequence ends with the same chance after each token.
+    """Return lengths with this mean of sequences that end with the same chance after each token.
 
     If the mean is the limit, all lengths are equal.
     """
@@ -117,8 +114,7 @@ def _log_normal(p99: float, deviation: float, limit: int) -> np.ndarray:
 
 
 def alike_share(groups: Sequence[Sequence[int]]) -> float:
-    """Return how much the lengths in a group resemble each other: 1 if they are equal, 0 if they are drawn
-    independently.
+    """Return how alike the lengths in a group are: 1 if they are equal, 0 if they are drawn independently.
 
     This is the intraclass correlation of their logarithms (Fisher 1925, one-way analysis of variance). It is
     0 if no two groups have two lengths each.

@@ -165,13 +165,13 @@ def _slowest(batches: _Batches, attention: float) -> list[_Share]:
     """Return the share of the slowest rank in each mini-batch."""
     prompts, whole = _drawn(batches._replace(dp=1))
     costs = (whole + attention * whole**2).sum(axis=2).tolist()
-    found = []
+    shares = []
     for number, ranks in enumerate(_dealt(batches)):
-        sums = [sum([costs[number][unit] for unit in units]) for units in ranks]
-        slowest = ranks[sums.index(max(sums))]
-        mean_share = sum(sums) / batches.dp / max(sums)
-        found.append(_Share(prompts[number, slowest], whole[number, slowest], mean_share))
-    return found
+        rank_costs = [sum([costs[number][unit] for unit in units]) for units in ranks]
+        slowest = ranks[rank_costs.index(max(rank_costs))]
+        mean_share = sum(rank_costs) / batches.dp / max(rank_costs)
+        shares.append(_Share(prompts[number, slowest], whole[number, slowest], mean_share))
+    return shares
 
 
 @lru_cache(maxsize=4096)
@@ -180,14 +180,14 @@ def _split(
 ) -> _Split:
     """Return the split of what the slowest rank has of each mini-batch."""
     shares = _slowest(batches, attention)
-    found = [_split_share(share.whole.reshape(-1, group_size), max_tokens, at_least, attention)
-             for share in shares[:_MOST_SPLITS]]  # fmt: skip
-    num_parts, largest = np.mean(found, axis=0).tolist()
+    splits = [_split_share(share.whole.reshape(-1, group_size), max_tokens, at_least, attention)
+              for share in shares[:_MOST_SPLITS]]
+    num_micro_batches, largest = np.mean(splits, axis=0).tolist()
     sums = [
         (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.mean_share) for share in shares
     ]
     tokens, squared_tokens, prompt_tokens, mean_share = np.mean(sums, axis=0).tolist()
-    return _Split(num_parts, tokens, squared_tokens, prompt_tokens, largest, mean_share)
+    return _Split(num_micro_batches, tokens, squared_tokens, prompt_tokens, largest, mean_share)
 
 
 def _split_share(
@@ -196,13 +196,13 @@ def _split_share(
     """Return the number of micro-batches into which groups of sequences are split, and the cost of the
     largest one relative to the mean."""
     sizes = groups.sum(axis=1)
-    num_parts = max(math.ceil(sizes.sum() / max_tokens), min(at_least, len(groups)))
-    if num_parts == 1 or len(groups) >= _MANY * num_parts:
-        return num_parts, 1.0
+    num_wanted = max(math.ceil(sizes.sum() / max_tokens), min(at_least, len(groups)))
+    if num_wanted == 1 or len(groups) >= _MANY * num_wanted:
+        return num_wanted, 1.0
     costs = sizes + attention * (groups**2).sum(axis=1)
-    parts = balance(costs.tolist(), num_parts, limit=max_tokens, sizes=sizes.tolist())
-    in_parts = [costs[part].sum() for part in parts if part]
-    return len(in_parts), max(in_parts) / costs.sum() * len(in_parts)
+    micro_batches = balance(costs.tolist(), num_wanted, limit=max_tokens, sizes=sizes.tolist())
+    sums = [costs[indices].sum() for indices in micro_batches if indices]
+    return len(sums), max(sums) / costs.sum() * len(sums)
 
 
 def largest_micro_batch(

@@ -64,7 +64,7 @@ class Workload:
     def __post_init__(self) -> None:
         for lengths, mean in (
             (self.prompt_lengths, self.prompt_tokens), (self.response_lengths, self.response_tokens)
-        ):  # fmt: skip
+        ):
             assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
         assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
@@ -306,12 +306,12 @@ class Problem:
         An evaluation's call that the plan does not name runs at the home of its role.
         """
         offloaded = {call.role for call in self.model_calls if plan[call.name].offload}
-        found = [(self.planned(call), plan[call.name]) for call in self.model_calls]
+        calls = [(self.planned(call), plan[call.name]) for call in self.model_calls]
         for planned in self.evaluations:
             named = [name for name in planned.plan_names if name in plan.calls]
             at_home = CallPlan(homes[planned.role], offload=planned.role in offloaded)
-            found.append((planned, plan[named[0]] if named else at_home))
-        return found
+            calls.append((planned, plan[named[0]] if named else at_home))
+        return calls
 
     def evaluations_beside(self, call: FunctionCall) -> list[tuple[PlannedCall, bool]]:
         """Return the evaluations' calls that run in a call's layout if the plan has the step's calls only.
@@ -322,12 +322,14 @@ class Problem:
         names = {other.name for other in self.model_calls}
         of_role = self.graph.of_role(call.role) if call.role is not None else ()
         owner = next((other for other in of_role if other.kind == "train_step"), next(iter(of_role), None))
-        rest = [p for p in self.evaluations if p.role == call.role and not names.intersection(p.plan_names)]
-        return named + [(planned, False) for planned in rest if owner is call]
+        at_home = [p for p in self.evaluations if p.role == call.role and not names & {*p.plan_names}]
+        return named + [(planned, False) for planned in at_home if owner is call]
 
     def offloads_optimizer(self, role: ModelRole) -> bool:
-        """Return whether offloading the optimizer of a role leaves memory to its device: hosts with devices
-        that are processes have the same memory."""
+        """Return whether a role's optimizer lies outside its devices' memory.
+
+        Where devices are processes, that is the host's memory, and offloading frees nothing.
+        """
         return role.offloads_optimizer and self.cluster.host_memory is not None
 
     def may_offload(self, call: FunctionCall) -> bool:

@@ -42,4 +42,4 @@ class ScoringTime:
 def _of_slowest(time: ScoringTime, num_samples: float, num_ranks: int) -> float:
     slots = min(float(time.at_once), num_samples)
     steps = decode_steps(Rollout(time._lengths, 1, num_samples, slots, num_ranks, False, 1))
-    return steps.of_slowest(np.ones(len(steps.rows)))[0] * time.mean_seconds / _UNITS
+    return steps.of_slowest(np.ones(len(steps.rows_K)))[0] * time.mean_seconds / _UNITS
