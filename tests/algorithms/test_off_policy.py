@@ -63,7 +63,7 @@ def _run(loss, batch, totals=None):
 
 def _finished(loss, metrics):
     """Return the metrics of a call with one mini-batch."""
-    return loss.finish(metrics, metrics)
+    return loss.summarize(metrics, metrics)
 
 
 def _decoupled_by_hand(batch, config, kept):

@@ -18,13 +18,13 @@ from realhf import (
     PairwiseRewardModel,
     RewardModel,
     SamplingConfig,
-    chunk_sizes,
 )
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.sizes import chunk_sizes
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 

@@ -268,10 +268,9 @@ class Executor:
         call = action.call
         layout = action.layout
         rank = self._world.rank
-        record = self._record
         assert call.role is not None
         weights = self._weights(action)
-        timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
+        timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
         explained = explaining(call, rank, self._context.step)
         with doing, weights, explained, timed as event, self._memory.of_call(action, event):
@@ -288,7 +287,7 @@ class Executor:
             self._save_samples(call.name, minibatches)
         if rank == layout.result_ranks[0]:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
-            record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
+            self._record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.result_ranks else None
 
     def _count_flops(
@@ -306,20 +305,23 @@ class Executor:
     def _run_engine(self, action: Run, minibatches: list[Batch]) -> CallResult:
         """Let the engine of a call generate, train or run forward passes."""
         call = action.call
+<<<<<<< HEAD
         plan = self._program.plan[call.name]
         engines = self._models.engines
+=======
+        plan = self._plan[call.name]
+>>>>>>> h_engine
         key = (call.role or "", action.layout)
-        report = self._world.activity.note
+        note = self._world.activity.note
         if call.kind == "generate":
             options = {"version": self._context.updates.get(key[0], 0), **self._unfinished.options(call)}
-            return engines.generating(key).generate(call, minibatches[0], report=report, **options)
+            return self._models.engines.generating(key).generate(call, minibatches[0], report=note, **options)
+        engine = self._models.engines[key]
+        passes: dict[str, Any] = {"micro_batch_tokens": plan.micro_batch_tokens, "report": note}
         if call.kind == "train_step":
-            metrics = engines[key].train(
-                call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=report)
+            metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
             return CallResult(Batch([]), metrics)
-        return CallResult(engines[key].forward(
-            call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=report), {})
+        return CallResult(engine.forward(call, minibatches[0], **passes), {})
 
     def _take_waited(self) -> float:
         waited = self._waited
