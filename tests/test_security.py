@@ -41,8 +41,8 @@ def test_nothing_unpickles_or_runs_text():
 def test_yaml_is_read_by_a_safe_loader():
     loads = [(str(path), ast.unparse(node)) for path, name, node in calls()
              if name.startswith("yaml.") and "load" in name]  # fmt: skip
-    assert loads == [("shipped.py", "yaml.load(path.read_text(encoding='utf-8'), _Loader)")]
-    (loader,) = (node for node in ast.walk(MODULES[PACKAGE / "shipped.py"])
+    assert loads == [("user_input/shipped.py", "yaml.load(path.read_text(encoding='utf-8'), _Loader)")]
+    (loader,) = (node for node in ast.walk(MODULES[PACKAGE / "user_input/shipped.py"])
                  if isinstance(node, ast.ClassDef) and node.name == "_Loader")  # fmt: skip
     assert [ast.unparse(base) for base in loader.bases] == ["yaml.SafeLoader"]
 
