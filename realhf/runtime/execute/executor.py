@@ -305,12 +305,7 @@ class Executor:
     def _run_engine(self, action: Run, minibatches: list[Batch]) -> CallResult:
         """Let the engine of a call generate, train or run forward passes."""
         call = action.call
-<<<<<<< HEAD
         plan = self._program.plan[call.name]
-        engines = self._models.engines
-=======
-        plan = self._plan[call.name]
->>>>>>> h_engine
         key = (call.role or "", action.layout)
         note = self._world.activity.note
         if call.kind == "generate":
