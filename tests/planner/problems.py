@@ -169,3 +169,8 @@ def peak_memory(role, kind, workload, strategy, stage, *, micro_batch_tokens, re
     """Return the memory that a call adds at its peak on the fullest rank of a stage."""
     pieces = CallPieces(role, workload, strategy, micro_batch_tokens, recompute, fused)
     return CallPeaks(kind, pieces).on(stage)
+
+
+def quantile(lengths, share):
+    """Return the least length that this share of the sequences does not exceed."""
+    return int((lengths.survival > 1 - share).sum())

@@ -25,6 +25,7 @@ from realhf.planner.workload.slowest_replica import Rollout, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.sample_ids import groups_of
 from realhf.sizes.micro_batch import micro_batches
+from tests.planner.problems import quantile
 
 PROMPT = 100
 LENGTHS = {
@@ -172,18 +173,13 @@ def test_more_replicas_and_longer_tails_take_longer_and_stealing_less():
         Rollout(tail, 1, 8, 8, 8, False, 4), costs)
 
 
-def _quantile(lengths, share):
-    """Return the least length that this share of the sequences does not exceed."""
-    return int((lengths.survival > 1 - share).sum())
-
-
 def test_distributions_have_what_they_are_made_of():
     rng = np.random.default_rng(0)
     for mean, p99, limit in ((500, 6000, 16384), (100, 110, 2048), (3000, 20000, 32768), (800, 3000, 4096)):
         lengths = long_tail(mean, p99, limit)
         assert lengths.limit == limit
         assert lengths.mean == pytest.approx(mean, rel=1e-6)
-        assert _quantile(lengths, 0.99) == pytest.approx(p99, rel=0.01)
+        assert quantile(lengths, 0.99) == pytest.approx(p99, rel=0.01)
         drawn = lengths.draw(rng, 200_000)
         assert drawn.mean() == pytest.approx(mean, rel=0.02)
         assert (drawn**2).mean() == pytest.approx(lengths.squared_mean, rel=0.05)
@@ -192,7 +188,7 @@ def test_distributions_have_what_they_are_made_of():
     assert observed(given).mean == pytest.approx(np.mean(given)) and observed(given).limit == 12
     assert observed(given).squared_mean == pytest.approx(np.mean(np.square(given)))
     assert observed(given, 6).mean == pytest.approx(np.mean(np.minimum(given, 6)))
-    assert [_quantile(observed(given), share) for share in (0.1, 0.5, 0.99)] == [3, 5, 12]
+    assert [quantile(observed(given), share) for share in (0.1, 0.5, 0.99)] == [3, 5, 12]
     with pytest.raises(ValueError, match=r"no long-tailed distribution has mean 5 and 0\.99 quantile 60000"):
         long_tail(5, 60_000, 65_536)
 
