@@ -8,7 +8,9 @@ Shapes: K plans, U call groups, N calls in the order in which ranks run them. `p
 (K, U).
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.cost.dependencies import arrivals, dependencies, host_anchor
 from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import step_periods
+from realhf.planner.cost.throughput import have_common_ranks, one_step_periods, step_periods
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.memory.model_states import available_bytes
 from realhf.planner.search.call_group import CallGroup, placeholder_ranks
@@ -49,6 +51,19 @@ class CallTimes(NamedTuple):
     stop: np.ndarray
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Stop Python's cyclic garbage collector, which would visit all candidates again and again while they are
+    made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class SearchSpace:
     """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
@@ -58,7 +73,8 @@ class SearchSpace:
         self.calls = problem.calls
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
-        self.groups = find_call_groups(problem, rates)
+        with _no_collector():
+            self.groups = find_call_groups(problem, rates)
         self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
@@ -140,6 +156,11 @@ class SearchSpace:
         seconds = np.maximum(seconds, min_seconds)
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
+
+    def quick_periods(self, choices: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the seconds per step that take less time to compute than `periods`."""
+        seconds, first, stop = self.call_times(choices)
+        return one_step_periods(self.needs, seconds, have_common_ranks(first, stop))
 
     def moving(self, choices: np.ndarray) -> np.ndarray:
         """Return the seconds from the end of training until each copy of the weights is complete, shape (K,

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.search.call_group import OPEN
+from realhf.planner.search.call_group import OPEN, CallGroup
 from realhf.planner.search.calls_between import find_calls_between, seconds_between, tables_between
 from realhf.planner.search.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
 from realhf.planner.search.search_space import SearchSpace
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
-_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found nothing.
-_TURNS = 3  # The tree with the lowest bound has one turn in so many.
+_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found no better plan.
+_TURNS = (0, 2, 1, 2)  # The trees that take turns, by the rank of their bounds; 2 has the highest one.
 _AIMS = (1.0, 0.4, 0.15)
 """How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
 _BEAM = 24  # The width of a beam search.
@@ -81,7 +81,7 @@ def search(
         if should_stop is not None and local.best is not None and should_stop():
             break
         by_bound = sorted(trees, key=lambda tree: tree.bound)
-        tree = by_bound[-1] if num_iterations % _TURNS else by_bound[0]
+        tree = by_bound[_TURNS[num_iterations % len(_TURNS)]]
         tree.expand()
         tree.dive(by_bound[-1].bound)
         num_iterations += 1
@@ -95,7 +95,7 @@ def search(
 class _Step(NamedTuple):
     """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
 
-    group: int
+    index: int  # Of the group.
     is_last: bool
 
 
@@ -103,17 +103,25 @@ def _orders(space: SearchSpace) -> list[list[_Step]]:
     """Return two orders of steps, both with the groups with the most work first.
 
     One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
-    decides heavy groups wholly before all others, which soon shows how much memory they need.
+    decides heavy groups wholly, then others that hold memory between their calls, which soon shows how much
+    memory is left, and then the rest.
     """
     order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
     heavy = heavy_groups(space)
-    heavy_first = [heavy, *([group] for group in order if group not in heavy)]
-    return [_steps([order]), _steps(heavy_first)]
+    light = [index for index in order if index not in heavy]
+    holding = [index for index in light if _holds_memory(space.groups[index])]
+    rest = [index for index in light if index not in holding]
+    return [_steps([order]), _steps([heavy, holding, rest]), _steps([heavy, holding + rest])]
+
+
+def _holds_memory(group: CallGroup) -> bool:
+    """Return whether a group holds memory between its calls, whichever candidate it has."""
+    return bool((group.resting + sum(group.copied)).min() > 0)
 
 
 def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
     """Return the steps that decide groups part by part: first the meshes of a part, then its candidates."""
-    return [_Step(group, is_last) for part in parts for is_last in (False, True) for group in part]
+    return [_Step(index, is_last) for part in parts for is_last in (False, True) for index in part]
 
 
 class _Tree:
@@ -182,7 +190,7 @@ class _Tree:
     def _width(self, depth: int) -> int:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
         step = self._steps[depth]
-        group = self._groups[step.group]
+        group = self._groups[step.index]
         num_meshes = len(group.by_mesh)
         num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
         return max(1, int(_CHILDREN / num_children))
@@ -262,19 +270,19 @@ class _Tree:
 
         If this completes the plans, return only the best one that fits, among the first `most_plans`.
         """
-        u, is_last = self._steps[depth]
-        group = self._groups[u]
-        if is_last:
-            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, u])]
+        step = self._steps[depth]
+        group = self._groups[step.index]
+        if step.is_last:
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, step.index])]
         else:
             next_choices = [group.mesh_choices] * len(choices)
         counts = [len(of_plan) for of_plan in next_choices]
         children = np.repeat(choices, counts, axis=0)
-        children[:, u] = np.concatenate(next_choices)
+        children[:, step.index] = np.concatenate(next_choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if is_last and len(children):
+        if step.is_last and len(children):
             are_finished = depth + 1 == self._leaf_depth
             moving = self._space.moving(children) if are_finished or self._prices_moves else None
             exact = self._space.periods(children, moving=moving, exact=are_finished)
@@ -304,6 +312,8 @@ class _Tree:
             seconds_inside = np.sum([table[choice] for table, choice in columns], axis=0)
             bounds = np.maximum(bounds, seconds_inside.max(axis=1))
         rest = np.flatnonzero(bounds < self._goal)
+        bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
+        rest = rest[bounds[rest] < self._goal]
         excess, min_seconds = self._space.memory_limits(choices[rest])
         fits = excess <= 0
         bounds[rest[~fits]] = np.inf
