@@ -15,8 +15,7 @@ from realhf.planner.memory.model_states import adapter_bytes, gradient_bytes, op
 from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem
 
 PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
-PLACES = 2 * PARTS
-"""The places of a layout: any rank of each part, then the first rank of each part."""
+PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
 
 
 def part_size(num_ranks: int) -> int:
@@ -149,9 +148,7 @@ def _least_running(
 
 
 @lru_cache(maxsize=1 << 12)
-def _stages_of(
-    layers: tuple[int, ...], num_ranks: int, trains: bool
-) -> tuple[tuple[int, ...], np.ndarray]:
+def _stages_of(layers: tuple[int, ...], num_ranks: int, trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
     """Return the same as `_telling_stages` for a dense model with these numbers of blocks on its stages."""
     pp = len(layers)
     stands_for: dict[tuple[int, ...], int] = {}

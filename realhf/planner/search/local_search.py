@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -53,10 +52,8 @@ class LocalSearch:
         """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
         least device seconds."""
         fastest = [0] * len(self._groups)
-        leanest = [
-            int(np.lexsort((group.seconds.sum(axis=1), group.resting + group.running))[0])
-            for group in self._groups
-        ]
+        by_memory = [np.lexsort((g.seconds.sum(axis=1), g.resting + g.running)) for g in self._groups]
+        leanest = [int(order[0]) for order in by_memory]
         frugal = [int(np.argmin(group.device_seconds)) for group in self._groups]
         return [fastest, leanest, frugal]
 
@@ -137,15 +134,11 @@ class LocalSearch:
             return
         everything = [np.arange(len(group.candidates)) for group in self._groups]
         self.improve(self.best, everything)
-        for first, second in itertools.combinations(self._heavy, 2):
+        for first, second in itertools.combinations(heavy_groups(self._space), 2):
             plan = self._best_of_pair(first, second)
             if plan is not None:
                 self.improve(plan, everything)
         self._refined_score = self.best_score
-
-    @cached_property
-    def _heavy(self) -> list[int]:
-        return heavy_groups(self._space)
 
     def _best_of_pair(self, first: int, second: int) -> np.ndarray | None:
         """Return the best plan that differs from the best one in the groups with these two indices; None if
@@ -174,11 +167,9 @@ class LocalSearch:
 
     def _work_left(self, chosen: np.ndarray, seconds: float, changing: Sequence[int]) -> float:
         """Return the device seconds that the changing groups may take in a step that is no longer."""
-        others = sum(
-            float(self._work(index, candidate))
-            for index, candidate in enumerate(chosen) if index not in changing
-        )  # fmt: skip
-        return seconds * self._space.problem.cluster.num_devices - others
+        others = [index for index in range(len(chosen)) if index not in changing]
+        taken = sum(float(self._work(index, chosen[index])) for index in others)
+        return seconds * self._space.problem.cluster.num_devices - taken
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.

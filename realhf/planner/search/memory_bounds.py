@@ -26,9 +26,9 @@ class Loads(NamedTuple):
     """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
 
     Only the `groups` count that are not open in all plans; below, U is their number. Meshes have the ranks
-    from `first` to `stop`, (U, K), over which sums over groups are fast. `place` is the place in a group's mesh
-    that this rank has, or 0 if it is outside; and `place`, `resting` and `running` have the shape (U, U, K), of
-    which the first axis is that of the ranks.
+    from `first` to `stop`, (U, K), over which sums over groups are fast. `place` is the place of this rank in
+    a group's mesh, or 0 outside it. `place`, `resting` and `running` have the shape (U, U, K), of which the
+    first axis is that of the ranks.
     """
 
     groups: list[int]
@@ -67,8 +67,7 @@ class MemoryBounds:
         self._groups = groups
         self._names = names
         self._smaller = account.available.max() - account.available
-        num_ranks = range(account.num_ranks + 1)
-        self._part_bits = np.array([part_size(n).bit_length() - 1 for n in num_ranks])
+        self._part_bits = np.array([part_size(n).bit_length() - 1 for n in range(account.num_ranks + 1)])
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
@@ -149,8 +148,7 @@ class MemoryBounds:
         roles = self.account.problem.roles
         of_groups = [
             {use_of(roles[role], trains=False).num_kv_heads for role in (*group.homes, *group.copies)}
-            for group in self._groups
-        ]
+            for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
     @cached_property

@@ -9,8 +9,7 @@ Shapes: K plans, U call groups, N calls in the order in which ranks run them. `p
 """
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -51,19 +50,6 @@ class CallTimes(NamedTuple):
     stop: np.ndarray
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Stop Python's cyclic garbage collector, which would visit all candidates again and again while they are
-    made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class SearchSpace:
     """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
@@ -73,8 +59,11 @@ class SearchSpace:
         self.calls = problem.calls
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
-        with _no_collector():
+        gc.disable()  # Python's collector would visit all candidates again and again while they are made.
+        try:
             self.groups = find_call_groups(problem, rates)
+        finally:
+            gc.enable()
         self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
@@ -177,8 +166,7 @@ class SearchSpace:
             for k in np.flatnonzero(is_decided[:, [home, groups[0]]].all(axis=1)):
                 layouts = tuple(
                     self.groups[u].candidates[choices[k, u]].layout if is_decided[k, u] else None
-                    for u in (home, *groups)
-                )
+                    for u in (home, *groups))
                 if (key := (trainer, *layouts)) not in self._known_moves:
                     copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
                     assert layouts[0] is not None, "the home is decided"
