@@ -107,6 +107,13 @@ def periods(
     return np.maximum(best, 0.0)
 
 
+def one_step_periods(needs: Dependencies, seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Return lower bounds of the periods, from cycles of one step without reallocations."""
+    same, before = _waits(needs, seconds, shares, None, None)
+    bounds: np.ndarray = (_closure(same) + before.transpose(1, 0, 2)).max(axis=(0, 1), initial=0.0)
+    return bounds
+
+
 def step_periods(
     cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
     *, moving: np.ndarray | None = None, exact: bool = True,

@@ -14,8 +14,13 @@ from realhf.planner.memory.call_memory import RunningMemory
 from realhf.planner.memory.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
 from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem
 
-PARTS = 8
-"""The parts of equal size into which the ranks of a layout are cut, in the order of pipeline stages."""
+PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
+PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
+
+
+def part_size(num_ranks: int) -> int:
+    """Return the ranks of a part: a power of two, as most meshes begin at a multiple of one."""
+    return 1 << (-(-num_ranks // PARTS) - 1).bit_length()
 
 
 class Held(NamedTuple):
@@ -30,33 +35,32 @@ class StateBytes(NamedTuple):
     """Bytes of the home and of a copy on some stages, of which the first stage is the first.
 
     `own_home` and `own_copy` leave out what may be in the memory of another role with equal frozen weights.
-    `by_part` has for each part of the ranks which of these stages have no more bytes than any stage there.
+    `by_place` has for each place which of these stages have no more bytes than any stage there.
     """
 
     stages: tuple[int, ...]
-    by_part: np.ndarray
+    by_place: np.ndarray
     home: np.ndarray
     copy: np.ndarray
     own_home: np.ndarray
     own_copy: np.ndarray
     gradients: np.ndarray  # They exist during train steps only.
 
-    def least_by_part(self, by_stage: np.ndarray) -> np.ndarray:
-        """Return the least bytes in each part of the ranks, (..., PARTS), from those of stages, (...,
-        stages)."""
-        least: np.ndarray = np.where(self.by_part, by_stage[..., None, :], np.inf).min(axis=-1)
+    def least_by_place(self, by_stage: np.ndarray) -> np.ndarray:
+        """Return the least bytes at each place, (..., PLACES), from those of stages, (..., stages)."""
+        least: np.ndarray = np.where(self.by_place, by_stage[..., None, :], np.inf).min(axis=-1)
         return least
 
 
 class CandidateMemory(NamedTuple):
-    """The most bytes of a rank, and the least on any rank of each part of the ranks.
+    """The most bytes of a rank, and the least of a rank at each place.
 
     `by_stage` are the bytes that the call adds on each of the stages of `StateBytes`, and `alone` is what the
     fullest rank needs if it holds nothing else.
     """
 
     fullest: Held
-    by_part: Held
+    by_place: Held
     by_stage: tuple[float, ...]
     alone: float
 
@@ -64,7 +68,7 @@ class CandidateMemory(NamedTuple):
 def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> StateBytes:
     """Return the bytes of the states of a call's role."""
     role = problem.model_role(call)
-    stages, by_part = _telling_stages(role, strategy, trains=call.kind == "train_step")
+    stages, by_place = _telling_stages(role, strategy, trains=call.kind == "train_step")
     copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
     adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
     training, gradients = np.zeros((2, len(stages)))
@@ -76,7 +80,7 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
     is_first = equal[:1] in ([], [call.role])
     own_home = (copy if is_first else adapters) + training
     own_copy = copy if len(equal) < 2 else adapters
-    return StateBytes(stages, by_part, copy + training, copy, own_home, own_copy, gradients)
+    return StateBytes(stages, by_place, copy + training, copy, own_home, own_copy, gradients)
 
 
 def candidate_memory(
@@ -88,8 +92,8 @@ def candidate_memory(
     if offload and not _may_share(problem, call):
         running = running + states.copy
     alone = (home if call.kind == "train_step" else copy) + running
-    least_home, least_copy = map(states.least_by_part, (own_home, own_copy))
-    columns = (running, running.max(axis=1), states.least_by_part(running), alone.max(axis=1))
+    least_home, least_copy = map(states.least_by_place, (own_home, own_copy))
+    columns = (running, running.max(axis=1), states.least_by_place(running), alone.max(axis=1))
     return [
         CandidateMemory(
             Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
@@ -139,40 +143,50 @@ def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan) 
 
 
 @lru_cache(maxsize=1 << 12)
-def _stages_of(layers: tuple[int, ...], trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
+def _stages_of(layers: tuple[int, ...], num_ranks: int, trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
     """Return the same as `_telling_stages` for a dense model with these numbers of blocks on its stages."""
     pp = len(layers)
     stands_for: dict[tuple[int, ...], int] = {}
     keys: list[tuple[int, ...]] = []
     for stage in range(pp):
         is_end = stage in (0, pp - 1)
-        part = stage * PARTS // pp if trains else 0  # The first part in which the stage has ranks.
+        part = stage * (num_ranks // pp) // part_size(num_ranks) if trains else 0
         keys.append((stage,) if is_end else (-1, layers[stage], part))
         stands_for[keys[-1]] = stage  # Later stages of a train step have fewer micro-batches in flight.
         first = (-2, layers[stage])
         if not is_end and first not in stands_for:  # The one with the most.
             stands_for[first] = stage
     stages = tuple(sorted({*stands_for.values()}))
-    by_part = np.zeros((PARTS, len(stages)), bool)
-    for stage, key in enumerate(keys):
-        parts = slice(stage * PARTS // pp, -(-(stage + 1) * PARTS // pp))
-        by_part[parts, stages.index(stands_for[key])] = True
-    return stages, by_part
+    by_place = np.zeros((PLACES, len(stages)), bool)
+    for place, there in enumerate(_stages_by_place(num_ranks, pp)):
+        by_place[place, [stages.index(stands_for[keys[stage]]) for stage in there]] = True
+    return stages, by_place
+
+
+def _stages_by_place(num_ranks: int, pp: int) -> list[range]:
+    """Return the stages of each place. Parts after the last rank count as the last rank."""
+    size = part_size(num_ranks)
+    per_stage = num_ranks // pp
+    firsts = [min(part * size, num_ranks - 1) for part in range(PARTS)]
+    stops = [min(first + size, num_ranks) for first in firsts]
+    parts = [range(a // per_stage, -(-b // per_stage)) for a, b in zip(firsts, stops, strict=True)]
+    return parts + [stages[:1] for stages in parts]
 
 
 def _telling_stages(
     role: ModelRole, strategy: ParallelStrategy, *, trains: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the stages that may have the most bytes, in order, and which of them have the least bytes in
-    each part of the ranks, (PARTS, stages).
+    """Return the stages that may have the most bytes, in order, and which of them have the least bytes at
+    each place, (PLACES, stages).
 
     Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
     step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.
     """
     pp = strategy.pp
     if role.config.moe is None:
-        return _stages_of(tuple(len(role.spec.stage_layers(strategy, stage)) for stage in range(pp)), trains)
-    low = np.arange(PARTS)[:, None] * pp // PARTS
-    high = -(-(np.arange(PARTS)[:, None] + 1) * pp // PARTS)
-    stage = np.arange(pp)
-    return tuple(stage.tolist()), (low <= stage) & (stage < high)
+        layers = tuple(len(role.spec.stage_layers(strategy, stage)) for stage in range(pp))
+        return _stages_of(layers, strategy.num_ranks, trains)
+    by_place = np.zeros((PLACES, pp), bool)
+    for place, stages in enumerate(_stages_by_place(strategy.num_ranks, pp)):
+        by_place[place, stages] = True
+    return tuple(range(pp)), by_place

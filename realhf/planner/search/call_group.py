@@ -11,7 +11,7 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.plan import CallPlan
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
-from realhf.planner.memory.candidate_memory import PARTS, Held
+from realhf.planner.memory.candidate_memory import PLACES, Held
 from realhf.planner.memory.communicator_memory import CommunicatorBytes
 from realhf.planner.search.candidates import Variant
 
@@ -45,8 +45,8 @@ class CallGroup:
 
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
-    Arrays that begin with `least_` are for the bounds of memory_bounds.py: the least on any rank of each of
-    the `PARTS` parts of the ranks. `connected` are the least bytes of communicators.
+    Arrays that begin with `least_` are for the bounds of memory_bounds.py: the least of a rank at each of the
+    `PLACES`. `connected` are the least bytes of communicators.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CallGroup:
         self.copied = list(table([v.copy_bytes for v in variants]).T[of_copies])
         connected = table([v.communicators for v in variants], len(CommunicatorBytes._fields))
         self.connected = CommunicatorBytes(*connected.max(axis=1).T)
-        held = table([v.by_part for v in variants], len(Held._fields), PARTS)
+        held = table([v.by_place for v in variants], len(Held._fields), PLACES)
         home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
         self.least_resting = home[:, of_homes].sum(axis=1)
         self.least_running = running.max(axis=1)
@@ -151,11 +151,11 @@ class CallGroup:
         return np.array(varied)
 
     def tiers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each mesh, how fast the calls can be in a given amount of memory in each part.
+        """Return, for each mesh, how fast the calls can be in a given amount of memory at each place.
 
-        The first array holds rising amounts of memory (resting and running), shape (meshes, PARTS, tiers).
+        The first array holds rising amounts of memory (resting and running), shape (meshes, PLACES, tiers).
         The second holds the least seconds of each call among the candidates that need no more, shape
-        (meshes, PARTS, tiers, calls).
+        (meshes, PLACES, tiers, calls).
         """
         found = []
         needed = self.least_resting + self.least_running
@@ -168,7 +168,7 @@ class CallGroup:
         num_tiers = max(len(memory) for memory, _ in found)
         needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in found]
         seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in found]
-        shape = (len(self.by_mesh), PARTS, num_tiers)
+        shape = (len(self.by_mesh), PLACES, num_tiers)
         return np.stack(needs).reshape(shape), np.stack(seconds).reshape(*shape, len(self.calls))
 
     def with_open_choices(self, owner: int) -> "CallGroup":

@@ -35,7 +35,7 @@ class Variant:
 
     The ranks of `call_plan.layout` count from 0. Every rank always holds `home_bytes` if this layout is the
     home of the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
-    `by_part` is for bounds (`candidate_memory.py`): the least on any rank of each part of the ranks.
+    `by_place` is for bounds (`candidate_memory.py`): the least of a rank at each place of the layout.
     `communicators` are in none of these.
     """
 
@@ -44,7 +44,7 @@ class Variant:
     home_bytes: float
     copy_bytes: float
     call_bytes: float
-    by_part: Held
+    by_place: Held
     call_bytes_by_stage: tuple[float, ...]
     """What the call adds on each of the stages that tell variants apart."""
     communicators: CommunicatorBytes
@@ -91,7 +91,7 @@ def find_variants(
             cost = costs[number]
             cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
             variants.append(Variant(
-                call_plan, cost, *memory.fullest, memory.by_part, memory.by_stage, connected))
+                call_plan, cost, *memory.fullest, memory.by_place, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 

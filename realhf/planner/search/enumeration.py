@@ -32,8 +32,7 @@ def find_meshes(cluster: Cluster) -> list[range]:
     """Return the ranges of ranks that plans may use, largest first. Each is on hosts of one kind."""
     meshes = [
         range(ranks.start + mesh.start, ranks.start + mesh.stop)
-        for ranks, kind in cluster.ranks_by_kind for mesh in _meshes_on(kind)
-    ]  # fmt: skip
+        for ranks, kind in cluster.ranks_by_kind for mesh in _meshes_on(kind)]
     return sorted(meshes, key=lambda mesh: (-len(mesh), mesh.start))
 
 
@@ -95,8 +94,7 @@ def pins_outside(problem: Problem) -> dict[str, Layout]:
         first, last = layout.ranks[0], layout.ranks[-1]
         kind = problem.cluster.kind_index(layout.ranks)
         return range(first, last + 1) not in meshes or kind is None or layout.vp not in _NUM_CHUNKS or (
-            not _is_enumerated(problem.cluster.kinds[kind], layout.tp, layout.cp)
-        )
+            not _is_enumerated(problem.cluster.kinds[kind], layout.tp, layout.cp))
 
     return {name: layout for name, layout in problem.pins.items() if is_outside(layout)}
 

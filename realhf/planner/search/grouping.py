@@ -74,8 +74,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     for tied, (meshes, _), by_shape in zip(members, choices, kept, strict=True):
         candidates = [
             Candidate(ContiguousLayout(strategy, mesh.start), variants)
-            for mesh in meshes for strategy, variants in by_shape[_shape(problem.cluster, mesh)]
-        ]  # fmt: skip
+            for mesh in meshes for strategy, variants in by_shape[_shape(problem.cluster, mesh)]]
         homes = [role for role, owner in owners.items() if owner in tied]
         groups.append(CallGroup(tied, candidates, homes=homes))
     return groups
@@ -121,13 +120,11 @@ def _choices(
     """Return the choices of a group on a mesh with these communicators (one for each placement on
     hosts), `per_host` of its ranks on each host."""
     of_calls = [
-        find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls
-    ]
+        find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls]
     return [
         _Choice(strategy, variants)
         for strategy in of_calls[0]
-        for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))
-    ]
+        for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))]
 
 
 def _without_useless_cp(groups: Sequence[_ByShape]) -> list[_ByShape]:
@@ -144,8 +141,7 @@ def _without_useless_cp(groups: Sequence[_ByShape]) -> list[_ByShape]:
             useful.setdefault(shape, set()).update(_useful_strategies(choices))
     return [
         {shape: [c for c in choices if c.strategy in useful[shape]] for shape, choices in by_shape.items()}
-        for by_shape in groups
-    ]
+        for by_shape in groups]
 
 
 def _useful_strategies(choices: Sequence[_Choice]) -> set[ParallelStrategy]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -21,10 +20,10 @@ def least_device_seconds(space: SearchSpace) -> np.ndarray:
 
 
 def heavy_groups(space: SearchSpace) -> list[int]:
-    """Return the groups with a large share of all device seconds, those with the most first."""
+    """Return the indices of the groups with a large share of all device seconds, the heaviest first."""
     least = least_device_seconds(space)
     order = np.argsort(-least, kind="stable").tolist()
-    return [u for u in order if least[u] >= _HEAVY * least.sum()]
+    return [index for index in order if least[index] >= _HEAVY * least.sum()]
 
 
 def leanest(space: SearchSpace) -> np.ndarray:
@@ -35,11 +34,15 @@ def leanest(space: SearchSpace) -> np.ndarray:
 
 
 class LocalSearch:
-    """Improves plans by changing the candidate of one call group at a time, as long as that helps."""
+    """Improves plans by changing the candidate of one call group at a time, as long as that helps.
+
+    `allowed` has for each group the candidates among which local search chooses.
+    """
 
     def __init__(self, space: SearchSpace, allowed: Sequence[np.ndarray] | None = None) -> None:
-        """Set up the search; `allowed` restricts the candidates of each group."""
+        """Set up the search; without `allowed`, it chooses among a few candidates of each mesh."""
         self._space = space
+        self._groups = space.groups
         self.best: np.ndarray | None = None
         self.best_score = np.inf
         self._refined_score = np.inf
@@ -48,35 +51,41 @@ class LocalSearch:
     def starts(self) -> list[list[int]]:
         """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
         least device seconds."""
-        groups = self._space.groups
-        fastest = [0] * len(groups)
-        leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in groups]
-        frugal = [int(np.argmin(u.device_seconds)) for u in groups]
+        fastest = [0] * len(self._groups)
+        by_memory = [np.lexsort((g.seconds.sum(axis=1), g.resting + g.running)) for g in self._groups]
+        leanest = [int(order[0]) for order in by_memory]
+        frugal = [int(np.argmin(group.device_seconds)) for group in self._groups]
         return [fastest, leanest, frugal]
 
     def offer(self, chosen: np.ndarray, score: float) -> None:
         """Keep a plan that fits if it is the best so far."""
         if score < self.best_score * (1 - SAME):
-            self.best, self.best_score = chosen.copy(), score
+            self.best = chosen.copy()
+            self.best_score = score
 
-    def improve(self, chosen: np.ndarray) -> tuple[np.ndarray, float]:
+    def improve(
+        self, chosen: np.ndarray, allowed: Sequence[np.ndarray] | None = None
+    ) -> tuple[np.ndarray, float]:
         """Return the plan in which local search from this one ends, and its score."""
+        allowed = self._allowed if allowed is None else allowed
         score = self._exact(chosen[None])[0]
         while True:
             before = score
-            for u in range(len(chosen)):
-                chosen, score = self._best_of(chosen, score, u)
+            for index, candidates in enumerate(allowed):
+                chosen, score = self._best_of(chosen, score, index, candidates)
             if score >= before * (1 - SAME):
                 break
         if score < np.inf and self._space.excess_bytes(chosen[None])[0] <= 0:
             self.offer(chosen, score)
         return chosen, score
 
-    def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
-        """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
-        changes = self._allowed[group]
-        changes = changes[self._work(group, changes) < self._work_left(chosen, score, [group])]
-        plans = _changed(chosen, group, changes)
+    def _best_of(
+        self, chosen: np.ndarray, score: float, index: int, candidates: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        """Return the best plan in which the group with this index has one of these candidates, or `chosen`
+        if none is better."""
+        candidates = candidates[self._work(index, candidates) < self._work_left(chosen, score, [index])]
+        plans = _changed(chosen, index, candidates)
         rough = self._rough(plans, below=score)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         for start in range(0, len(promising), _EXACT_AT_ONCE):
@@ -84,13 +93,14 @@ class LocalSearch:
             rows = rows[rough[rows] < score * (1 - SAME)]
             if not len(rows):
                 break
-            found = self._best_exact(plans[rows], below=score * (1 - SAME))
-            if found is not None:
-                chosen, score = plans[rows[found[0]]], found[1]
+            better = self._best_exact(plans[rows], below=score * (1 - SAME))
+            if better is not None:
+                chosen = plans[rows[better[0]]]
+                score = better[1]
         return chosen, score
 
     def _best_exact(self, plans: np.ndarray, *, below: float) -> tuple[int, float] | None:
-        """Return the number of the best plan and its score; None if that is not below the given one.
+        """Return the row of the best plan and its score; None if that is not below the given one.
 
         The memory of plans is counted in the order of their seconds, if only one that fits can be better.
         """
@@ -99,72 +109,67 @@ class LocalSearch:
             best = int(np.argmin(scores))
             return (best, scores[best]) if scores[best] < below else None
         seconds = self._space.exact_periods(plans)
-        for number in np.argsort(seconds, kind="stable").tolist():
-            if seconds[number] >= below:
+        for row in np.argsort(seconds, kind="stable").tolist():
+            if seconds[row] >= below:
                 return None
-            if self._space.excess_bytes(plans[[number]])[0] <= 0:
-                return number, seconds[number]
+            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+                return row, seconds[row]
         return None
 
     def improve_within(self, choices: np.ndarray) -> None:
         """Improve the plan of the leanest candidates that an unfinished plan leaves open."""
-        allowed = self._allowed
-        groups = self._space.groups
-        self._allowed = [group.left_by(choice) for group, choice in zip(groups, choices, strict=True)]
-        pairs = list(zip(groups, self._allowed, strict=True))
-        memory = [(g.resting + g.running + sum(g.copied, start=np.zeros(1)))[left] for g, left in pairs]
-        leanest = [left[np.argmin(need)] for left, need in zip(self._allowed, memory, strict=True)]
-        self.improve(np.array(leanest))
-        self._allowed = allowed
+        allowed = []
+        leanest = []
+        for group, choice in zip(self._groups, choices, strict=True):
+            left = group.left_by(choice)
+            memory = group.resting + group.running + sum(group.copied, start=np.zeros(1))
+            allowed.append(left)
+            leanest.append(left[np.argmin(memory[left])])
+        self.improve(np.array(leanest), allowed)
 
     def refine(self) -> None:
         """Improve the best plan with all candidates to choose from, also by changing two heavy groups at
         once, unless that has been done."""
         if self.best is None or self.best_score >= self._refined_score:
             return
-        allowed = self._allowed
-        self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
-        self.improve(self.best)
-        for u, v in self._pairs:
-            plan = self._best_of_pair((u, allowed[u]), (v, allowed[v]))
+        everything = [np.arange(len(group.candidates)) for group in self._groups]
+        self.improve(self.best, everything)
+        for first, second in itertools.combinations(heavy_groups(self._space), 2):
+            plan = self._best_of_pair(first, second)
             if plan is not None:
-                self.improve(plan)
-        self._allowed = allowed
+                self.improve(plan, everything)
         self._refined_score = self.best_score
 
-    @cached_property
-    def _pairs(self) -> list[tuple[int, int]]:
-        return list(itertools.combinations(heavy_groups(self._space), 2))
-
-    def _best_of_pair(
-        self, one: tuple[int, np.ndarray], other: tuple[int, np.ndarray]
-    ) -> np.ndarray | None:
-        """Return the best plan that differs from the best one in two groups, each with its candidates to
-        choose from; None if it is not better."""
+    def _best_of_pair(self, first: int, second: int) -> np.ndarray | None:
+        """Return the best plan that differs from the best one in the groups with these two indices; None if
+        it is not better."""
         assert self.best is not None
-        (u, of_u), (v, of_v) = one, other
-        work = self._work(u, of_u)[:, None] + self._work(v, of_v)
-        rows, columns = np.nonzero(work < self._work_left(self.best, self.best_score, [u, v]))
+        of_first = self._allowed[first]
+        of_second = self._allowed[second]
+        work = self._work(first, of_first)[:, None] + self._work(second, of_second)
+        rows, columns = np.nonzero(work < self._work_left(self.best, self.best_score, [first, second]))
         least = np.argsort(work[rows, columns], kind="stable")[:_MOST_PAIRS]
         rows = rows[least]
         columns = columns[least]
-        plans = _changed(_changed(self.best, u, of_u[rows]), v, of_v[columns])
+        plans = _changed(_changed(self.best, first, of_first[rows]), second, of_second[columns])
         rough = self._rough(plans, below=self.best_score)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < self.best_score * (1 - SAME)]
         if not len(promising):
             return None
-        found = self._best_exact(plans[promising], below=self.best_score * (1 - SAME))
-        return None if found is None else plans[promising[found[0]]]
+        better = self._best_exact(plans[promising], below=self.best_score * (1 - SAME))
+        return None if better is None else plans[promising[better[0]]]
 
-    def _work(self, group: int, candidates: np.ndarray) -> np.ndarray:
-        work: np.ndarray = self._space.groups[group].device_seconds[candidates]
+    def _work(self, index: int, candidates: np.ndarray) -> np.ndarray:
+        """Return the device seconds of candidates of the group with this index."""
+        work: np.ndarray = self._groups[index].device_seconds[candidates]
         return work
 
     def _work_left(self, chosen: np.ndarray, seconds: float, changing: Sequence[int]) -> float:
         """Return the device seconds that the changing groups may take in a step that is no longer."""
-        others = sum(float(self._work(u, i)) for u, i in enumerate(chosen) if u not in changing)
-        return seconds * self._space.problem.cluster.num_devices - others
+        others = [index for index in range(len(chosen)) if index not in changing]
+        taken = sum(float(self._work(index, chosen[index])) for index in others)
+        return seconds * self._space.problem.cluster.num_devices - taken
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.
@@ -174,11 +179,11 @@ class LocalSearch:
         assert self.best is not None
         self.refine()
         best = self.best
-        for u, group in enumerate(self._space.groups):
-            plans = _changed(best, u, np.arange(len(group.candidates)))
+        for index, group in enumerate(self._groups):
+            plans = _changed(best, index, np.arange(len(group.candidates)))
             longest = self.best_score * (1 + SAME)
             as_short = self._rough(plans, below=longest) <= longest
-            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[u]]))
+            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[index]]))
             leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
             good = leaner[self._exact(plans[leaner]) <= self.best_score * (1 + SAME)]
             best = plans[good[0]] if len(good) else best
@@ -206,8 +211,9 @@ class LocalSearch:
         return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
 
 
-def _changed(plans: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:
-    """Return plans, or copies of one plan, each with one of these candidates of a group."""
+def _changed(plans: np.ndarray, index: int, candidates: np.ndarray) -> np.ndarray:
+    """Return plans, or copies of one plan, each with one of these candidates of the group with this
+    index."""
     plans = np.broadcast_to(plans, (len(candidates), plans.shape[-1])).copy()
-    plans[:, group] = candidates
+    plans[:, index] = candidates
     return plans

@@ -1,8 +1,8 @@
 """Memory of many plans at once, on arrays: bounds for the search, and exact figures where they decide.
 
 The bounds never exceed what the memory account counts for any completion of an unfinished plan, so that the
-search drops no plan that the check accepts. They look at the first rank of every mesh. The ranks of a layout
-are cut into `PARTS` equal parts, and of each part the least need of its pipeline stages is known. A copy of
+search drops no plan that the check accepts. They look at the first rank of every mesh. A layout's least need
+there is known by the part of its ranks, and exactly where a part begins (candidate_memory.py). A copy of
 weights that may share the memory of another one counts nothing, and of communicators only those that a layout
 has for itself.
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory.candidate_memory import PARTS
+from realhf.planner.memory.candidate_memory import PARTS, PLACES, part_size
 from realhf.planner.memory.communicator_memory import use_of
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.search.call_group import OPEN, CallGroup
@@ -26,15 +26,15 @@ class Loads(NamedTuple):
     """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
 
     Only the `groups` count that are not open in all plans; below, U is their number. Meshes have the ranks
-    from `first` to `stop`, (U, K), over which sums over groups are fast. `part` is the part of a group's mesh
-    that has this rank, or 0 if none has; and `part`, `resting` and `running` have the shape (U, U, K), of
-    which the first axis is that of the ranks.
+    from `first` to `stop`, (U, K), over which sums over groups are fast. `place` is the place of this rank in
+    a group's mesh, or 0 outside it. `place`, `resting` and `running` have the shape (U, U, K), of which the
+    first axis is that of the ranks.
     """
 
     groups: list[int]
     first: np.ndarray
     stop: np.ndarray
-    part: np.ndarray
+    place: np.ndarray
     resting: np.ndarray
     running: np.ndarray
     smaller: np.ndarray
@@ -67,6 +67,7 @@ class MemoryBounds:
         self._groups = groups
         self._names = names
         self._smaller = account.available.max() - account.available
+        self._part_bits = np.array([part_size(n).bit_length() - 1 for n in range(account.num_ranks + 1)])
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
@@ -129,11 +130,11 @@ class MemoryBounds:
             is_inside = (first >= first[at]) & (first < loads.stop[at, rows])
             fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
             for rank in (np.full(len(rows), at), fullest):
-                part = loads.part[rank, at, rows]
+                place = loads.place[rank, at, rows]
                 free = capacity - others[rank, np.arange(len(rows))]
-                tier = np.maximum((tier_bytes[mesh, part] <= free[:, None]).sum(axis=1) - 1, 0)
+                tier = np.maximum((tier_bytes[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
-                bounds[index] = np.maximum(bounds[index], seconds[mesh, part, tier])
+                bounds[index] = np.maximum(bounds[index], seconds[mesh, place, tier])
         return excess, bounds
 
     @cached_property
@@ -147,8 +148,7 @@ class MemoryBounds:
         roles = self.account.problem.roles
         of_groups = [
             {use_of(roles[role], trains=False).num_kv_heads for role in (*group.homes, *group.copies)}
-            for group in self._groups
-        ]
+            for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
     @cached_property
@@ -166,20 +166,24 @@ class MemoryBounds:
         smaller = np.where(low >= 0, self._smaller[np.maximum(low, 0)], 0.0)
         rank = low[:, None]
         covers = (low <= rank) & (rank < high)
-        part = np.where(covers, (rank - low) * PARTS // (high - low), 0)
-        resting, running = (np.empty(part.shape) for _ in range(2))
+        offset = rank - low
+        part = offset >> self._part_bits[high - low]
+        begins_part = part << self._part_bits[high - low] == offset
+        place = np.where(covers, part + PARTS * begins_part, 0)
+        resting, running = (np.empty(place.shape) for _ in range(2))
         moves = np.stack([group.is_sharded[choice] for group, choice in columns])
         for at, u in enumerate(groups):
             group, choice = columns[u]
-            resting[:, at] = group.least_resting[choice, part[:, at]]
-            running[:, at] = group.least_running[choice, part[:, at]]
+            index = choice * PLACES + place[:, at]
+            resting[:, at] = group.least_resting.ravel()[index]
+            running[:, at] = group.least_running.ravel()[index]
             for role, least in zip(group.copies, group.least_copied, strict=True):
                 is_apart = self._is_apart(u, role, choices, first, stop)
-                resting[:, at] += least[choice, part[:, at]] * is_apart
+                resting[:, at] += least.ravel()[index] * is_apart
                 moves[self._home_of[role]] |= is_apart
         if self.account.problem.cluster.device_type == "cuda" and groups:
             resting += self._communicators(groups, choices, first, stop, moves)
-        return Loads(groups, low, high, part, resting * covers, running * covers, smaller)
+        return Loads(groups, low, high, place, resting * covers, running * covers, smaller)
 
     def _communicators(
         self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray

@@ -8,6 +8,7 @@ Shapes: K plans, U call groups, N calls in the order in which ranks run them. `p
 (K, U).
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.cost.dependencies import arrivals, dependencies, host_anchor
 from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import step_periods
+from realhf.planner.cost.throughput import have_common_ranks, one_step_periods, step_periods
 from realhf.planner.memory.memory_account import MemoryAccount
 from realhf.planner.memory.model_states import available_bytes
 from realhf.planner.search.call_group import CallGroup, placeholder_ranks
@@ -58,7 +59,11 @@ class SearchSpace:
         self.calls = problem.calls
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
-        self.groups = find_call_groups(problem, rates)
+        gc.disable()  # Python's collector would visit all candidates again and again while they are made.
+        try:
+            self.groups = find_call_groups(problem, rates)
+        finally:
+            gc.enable()
         self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
@@ -141,6 +146,11 @@ class SearchSpace:
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 
+    def quick_periods(self, choices: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the seconds per step that take less time to compute than `periods`."""
+        seconds, first, stop = self.call_times(choices)
+        return one_step_periods(self.needs, seconds, have_common_ranks(first, stop))
+
     def moving(self, choices: np.ndarray) -> np.ndarray:
         """Return the seconds from the end of training until each copy of the weights is complete, shape (K,
         number of `needs.weights`).
@@ -156,8 +166,7 @@ class SearchSpace:
             for k in np.flatnonzero(is_decided[:, [home, groups[0]]].all(axis=1)):
                 layouts = tuple(
                     self.groups[u].candidates[choices[k, u]].layout if is_decided[k, u] else None
-                    for u in (home, *groups)
-                )
+                    for u in (home, *groups))
                 if (key := (trainer, *layouts)) not in self._known_moves:
                     copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
                     assert layouts[0] is not None, "the home is decided"

@@ -27,8 +27,7 @@ def starts_by_kind(
             continue
         found = search(
             alone, time_limit=time_limit / len(kinds), gap=gap, max_iterations=max_iterations,
-            should_stop=should_stop,
-        )  # fmt: skip
+            should_stop=should_stop)
         if found is not None:
             starts.append(_located(space, alone, found.chosen, ranks.start))
     return starts
@@ -42,8 +41,7 @@ def _alone(problem: Problem, ranks: range) -> Problem | None:
     assert index is not None
     pins = {
         name: Layout(layout.strategy, DeviceMesh(tuple(rank - ranks.start for rank in layout.ranks)))
-        for name, layout in problem.pins.items()
-    }
+        for name, layout in problem.pins.items()}
     return replace(problem, cluster=problem.cluster.kinds[index], pins=pins)
 
 

@@ -1,8 +1,8 @@
 """Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
 Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
-chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Two trees
-take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
+chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Three trees
+take turns, which differ in the order of these steps; all bounds hold, so the highest counts. The
 bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
 own, that the step is no shorter than the sum of all device seconds over the number of devices, and that calls
 between two others need their share of all devices there (`calls_between.py`). The search
@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.search.call_group import OPEN
+from realhf.planner.search.call_group import OPEN, CallGroup
 from realhf.planner.search.calls_between import find_calls_between, seconds_between, tables_between
 from realhf.planner.search.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
 from realhf.planner.search.search_space import SearchSpace
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
-_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found nothing.
-_TURNS = 3  # The tree with the lowest bound has one turn in so many.
+_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found no better plan.
+_TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
 _AIMS = (1.0, 0.4, 0.15)
 """How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
 _BEAM = 24  # The width of a beam search.
@@ -81,7 +81,7 @@ def search(
         if should_stop is not None and local.best is not None and should_stop():
             break
         by_bound = sorted(trees, key=lambda tree: tree.bound)
-        tree = by_bound[-1] if num_iterations % _TURNS else by_bound[0]
+        tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
         tree.expand()
         tree.dive(by_bound[-1].bound)
         num_iterations += 1
@@ -95,25 +95,34 @@ def search(
 class _Step(NamedTuple):
     """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
 
-    group: int
+    group_index: int
     is_last: bool
 
 
 def _orders(space: SearchSpace) -> list[list[_Step]]:
-    """Return two orders of steps, both with the groups with the most work first.
+    """Return up to three orders of steps, all with the groups with the most work first.
 
-    One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
-    decides heavy groups wholly before all others, which soon shows how much memory they need.
+    The first decides all meshes and then all candidates, which soon shows how calls share the devices. The
+    others decide heavy groups wholly before the rest, which soon shows how much memory is left; one of them
+    then decides those that hold memory between their calls before those that do not.
     """
     order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
     heavy = heavy_groups(space)
-    heavy_first = [heavy, *([group] for group in order if group not in heavy)]
-    return [_steps([order]), _steps(heavy_first)]
+    light = [index for index in order if index not in heavy]
+    holding = [index for index in light if _holds_memory(space.groups[index])]
+    rest = [index for index in light if index not in holding]
+    orders = (_steps([order]), _steps([heavy, holding, rest]), _steps([heavy, holding + rest]))
+    return [steps for i, steps in enumerate(orders) if steps not in orders[:i]]
+
+
+def _holds_memory(group: CallGroup) -> bool:
+    """Return whether a group holds memory between its calls, whichever candidate it has."""
+    return bool((group.resting + sum(group.copied)).min() > 0)
 
 
 def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
     """Return the steps that decide groups part by part: first the meshes of a part, then its candidates."""
-    return [_Step(group, is_last) for part in parts for is_last in (False, True) for group in part]
+    return [_Step(index, is_last) for part in parts for is_last in (False, True) for index in part]
 
 
 class _Tree:
@@ -133,11 +142,11 @@ class _Tree:
         self._num_devices = space.problem.cluster.num_devices
         self._device_seconds = [  # Of every choice.
             np.append(group.device_seconds[:-1], least)
-            for group, least in zip(self._groups, least_device_seconds(space), strict=True)
-        ]
+            for group, least in zip(self._groups, least_device_seconds(space), strict=True)]
         self._calls_between = find_calls_between(space.needs)
         self._tables_between = tables_between(self._calls_between, space.groups, self._num_devices)
         self._steps = steps
+        self._leaf_depth = len(steps)
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
         self._given_up = np.inf
@@ -182,7 +191,7 @@ class _Tree:
     def _width(self, depth: int) -> int:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
         step = self._steps[depth]
-        group = self._groups[step.group]
+        group = self._groups[step.group_index]
         num_meshes = len(group.by_mesh)
         num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
         return max(1, int(_CHILDREN / num_children))
@@ -202,8 +211,8 @@ class _Tree:
             self._aim = bound + share * (before - bound)
         self._complete()
         self._aim = np.inf
-        self._num_failed += self._local.best_score == before
         has_found = self._local.best_score < before
+        self._num_failed += not has_found
         self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
         self._next_dive = self.num_iterations + self._patience
 
@@ -244,10 +253,6 @@ class _Tree:
         return int(np.lexsort((-depths, self._bounds))[0])
 
     @property
-    def _leaf_depth(self) -> int:
-        return 2 * len(self._groups)
-
-    @property
     def _goal(self) -> float:
         return min(self._local.best_score * (1 - SAME), self._aim)
 
@@ -262,19 +267,19 @@ class _Tree:
 
         If this completes the plans, return only the best one that fits, among the first `most_plans`.
         """
-        u, is_last = self._steps[depth]
-        group = self._groups[u]
-        if is_last:
-            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, u])]
+        step = self._steps[depth]
+        group = self._groups[step.group_index]
+        if step.is_last:
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, step.group_index])]
         else:
             next_choices = [group.mesh_choices] * len(choices)
         counts = [len(of_plan) for of_plan in next_choices]
         children = np.repeat(choices, counts, axis=0)
-        children[:, u] = np.concatenate(next_choices)
+        children[:, step.group_index] = np.concatenate(next_choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if is_last and len(children):
+        if step.is_last and len(children):
             are_finished = depth + 1 == self._leaf_depth
             moving = self._space.moving(children) if are_finished or self._prices_moves else None
             exact = self._space.periods(children, moving=moving, exact=are_finished)
@@ -304,6 +309,8 @@ class _Tree:
             seconds_inside = np.sum([table[choice] for table, choice in columns], axis=0)
             bounds = np.maximum(bounds, seconds_inside.max(axis=1))
         rest = np.flatnonzero(bounds < self._goal)
+        bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
+        rest = rest[bounds[rest] < self._goal]
         excess, min_seconds = self._space.memory_limits(choices[rest])
         fits = excess <= 0
         bounds[rest[~fits]] = np.inf
