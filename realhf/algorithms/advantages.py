@@ -17,8 +17,7 @@ from realhf.algorithms.responses import (
     normalized,
     per_token,
     response_sums,
-    rollout_metrics,
-)
+    rollout_metrics)
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
 from realhf.data.responses import response_lengths

@@ -11,8 +11,7 @@ from realhf.algorithms.advantages import (
     Deviation,
     Normalize,
     SampleAdvantages,
-    compares_groups,
-)
+    compares_groups)
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.calls import HostFunction
@@ -71,8 +70,7 @@ class CriticFree(OnPolicy):
             self.reward_forward(),
             *self.token_rewards_call(),
             *([self.ref_forward()] if self._needs_ref else []),
-            *self.actor_forward(),
-        )
+            *self.actor_forward())
         return self.with_checked_ages(graph_of(*before, self._advantages_call(), self.actor_train()))
 
     def _advantages_call(self) -> FunctionCall:

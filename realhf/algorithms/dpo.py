@@ -76,8 +76,7 @@ class DPOLoss(Loss):
             "rewards/chosen": chosen_reward_P,
             "rewards/rejected": rejected_reward_P,
             "rewards/margins": chosen_reward_P - rejected_reward_P,
-            "rewards/accuracies": (chosen_reward_P > rejected_reward_P).to(chosen_reward_P.dtype),
-        }
+            "rewards/accuracies": (chosen_reward_P > rejected_reward_P).to(chosen_reward_P.dtype)}
         count = max(totals["pairs"], 1.0)
         return loss_P.sum() / count, {name: x_P.sum() / count for name, x_P in metrics.items()}
 

@@ -68,5 +68,4 @@ def scored_answers(
     reward = HostFunction(call, splittable=True)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
-        FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward),
-    )
+        FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward))

@@ -52,8 +52,7 @@ class PassRateLimit:
         count = HostFunction(CountPasses(self.pass_score), decides=True, example={})
         return (
             FunctionCall(WANTED, "host", (DATASET_ROW,), work=wanted),
-            FunctionCall(COUNT, "host", (DATASET_ROW, "score"), work=count),
-        )
+            FunctionCall(COUNT, "host", (DATASET_ROW, "score"), work=count))
 
     def take_wanted(self, run: StepRunner, count: int, *, part: str, max_draws: int) -> Samples | None:
         """Return the next `count` prompts that are not dropped, or fewer if `max_draws` draws do not find

@@ -151,8 +151,7 @@ class PolicyLoss(Loss):
         metrics |= {
             "pg_loss": loss.detach(),
             "entropy": (outputs["entropy"].detach() * weight_T).sum(),
-            "approx_kl": (k3(proximal_T, logp_T.detach()) * weight_T).sum(),
-        }
+            "approx_kl": (k3(proximal_T, logp_T.detach()) * weight_T).sum()}
         metrics |= mismatch_sums(proximal_T if recomputed else logp_T, generated_T, mask.values)
         if c.kl_coef:
             kl = (kl_estimate(logp_T, batch["ref_logprobs"].values, c.kl_estimator) * mean_T).sum()

@@ -193,6 +193,5 @@ class PPO(OnPolicy):
             FunctionCall("critic_forward", "forward", SEQUENCE, ("values",), role="critic", work=Values()),
             FunctionCall("advantages", "host", read, ("advantages", "returns"), work=advantages),
             self.actor_train(),
-            FunctionCall("critic_train", "train_step", learned, role="critic", work=train),
-        )
+            FunctionCall("critic_train", "train_step", learned, role="critic", work=train))
         return self.with_checked_ages(graph)

@@ -82,8 +82,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     return failures | _reward_logs(batch) | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
-        **length_metrics(batch),
-    }
+        **length_metrics(batch)}
 
 
 def _reward_logs(batch: Batch) -> dict[str, float]:
@@ -115,5 +114,4 @@ def length_metrics(batch: Batch) -> dict[str, float]:
     return interruptions | {
         "response_length/mean": lengths.double().mean().item(),
         "response_length/max": float(lengths.max()),
-        "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item(),
-    }
+        "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item()}

@@ -103,8 +103,7 @@ class BradleyTerry(Loss):
         metrics = {
             "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
             "margin": (chosen_P - rejected_P).detach(),
-            "mean_reward": (chosen_P + rejected_P).detach() / 2,
-        }
+            "mean_reward": (chosen_P + rejected_P).detach() / 2}
         count = max(totals["pairs"], 1.0)
         return loss_P.sum() / count, {name: x_P.sum() / count for name, x_P in metrics.items()}
 

@@ -72,8 +72,7 @@ class ScaleRL(CISPO):
             "select": tuple(name for name in names if name == WANTED),
             "rollout": parts["rollout"],
             "score": tuple(name for name in parts["score"] if name not in train and name != WANTED),
-            "train": tuple(name for name in names if name in train),
-        }
+            "train": tuple(name for name in names if name in train)}
         return {part: calls for part, calls in cut.items() if calls}
 
     def step(self, run: StepRunner) -> None:

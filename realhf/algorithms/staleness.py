@@ -54,5 +54,4 @@ class AgeLimit:
                 f"ages are {age_N.min()} to {age_N.max()}; raise it, or lower max_lag")
         return left_out_T, metrics | {
             "staleness/left_out": left_out_N.double().mean().item(),
-            UPDATES: age_N[~left_out_N].double().mean().item(),
-        }
+            UPDATES: age_N[~left_out_N].double().mean().item()}

@@ -22,8 +22,7 @@ from realhf.attention.interface import (
     PackedAttention,
     PagedAttention,
     Pages,
-    PartialAttention,
-)
+    PartialAttention)
 from realhf.attention.triton_paged import TritonAttention
 from realhf.attention.varlen import VarlenAttention, has_pages
 from realhf.errors import UserError

@@ -47,13 +47,11 @@ _LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "target_modules": (_are_targets, 'a list of names, or "all-linear"'),
     "task_type": (_one_of(None, "CAUSAL_LM", "SEQ_CLS"), '"CAUSAL_LM" and "SEQ_CLS"'),
     "use_dora": (operator.not_, "false"),
-    "use_rslora": (lambda value: isinstance(value, bool), "true and false"),
-}
+    "use_rslora": (lambda value: isinstance(value, bool), "true and false")}
 """Field of adapter_config.json -> the check of its value, and the legal values in words."""
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
-    "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-)
+    "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision")
 """Fields that have no effect on a trained adapter. All fields in neither table must be false or null."""
 
 

@@ -20,8 +20,7 @@ from realhf.user_input.units import format_bytes
 HELP = "find what is wrong with an experiment and a plan, without running it"
 EXAMPLES = (
     "realhf check examples/grpo.py --plan grpo-4 --steps 50",
-    "realhf check examples/ppo_7b.py --cluster h100-2x8",
-)
+    "realhf check examples/ppo_7b.py --cluster h100-2x8")
 
 
 def add_options(parser: ArgumentParser) -> None:

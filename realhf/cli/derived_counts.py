@@ -40,8 +40,7 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
         "evaluations": _times(experiment.eval_every, experiment.steps) + 1 if program.evaluations else 0,
         "exports": _times(experiment.export_every, experiment.steps),
         "checkpoint_every": experiment.checkpoint_every,
-        "checkpoints": _num_checkpoints(program),
-    }
+        "checkpoints": _num_checkpoints(program)}
 
 
 def uneven_splits(counts: dict[str, Any]) -> list[str]:
@@ -98,8 +97,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         "dp": dp,
         "minibatches": minibatches,
         "samples_per_minibatch": [min(sizes), max(sizes)],
-        "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together],
-    }
+        "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together]}
     if call.kind == "train_step":
         per_step = optimizer_steps(call)
         counts |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}

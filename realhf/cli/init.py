@@ -15,8 +15,7 @@ HELP = "write a directory with an experiment that runs, its data and a test of i
 EXAMPLES = (
     "realhf init first",
     "realhf init mine --data rows.jsonl",
-    "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl",
-)
+    "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl")
 _COMMON = "common"
 """The template whose files all others share."""
 _MODEL_FILES = "model/"

@@ -32,8 +32,7 @@ def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, monitor_interval=0.1,
-        shutdown_timeout=_SAVING_SECONDS, signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-    )
+        shutdown_timeout=_SAVING_SECONDS, signals_to_handle="SIGINT,SIGHUP,SIGQUIT")
     os.environ[LOCAL_LAUNCHER] = "1"
     signal.signal(signal.SIGTERM, _interrupt)
     try:

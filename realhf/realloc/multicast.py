@@ -178,8 +178,7 @@ def _queue_of(team: list[Domain], hops: list[Hop], *, total: int) -> _SendQueue:
 
 def _deal(items: list[Domain], num_hands: int, hand: int) -> list[Domain]:
     """Return the items of one hand, dealt like cards, forwards and backwards: of 8 items for 4 hands, hand 0
-    gets 0 and 7. So the hands get about equally much of sorted items.
-    """
+    gets 0 and 7. So the hands get about equally much of sorted items."""
     rows = (items[first : first + num_hands] for first in range(0, len(items), num_hands))
     columns = (hand if row % 2 == 0 else num_hands - 1 - hand for row in count())
     return [row[column] for row, column in zip(rows, columns, strict=False) if column < len(row)]

@@ -106,8 +106,7 @@ class Router:
 
     def route(self, *, forward: bool, relay: bool) -> Hops:
         """Return the hops of all bundles. With `forward`, receivers forward on their host or among hosts
-        without a holder; with `relay`, those on a holder's host also send to other hosts.
-        """
+        without a holder; with `relay`, those on a holder's host also send to other hosts."""
         crossing = self._cross_hosts(forward=forward, relay=relay)
         outside = Hops.concat([crossing, self._gather(crossing)])
         multicasts = []

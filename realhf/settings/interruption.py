@@ -1,6 +1,5 @@
 """Interruption: ends over-long thinking by a phrase that is inserted into a response (ScaleRL,
-arXiv:2510.13786). Free of torch.
-"""
+arXiv:2510.13786). Free of torch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
