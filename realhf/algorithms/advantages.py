@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.mismatch import UPDATES
-from realhf.algorithms.responses import (
-    normalized,
-    per_token,
-    response_sums,
-    rollout_metrics)
+from realhf.algorithms.responses import normalized, per_token, response_sums, rollout_metrics
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
 from realhf.data.responses import response_lengths

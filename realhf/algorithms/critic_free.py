@@ -11,7 +11,8 @@ from realhf.algorithms.advantages import (
     Deviation,
     Normalize,
     SampleAdvantages,
-    compares_groups)
+    compares_groups,
+)
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.calls import HostFunction

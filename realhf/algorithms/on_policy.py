@@ -23,7 +23,8 @@ from realhf.settings.generation_settings import (
     KvCacheGib,
     MaxRows,
     PrefillTokens,
-    WorkStealing)
+    WorkStealing,
+)
 from realhf.settings.interruption import Interruption
 from realhf.user_input.field_types import require
 

@@ -22,7 +22,8 @@ from realhf.attention.interface import (
     PackedAttention,
     PagedAttention,
     Pages,
-    PartialAttention)
+    PartialAttention,
+)
 from realhf.attention.triton_paged import TritonAttention
 from realhf.attention.varlen import VarlenAttention, has_pages
 from realhf.errors import UserError
