@@ -154,7 +154,7 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     watch = Stopwatch(limit_for(case.devices, GAPS))
     limit = WALL_TIMES * limit_for(case.devices, SECONDS)
     try:
-        planned = make_plan(problem, rates, time_limit=limit, gap=GAP, progress=watch)
+        planned = make_plan(problem, rates, time_limit=limit, gap=GAP, progress=watch, explain=False)
     except ValueError as error:
         return {**row, "reason": str(error)}
     spent = watch.spent
