@@ -53,7 +53,8 @@ class DAPO(CriticFree):
         names = [call.name for call in graph.order]
         return {
             "sample": tuple(name for name in names if name in sample),
-            "train": tuple(name for name in names if name not in sample)}
+            "train": tuple(name for name in names if name not in sample),
+        }
 
     def step(self, run: StepRunner) -> None:
         informative = run.pool("informative")

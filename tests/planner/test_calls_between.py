@@ -11,12 +11,14 @@ from realhf.planner.search.calls_between import find_calls_between, seconds_betw
 from realhf.planner.search.search_space import SearchSpace
 from tests.planner.problems import random_lagged_problem, random_problem
 from tests.planner.test_memory_account import unfinished
+from tests.samples import marked
 
 
-def test_no_bound_exceeds_the_step_of_a_plan():
+@pytest.mark.parametrize("seeds", marked([range(50), range(50, 150)], quick=[0]))
+def test_no_bound_exceeds_the_step_of_a_plan(seeds):
     """Whole plans and unfinished ones, with and without lag."""
     ratios = []
-    for seed in range(150):
+    for seed in seeds:
         rng = random.Random(seed)
         if seed % 3:
             problem = random_problem(rng, num_calls=rng.randint(4, 6))
@@ -36,7 +38,7 @@ def test_no_bound_exceeds_the_step_of_a_plan():
             by_call = seconds_between(all_between, *space.call_times(begun), devices)
             assert by_call[0] >= by_table[0] * (1 - 1e-9)  # Calls in plain Python are in no table.
             ratios += (np.maximum(by_table, by_call) / period).tolist()
-    assert max(ratios) <= 1 + 1e-9 and len(ratios) > 500
+    assert max(ratios) <= 1 + 1e-9 and len(ratios) > 3 * len(seeds)
     assert np.quantile(ratios, 0.9) > 0.5
 
 

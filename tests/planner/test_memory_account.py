@@ -128,7 +128,7 @@ def count_groups(world, layout, trains):
     groups = engine.model.groups
     made = [groups.tp, groups.cp, groups.pp, groups.ep, groups.all, groups.ends]
     made += [group for group, _ in engine.model._partial]
-    made += [section.group for section in engine.optimizer._sections] if trains else []
+    made += [section.group for section in engine.optimizer.sums._sections] if trains else []
     return len({id(group) for group in made if group is not None and group.size > 1})
 
 
