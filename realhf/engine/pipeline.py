@@ -112,8 +112,11 @@ def run_pipeline(
             if hidden is not None:
                 assert hidden.grad is not None
                 sends = [(stage - 1, hidden.grad.contiguous())]
-        at_once = following is not None and following.direction != direction and (
-            direction == "backward" or i - following.micro_batch == groups.layout.pp - stage - 1)
-        received = exchange(sends, following, at_once=at_once)
+        # In the steady state forward and backward passes take turns: the backward pass that follows is of the
+        # micro-batch that entered `later_stages` earlier, and the neighbour sends its gradient meanwhile.
+        later_stages = groups.layout.pp - stage - 1
+        neighbour_sends = following is not None and following.direction != direction and (
+            direction == "backward" or i - following.micro_batch == later_stages)
+        received = exchange(sends, following, at_once=neighbour_sends)
     exchange.finish()
     return list(outputs.values()) if groups.is_last_stage else []

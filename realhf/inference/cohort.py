@@ -155,7 +155,8 @@ class Cohort:
         is_read = last is None or self._receive(last)
         if not is_read and self._scheduler.may_reclaim:
             assert last is not None
-            is_read = self._read_late(last, following=None)
+            self._read_late(last, following=None)
+            is_read = True
         step = self._windows.next_step(self._scheduler, self.buffer, num_pages=self._row_pages)
         is_running = self._windows.now.num_steps > 0
         self._last = None
@@ -205,7 +206,7 @@ class Cohort:
         self._copy(self._scheduler.update(has_ended, parks=self._parks(stopped.tolist())))
         return not self._is_ahead
 
-    def _read_late(self, last: _StartedStep, *, following: _StartedStep | None) -> bool:
+    def _read_late(self, last: _StartedStep, *, following: _StartedStep | None) -> None:
         """End the samples whose tokens of the last step say so; the `following` step may have begun."""
         live = last.live_samples()
         finished = np.array(live, np.int64)[self._finished(last, live)].tolist()
@@ -214,7 +215,6 @@ class Cohort:
         if self._scheduler is not None:
             self._copy(self._scheduler.end(
                 finished, parks=self._parks(finished), is_next_planned=following is not None))
-        return True
 
     def _finished(self, last: _StartedStep, live: Sequence[int]) -> Flags:
         """Wait for the tokens of a step, and return which of its `live_samples` end with theirs, whatever

@@ -5,6 +5,11 @@ receivers on hosts without one ("crossing"). Each element of a bundle is sent on
 each receiver there gets a part and sends it to the others, and parts may be forwarded to further such hosts.
 Served receivers get the bundle from the holders on their host. Where these cannot send every copy, the
 receivers get stripes and forward them to one another (see multicast). No rank receives what it does not want.
+
+Who sends an element is decided in three steps: `Router._multicast` lists the ranks that may send a bundle,
+`balance.spread` says how much of it each of them sends, and `Multicast.hops` says which elements. If ranks 0
+and 1 hold a bundle of 100 elements, ranks 2 and 3 want it, and rank 0 already sends 20 others, rank 0 sends 90
+and rank 1 sends 110.
 """
 
 from collections.abc import Sequence
@@ -115,7 +120,7 @@ class Router:
                 senders = [Sender(rank, depth=0) for rank in hosts.holders[host]]
                 domains = [Domain([receiver], [1.0]) for receiver in receivers]
                 multicasts.append(self._multicast(index, senders, domains, forward=forward))
-        inside = self._run(multicasts, bandwidth=self._sending, load=self._load(outside))
+        inside = self._make_hops(multicasts, bandwidth=self._sending, load=self._load(outside))
         return Hops.concat([outside, inside])
 
     def _gather(self, crossing: Hops) -> Hops:
@@ -145,7 +150,7 @@ class Router:
                 else:
                     domains.append(Domain(receivers, self._entering[index, host].share.tolist()))
             multicasts.append(self._multicast(index, senders, domains, forward=forward))
-        return self._run(multicasts, bandwidth=self._nic, load=np.zeros(len(self._ranks)))
+        return self._make_hops(multicasts, bandwidth=self._nic, load=np.zeros(len(self._ranks)))
 
     def _multicast(
         self, index: int, senders: list[Sender], domains: list[Domain], *, forward: bool
@@ -161,7 +166,7 @@ class Router:
         others = Demand(self._ids((*sending, *forwarding)), (len(domains) - 1) * size)
         return Multicast(index, size, senders, domains, Demand(self._ids(sending), size), others)
 
-    def _run(self, multicasts: list[Multicast], *, bandwidth: np.ndarray, load: np.ndarray) -> Hops:
+    def _make_hops(self, multicasts: list[Multicast], *, bandwidth: np.ndarray, load: np.ndarray) -> Hops:
         """Return the hops of all multicasts, spread evenly over ports that have a `load` already."""
         demands = [demand for cast in multicasts for demand in (cast.first_copy, cast.other_copies)]
         spread(demands, bandwidth=bandwidth, load=load)

@@ -10,11 +10,11 @@ from realhf.models.model_config import ModelConfig
 SMALL = 64
 """Tokens in a small block, which shares more and wastes less."""
 _LARGE = 128
-"""Tokens in a large block, which is faster to attend to; a smaller block has a multiple of `_STEP`."""
-_STEP = 16
-_DOUBLING = 32
-"""Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_STEPS_DOUBLE`."""
-_STEPS_DOUBLE = 256
+"""Tokens in a large block, which is faster to attend to; a smaller block has a multiple of `_BLOCK_MULTIPLE`."""
+_BLOCK_MULTIPLE = 16
+_FINE_ROWS = 32
+"""Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_COARSE_FROM`."""
+_COARSE_FROM = 256
 DENSE = 0.5
 """A range of blocks is read in place if at least this share of it is in use; else it is copied."""
 SHARE_OF_HOST = 0.5
@@ -56,7 +56,7 @@ def block_size(
     if any(length >= SMALL and count > 1 for length, count in prompts):
         return SMALL
     longest = max(length for length, _ in prompts) + max_new_tokens
-    return min(_LARGE, -(-longest // _STEP) * _STEP)
+    return min(_LARGE, -(-longest // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE)
 
 
 def num_blocks(num_tokens: int, size: int) -> int:
@@ -110,9 +110,9 @@ def tokens_for(
 
 def padded_size(count: int) -> int:
     """Return the number of rows of the recorded decoding pass that computes `count` rows."""
-    if count <= _DOUBLING:
+    if count <= _FINE_ROWS:
         return 1 << max(0, count - 1).bit_length()
-    step = _DOUBLING if count <= _STEPS_DOUBLE else 2 * _DOUBLING
+    step = _FINE_ROWS if count <= _COARSE_FROM else 2 * _FINE_ROWS
     return -(-count // step) * step
 
 

@@ -194,22 +194,23 @@ class MemoryBounds:
         """
         layouts = [self._layouts[u].layout[choices[:, u]] for u in groups]
         by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].connected] for u in groups])
-        by_kind[:, 2] *= moves[groups]
-        added = by_kind.copy()
+        in_layout = by_kind[:, :2]  # Of layouts, and of training in them.
+        added_in_layout = in_layout.copy()
+        added_moving = by_kind[:, 2] * moves[groups]  # Of reallocations.
         first = first[groups]
         stop = stop[groups]
         heads = [self._heads[u] for u in groups]
         for u in range(len(layouts)):
             for v in range(u):
                 are_disjoint = (stop[u] <= first[v]) | (stop[v] <= first[u])
-                added[u, 2] *= are_disjoint | (added[v, 2] == 0)
+                added_moving[u] *= are_disjoint | (added_moving[v] == 0)
                 may_equal = (first[u] == first[v]) & (stop[u] == stop[v])
                 may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
                 # Two equal layouts count as the larger of their bounds, if one has all groups of the other.
-                held = by_kind[v, :2] if heads[u] == heads[v] else np.inf
-                more = by_kind[u, :2] - np.where(may_equal, held, 0.0)
-                np.minimum(added[u, :2], np.maximum(0.0, more), out=added[u, :2])
-        return added.sum(axis=1)
+                held = in_layout[v] if heads[u] == heads[v] else np.inf
+                more = in_layout[u] - np.where(may_equal, held, 0.0)
+                np.minimum(added_in_layout[u], np.maximum(0.0, more), out=added_in_layout[u])
+        return added_in_layout.sum(axis=1) + added_moving
 
     def _is_apart(
         self, group: int, role: str, choices: np.ndarray, first: np.ndarray, stop: np.ndarray
