@@ -8,8 +8,8 @@ receivers get stripes and forward them to one another (see multicast). No rank r
 
 Who sends an element is decided in three steps: `Router._multicast` lists the ranks that may send a bundle,
 `balance.spread` says how much of it each of them sends, and `Multicast.hops` says which elements. If ranks 0
-and 1 hold a bundle of 100 elements, ranks 2 and 3 want it, and rank 0 already sends 20 others, rank 0 sends 90
-and rank 1 sends 110.
+and 1 hold a bundle of 100 elements, ranks 2 and 3 want it, and rank 0 already sends 20 others, then rank 0
+sends 90 and rank 1 sends 110.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ class StepDecisions:
     """Rank 0 decides after each step about the next one, so that other ranks may be a step ahead of it.
 
     So a run of several ranks that is asked to stop in step 10 stops after step 11, because rank 0 has already
-    sent the decision about step 10. If only another rank is asked, and rank 0 hears of it after it has decided
+    sent the decision about step 10. If only another rank is asked, and rank 0 hears of it after its decision
     about step 11, the run stops after step 12.
     """
 
