@@ -10,7 +10,7 @@ from realhf.models.model_config import ModelConfig
 SMALL = 64
 """Tokens in a small block, which shares more and wastes less."""
 _LARGE = 128
-"""Tokens in a large block, which is faster to attend to; smaller ones have a multiple of `_BLOCK_MULTIPLE`."""
+"""Tokens in a large block, faster to attend to; smaller ones have a multiple of `_BLOCK_MULTIPLE`."""
 _BLOCK_MULTIPLE = 16
 _FINE_ROWS = 32
 """Recorded passes have 1, 2, 4, 8, 16 or 32 rows, then a multiple of 32, and of 64 beyond `_COARSE_FROM`."""
