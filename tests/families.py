@@ -82,9 +82,9 @@ MOE_LAYOUTS = ("e2", "e2t2")
 QUICK = {
     **dict.fromkeys((*CASES, *MOE_CASES), ("d1",)),
     **dict.fromkeys(("llama-bias", "llama-linear", "llama-dynamic"), ()),
-    **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("d1", "t2")),
-    "gemma-3": ("d1", "t2p2", "c2"),
-    "gpt2": ("d1", "p2"),
-    "qwen2-moe": ("d1", *MOE_LAYOUTS),
+    **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("t2",)),
+    "gemma-3": ("t2p2", "c2"),
+    "gpt2": ("p2",),
+    "qwen2-moe": MOE_LAYOUTS,
 }
 """The part of the table that is tested every time; the whole takes minutes, and is marked slow."""

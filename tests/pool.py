@@ -3,21 +3,31 @@
 import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest.mock import patch
 
 SIZE = 4
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 0.5
 """After a first failure, how long the other ranks may still report theirs."""
-PRELOAD = ["torch", "torch.distributed", "realhf.runtime.trainer", "transformers", "pytest"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # For the first backward pass.
+    "realhf.runtime.trainer",
+    "transformers.models.auto.tokenization_auto",
+    "matplotlib.figure",
+    "pytest",
+]
 """What most tests of workers import, imported once for all of them."""
 
 
@@ -28,9 +38,12 @@ class Pool:
     as they may be out of step, and the next run gets new ones. Functions and arguments travel by pickle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        """Set up a pool whose workers are forked from a process of its own that has imported `preload`."""
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._server = multiprocessing.forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(preload))
 
     def run(self, fn: Callable[..., Any], *args: Any, num_ranks: int = SIZE, timeout: float = 120) -> list:
         """The results by rank. An exception of a worker is raised here, its traceback attached as a note."""
@@ -57,14 +70,15 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, port), daemon=True)
-            process.start()
+            connect = self._server.connect_to_new_process
+            with patch("multiprocessing.forkserver.connect_to_new_process", connect):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -32,6 +32,7 @@ from realhf.profiling.surroundings import describe, measure_memory
 from realhf.profiling.whole_calls import whole_calls
 from tests.models.test_shipped_models import NUM_PARAMS
 from tests.nn.tiny import build, hf_config
+from tests.samples import marked
 
 FEW = (1, 2)
 """The least and the most repetitions of what is timed."""
@@ -88,7 +89,7 @@ def _measured(world, per_host):
         return measure_cluster(Clock(_apart(world, per_host)), ["float32"])
 
 
-@pytest.mark.parametrize("per_host", [4, 2, 1])
+@pytest.mark.parametrize("per_host", marked([4, 2, 1], quick=[1]))
 def test_links_are_measured_where_they_are(pool, per_host):
     answers = pool.run(_measured, per_host)
     assert all(answer == answers[0] for answer in answers)
@@ -117,7 +118,7 @@ def _links(world, per_host):
 GROUPS = {4: {1: [2, 4]}, 2: {1: [2], 2: [2, 4]}, 1: {2: [2], 4: [4]}}
 
 
-@pytest.mark.parametrize("per_host", GROUPS)
+@pytest.mark.parametrize("per_host", marked(GROUPS, quick=[1]))
 def test_collectives_are_measured_inside_hosts_and_between_them(pool, per_host):
     answers = pool.run(_links, per_host)
     assert all(answer == answers[0] for answer in answers)
@@ -157,7 +158,7 @@ CALLS = (
     ("moe", "strategy"),
     [
         pytest.param(None, ParallelStrategy(tp=2), marks=pytest.mark.slow),
-        (MOE, ParallelStrategy(dp=2, ep=2)),
+        pytest.param(MOE, ParallelStrategy(dp=2, ep=2), marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_measure_a_model(pool, moe, strategy):
@@ -195,7 +196,8 @@ class _Priced(Rates):
         return 0.1
 
 
-@pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(dp=2, ep=2)])
+@pytest.mark.parametrize(
+    "strategy", marked([ParallelStrategy(tp=2), ParallelStrategy(dp=2, ep=2)], quick=[0]))
 def test_whole_calls_are_compared_with_their_price(pool, strategy):
     found, other = pool.run(_whole_calls, strategy, num_ranks=2)
     assert found == other and found.keys() == {"forward", "train_step", "generate"}

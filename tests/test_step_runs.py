@@ -70,7 +70,8 @@ def metrics_of(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(num_ranks, tmp_path):
     path = write_experiment(tmp_path, steps=4, batch_size=4, eval_dataset=None, body=DYNAMIC)
     assert main(["run", str(path), "--out", str(tmp_path / "one")]) == 0
     steps = metrics_of(tmp_path / "one")
@@ -80,6 +81,8 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(tmp_path):
         assert step["actor/grad_norm"] > 0
     assert {step["pool/informative/missing"] > 0 for step in steps} == {True, False}
     assert any(step["reward/zero_std_groups"] > 0 for step in steps)
+    if num_ranks == 1:
+        return
     layouts = {"actor_generate": "d2@0-1", "reward_forward": "d2@0-1", "advantages": "d1@1",
                "ref_forward": "d1@0", "actor_train": "t2@0-1"}  # fmt: skip
     plan = write_plan(tmp_path, layouts)

@@ -176,8 +176,10 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
-        gc.collect()
-        gc.freeze()  # From now on, garbage collection skips the objects that exist.
+        is_frozen = gc.get_freeze_count() > 0  # Then the caller keeps garbage collections short.
+        if not is_frozen:
+            gc.collect()
+            gc.freeze()  # From now on, garbage collection skips the objects that exist.
         try:
             return self._run()
         except Exception:
@@ -187,7 +189,8 @@ class Trainer:
                 self._checkpointer.abandon()
             raise
         finally:
-            gc.unfreeze()
+            if not is_frozen:
+                gc.unfreeze()
             if self._progress is not None:
                 self._progress.stop()
 

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.reward_trainer import RewardTrainer
 
 from realhf.algorithms.dpo import DPOLoss
 from realhf.algorithms.reward_model import BradleyTerry
@@ -71,6 +69,8 @@ def _trl_dpo(batch, logprobs_T, *, variant, beta, label_smoothing):
         aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
         use_weighting=False, loss_types=[variant], loss_weights=[1.0], beta=beta,
         label_smoothing=label_smoothing)
+    from trl.trainer.dpo_trainer import DPOTrainer  # Imported here, as it takes seconds.
+
     loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
     return loss, {name: sum(values) for name, values in trainer._metrics["train"].items()}
 
@@ -126,6 +126,8 @@ def test_pairwise_reward_model(margin_key, center_coef):
         inputs["margin"] = torch.tensor([batch["margin"][i] for i in rows[:9]], dtype=torch.float64)
     trainer = _trainer(args=SimpleNamespace(center_rewards_coefficient=center_coef or None))
     outputs = SimpleNamespace(logits=scores_S[rows][:, None])
+    from trl.trainer.reward_trainer import RewardTrainer  # Imported here, as it takes seconds.
+
     theirs = RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
     torch.testing.assert_close(_gradient(ours, scores_S), _gradient(theirs, scores_S))

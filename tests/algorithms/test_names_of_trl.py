@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import trl.rewards
+import trl  # Its classes are imported on their first use, as that takes seconds.
 from transformers.trainer_utils import SchedulerType
-from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
-from trl.trainer.utils import nanstd
 
 from realhf import GRPO, Evaluation
 from realhf.algorithms.advantages import SampleAdvantages
@@ -38,19 +36,22 @@ ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dat
 
 
 def test_options_exist():
+    from trl import rewards
+
     page = PAGE.read_text()
     first_cells = "\n".join(re.findall(r"^\| (.+?) \|", page, re.M))
     named = {word for code in re.findall(r"`([^`]+)`", first_cells)
              for word in re.findall(r"^([a-z_]+)(?==|$)", code)}  # fmt: skip
-    known = {field.name for config in (GRPOConfig, SFTConfig, DPOConfig) for field in fields(config)}
-    known |= set(trl.rewards.__all__ if hasattr(trl.rewards, "__all__") else dir(trl.rewards)) | ELSEWHERE
+    configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig)
+    known = {field.name for config in configs for field in fields(config)}
+    known |= set(rewards.__all__ if hasattr(rewards, "__all__") else dir(rewards)) | ELSEWHERE
     assert len(named) >= 30
     assert named <= known, named - known
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> GRPOConfig:
-    return GRPOConfig(output_dir=str(tmp_path_factory.mktemp("trl")), bf16=False, report_to="none")
+def theirs(tmp_path_factory) -> Any:
+    return trl.GRPOConfig(output_dir=str(tmp_path_factory.mktemp("trl")), bf16=False, report_to="none")
 
 
 def _ours(experiment: GRPO, name: str) -> Any:
@@ -85,9 +86,11 @@ def test_defaults_are_as_the_table_says(theirs):
 
 
 def test_what_the_page_says_about_deviations_and_evaluations(theirs):
+    from trl.trainer.utils import nanstd
+
     scores = [1.0, 0.0, 0.5, 0.25]
     assert nanstd(torch.tensor(scores)).item() == pytest.approx(statistics.stdev(scores))
-    assert "advantages / (std_rewards + 1e-4)" in inspect.getsource(GRPOTrainer)
+    assert "advantages / (std_rewards + 1e-4)" in inspect.getsource(trl.GRPOTrainer)
     assert SampleAdvantages(group_size=2).eps == 1e-6
     assert theirs.num_generations_eval is None and Evaluation().samples == 1
     assert Evaluation().answer_sampling(GRPO().sampling).temperature == 0

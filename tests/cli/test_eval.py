@@ -62,6 +62,7 @@ def test_a_run_is_evaluated_as_at_its_end(run, data, reward, tmp_path, capsys):
     assert json.loads((out / "summary.json").read_text()).items() <= answer.items()
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_answers(run, data, reward, tmp_path):
     options = ("--data", f"again={data}", "--samples", 3, "--max-rows", 4, "--reward", reward)
     options += ("--dtype", "float64")

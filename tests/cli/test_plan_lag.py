@@ -140,6 +140,7 @@ def test_a_step_program_of_ones_own_is_one_pass_over_its_parts():
     assert calls == [call.name for call in ppo().graph().order]
 
 
+@pytest.mark.slow
 def test_parts_that_run_several_times_take_as_much_longer():
     cluster = Cluster.load("h100-2x8")
     once = problem_of(ppo(max_lag=1), cluster)

@@ -10,6 +10,7 @@ import pytest
 
 from realhf.plan import ExecutionPlan
 from tests.cli_tools import REALHF, REPO, Command, wait_until
+from tests.samples import marked
 
 PPO = [*REALHF, "plan", REPO / "examples/ppo_7b.py", "--json", "--gap", "0"]
 LONG = [*PPO, "--cluster", "h100-1x8", "--time-limit", "3000"]
@@ -29,7 +30,7 @@ class Watched:
             self.lines.append(line.rstrip())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", marked([signal.SIGINT, signal.SIGTERM], quick=[0]))
 def test_a_signal_takes_the_best_plan_so_far(number, tmp_path):
     path = tmp_path / "plan.yaml"
     with Command(*LONG, "-o", path) as command:

@@ -14,6 +14,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.nn.split_float32 import split_into
 from tests.families import MOE_CASES
+from tests.samples import marked
 
 PREFIX = {"mixtral": "Mixtral", "qwen2-moe": "Qwen2Moe", "deepseek-v3": "DeepseekV3"}
 PROMPT_LENGTHS = [3, 1, 6, 2, 2, 4, 5, 1, 3]
@@ -126,12 +127,12 @@ def _train(world, name, text, recompute):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [
+    marked([
         ("mixtral", "e2@0-1"),
         ("deepseek-v3", "d4e2@0-3"),
         ("deepseek-v3", "e2c2@0-3"),
         ("qwen2-moe", "e2p2@0-3"),
-    ],
+    ], quick=(1, 3)),
 )
 def test_training_is_that_of_one_process(pool, name, layout):
     expected, whole = _train(World(), name, "d1@0", False)

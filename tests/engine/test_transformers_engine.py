@@ -38,6 +38,7 @@ from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config
 from tests.reallocators import make_reallocator
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
+from tests.samples import marked
 
 SIZES = {
     "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -396,7 +397,7 @@ def test_grpo_from_the_command_line(tmp_path, layouts):
     assert summary["realloc"].get("actor", {}).get("bytes_per_step", 0) == num_bytes * (len({*layouts}) > 1)
 
 
-@pytest.mark.parametrize("kind", ["sft", "ppo"])
+@pytest.mark.parametrize("kind", marked(["sft", "ppo"], quick=[1]))
 def test_runs_are_those_of_the_native_engine(tmp_path, kind):
     """Both engines run in float32, from the same directories."""
     config = transformers.AutoConfig.for_model(**HF_CONFIG, num_labels=1)

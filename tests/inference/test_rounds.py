@@ -84,7 +84,7 @@ def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
 
 
 _SLOW = ("d2@0-1", "t2@0-1", "p2@0-1", "c2@0-1")
-LAYOUTS = ["d2p2@0-3", "c2t2@0-3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in _SLOW)]
+LAYOUTS = ["c2t2@0-3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in _SLOW)]
 
 
 class _CountingQueue(PromptQueue):
@@ -148,7 +148,7 @@ def test_rounds_are_the_same_on_every_layout(pool, versions, layout):
         assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
 
 
-@pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["e2@0-1", "e2p2@0-3"], quick=[1]))
 def test_experts_take_part_in_the_rounds_of_others(pool, layout):
     """Most samples begin on the first data shard, so that others have rounds without any."""
     case = Case(_batches(), [None], 12)

@@ -1,6 +1,7 @@
 """Sampling options and limits of single prompts in all layouts, against transformers' own processors."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -139,7 +140,8 @@ def test_every_prompt_may_have_its_own_limit(pool, versions, tokenizer, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), pairs(["d1@0", "pages", "d2p2@0-3", "t2@0-1"], ["stops", "greedy"]))
+    ("layout", "name"), marked(
+        product(["d1@0", "pages", "d2p2@0-3", "t2@0-1"], ["stops", "greedy"]), quick=(3, 4)))
 def test_rounds_change_nothing(pool, versions, tokenizer, layout, name):
     """What earlier rounds have drawn counts: for penalties, words and strings that began there."""
     for budget in (1, 3):
@@ -229,7 +231,7 @@ def test_the_settings_are_those_of_the_reference():
     assert tested | others == set(SamplingConfig.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("layout", ["e2@0-1", "d4e2@0-3"])
+@pytest.mark.parametrize("layout", marked(["e2@0-1", "d4e2@0-3"], quick=[1]))
 def test_experts_on_several_ranks_sample_alike(pool, tokenizer, layout):
     """In rounds that are shorter than a window, and with prompts that move between ranks."""
     for name, budget in (("stops", 3), ("min_p and penalties", None)):

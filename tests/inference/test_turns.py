@@ -13,7 +13,7 @@ from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.layout import Layout
 from tests.inference.rounds import EOS, SEED, Case, make_engine, prompts_of, write_versions
-from tests.samples import pairs
+from tests.samples import marked
 
 MAX_NEW = 40
 NUM_TURNS = 3
@@ -118,7 +118,8 @@ def _in_turns(world, text, pattern, max_rows, paged):
     return [tokens[i] for i in range(6)]
 
 
-@pytest.mark.parametrize(("max_rows", "paged"), pairs([512, 2], [False, True]))
+@pytest.mark.parametrize(
+    ("max_rows", "paged"), marked([(512, True), (512, False), (2, True), (2, False)], quick=[2]))
 def test_turns_continue_what_is_cached(pool, versions, max_rows, paged):
     models, pattern = versions
     expected = _expected(models)

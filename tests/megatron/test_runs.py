@@ -3,6 +3,7 @@
 import pytest
 
 from tests.runtime.tiny import write_task
+from tests.samples import marked
 
 LAYOUTS = ("d2@0-1", "t2@2-3", "t2p2@0-3")
 """The layouts of actor_generate, ref_forward and actor_train."""
@@ -24,7 +25,7 @@ def assert_equal(metrics, expected):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (name, ours, theirs)
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, ("d2@0-1", "d1@0", "d2@0-1")])
+@pytest.mark.parametrize("layouts", marked([(LAYOUTS,), (("d2@0-1", "d1@0", "d2@0-1"),)], quick=[0]))
 def test_grpo_follows_the_curve_of_a_native_actor(megatron, task, reference, layouts):
     """The second plan generates in the layout of training, where both engines have a copy."""
     tokens, metrics = megatron("grpo", "megatron", layouts, task, None, None, num_ranks=4)[0]
@@ -32,9 +33,9 @@ def test_grpo_follows_the_curve_of_a_native_actor(megatron, task, reference, lay
     assert_equal(metrics, reference[1])
 
 
-@pytest.mark.parametrize("layouts", [
-    LAYOUTS, ("d2@0-1", "t2@2-3", "d2t2@0-3"), ("d2@0-1", "p2v2@2-3", "t2p2v2@0-3"),
-])  # fmt: skip
+@pytest.mark.parametrize("layouts", marked([
+    (LAYOUTS,), (("d2@0-1", "t2@2-3", "d2t2@0-3"),), (("d2@0-1", "p2v2@2-3", "t2p2v2@0-3"),),
+], quick=[2]))  # fmt: skip
 def test_checkpoint_goes_on_under_this_and_another_plan(megatron, task, tmp_path, layouts):
     whole = tmp_path / "whole"
     expected = megatron("grpo", "megatron", LAYOUTS, task, whole, None, num_ranks=4)[0]

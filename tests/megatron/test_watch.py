@@ -6,7 +6,6 @@ import torch
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import Communicators
 from realhf.dist.group import Group, PeerError
-from realhf.engine.megatron.process_groups import _Watched
 from tests.dist.test_abort import Backend
 from tests.megatron.test_curves import hf_config
 
@@ -24,6 +23,14 @@ def test_a_train_step_waits_in_operations_that_are_known(megatron):
         names = {name for name, members in seen if members in groups}
         assert any(name.startswith("reduce_scatter") for name in names), names
         assert any(name.startswith(("allgather", "all_gather")) for name in names), names
+
+
+@pytest.fixture
+def watch():
+    """Return the class that watches a process group; its module takes seconds to import."""
+    from realhf.engine.megatron.process_groups import _Watched
+
+    return _Watched
 
 
 class _Inner:
@@ -56,11 +63,11 @@ class _Joins(Communicators):
         self._log.append("join")
 
 
-def test_operations_over_nccl_follow_earlier_posts_and_are_unfinished_until_they_complete():
+def test_operations_over_nccl_follow_earlier_posts_and_are_unfinished_until_they_complete(watch):
     log, activity = [], Activity("step 3/9")
     activity.communicators = _Joins(log)
     inner = _Inner(log)
-    watched = _Watched(inner, Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
+    watched = watch(inner, Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
     with activity.doing("critic_train"):
         posted = watched.allreduce([torch.zeros(2)])
         assert watched.broadcast([torch.zeros(2)]) is None
@@ -74,9 +81,9 @@ def test_operations_over_nccl_follow_earlier_posts_and_are_unfinished_until_they
     assert activity.unfinished() == [] and posted.is_completed()
 
 
-def test_after_an_abort_every_operation_says_why():
+def test_after_an_abort_every_operation_says_why(watch):
     activity = Activity()
-    watched = _Watched(_Inner([]), Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
+    watched = watch(_Inner([]), Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
     activity.communicators.abort("rank 1 died")
     with pytest.raises(PeerError, match="rank 1 died"):
         watched.allreduce([torch.zeros(2)])

@@ -24,6 +24,7 @@ from realhf.planner.what_if import SearchLimits, what_if
 from realhf.planner.workload.lengths import observed
 from tests.cli.test_plan_lag import ppo
 from tests.planner.problems import quantile, random_problem
+from tests.samples import marked
 
 HERE = __file__.rpartition("/")[0]
 
@@ -52,7 +53,7 @@ def all_of(group):
     return range(len(group.candidates))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", marked(range(6), quick=range(2)))
 def test_runners_up_are_the_best_other_layouts(seed):
     """Compare with every plan in which one group has another layout, one after the other."""
     space, chosen = solved(random.Random(seed))
@@ -78,6 +79,7 @@ def test_runners_up_are_the_best_other_layouts(seed):
                 assert (1 - reason.too_large.shorter) * best_seconds == pytest.approx(min(lacking))
 
 
+@pytest.mark.slow
 def test_a_layout_that_lacks_memory_fits_with_what_is_said(planned):
     """Plan with this layout and all other layouts pinned, with as much memory as is said and without."""
     name, large = next((n, r.too_large) for n, r in planned.reasons.items() if r.too_large is not None)
@@ -232,6 +234,7 @@ def test_what_a_profile_has_measured_cannot_be_changed():
     assert isinstance(changed, ProfiledRates) and changed.cluster.inter_host.bandwidth_bytes_per_second == 1e9
 
 
+@pytest.mark.slow
 def test_what_if_is_a_plan_for_the_changed_problem(planned):
     limits = SearchLimits(60.0, 0.1)
     found = what_if(planned, {"inter_host.bandwidth": "20 Gbit/s"}, limits)

@@ -38,7 +38,9 @@ ALONE = {"eval/actor_generate": "d1@3"}
 """A layout of evaluations on a rank that does nothing else."""
 OF_ONE_SET = {"eval/many/actor_generate": "t2@2-3", "eval/many/reward_forward": "d2@2-3"}
 CASES = [
-    (("t2@0-1",) * 3, {}), (("p2@2-3", "d1@0", "t2@0-1"), {}), (("d2@0-1",) * 3, ALONE),
+    (("p2@2-3", "d1@0", "t2@0-1"), {}),
+    pytest.param(("t2@0-1",) * 3, {}, marks=pytest.mark.slow),
+    pytest.param(("d2@0-1",) * 3, ALONE, marks=pytest.mark.slow),
     pytest.param(("d2@0-1",) * 3, {}, marks=pytest.mark.slow),
     pytest.param(("t2@0-1",) * 3, OF_ONE_SET, marks=pytest.mark.slow),
 ]  # fmt: skip

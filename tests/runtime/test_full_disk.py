@@ -82,6 +82,7 @@ experiment.reward_function = filling_reward
 """
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path, capsys):
     out, filler = tmp_path / "run", tmp_path / "run" / "filler"
     body = FILLS.format(done=str(tmp_path / "done"), filler=str(filler))

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, untimed
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
-from tests.samples import pairs
+from tests.samples import marked
 
 STEPS = 4
 LAGS = {
@@ -95,7 +96,7 @@ def assert_close(metrics: list[dict], expected_metrics: list[dict]) -> None:
             assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
 
 
-@pytest.mark.parametrize(("lag", "plan"), pairs(LAGS, PLANS))
+@pytest.mark.parametrize(("lag", "plan"), marked(product(LAGS, PLANS), quick=(5, 14, 18)))
 def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     batches, metrics, score = pool.run(run_lagged, PLANS[plan], task, *LAGS[lag])[0]
     expected_batches, expected_metrics, expected_score = reference[lag]
@@ -104,7 +105,8 @@ def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     assert_close(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("lag", ["2", pytest.param("3 with kept caches", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", ["2", "3 with kept caches"])
 def test_experts_change_nothing(pool, tmp_path, lag):
     task = write_task(tmp_path)
     experts = {

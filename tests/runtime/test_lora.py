@@ -104,7 +104,7 @@ def _slow(layouts):
     return pytest.param(layouts, marks=pytest.mark.slow)
 
 
-QUICK = (PLANS[2], PLANS[4])
+QUICK = (PLANS[4],)
 
 
 @pytest.mark.parametrize("layouts", [p if p in QUICK else _slow(p) for p in PLANS], ids="-".join)

@@ -67,6 +67,7 @@ def _limits(trainer):
     return engine.cache_limits.agreed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_cache_that_was_agreed(monkeypatch, tmp_path):
     """Few blocks change the order in which rows run. The limit stays although more memory is free later."""
     directory = write_task(tmp_path)

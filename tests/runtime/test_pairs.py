@@ -44,10 +44,10 @@ EVALUATED = {
     "sft": {"loss", "perplexity", *ANSWERED},
 }
 CASES = [
-    ("dpo", ("d2@0-1", "d2@0-1")), ("dpo", ("t2@0-1", "t2@0-1")), ("dpo", ("d4@0-3", "p2@0-1")),
-    ("lora", ("t2@2-3", "d2@0-1")), ("pairwise", ("d2p2@0-3",)), ("sft", ("d2t2@0-3",)),
+    ("dpo", ("d4@0-3", "p2@0-1")), ("lora", ("t2@2-3", "d2@0-1")), ("sft", ("d2t2@0-3",)),
 ]  # fmt: skip
 SLOW = [
+    ("dpo", ("d2@0-1", "d2@0-1")), ("dpo", ("t2@0-1", "t2@0-1")), ("pairwise", ("d2p2@0-3",)),
     ("dpo", ("d3@0-2", "c2@0-1")), ("dpo", ("p2@2-3", "d2t2@0-3")), ("pairwise", ("d4@0-3",)),
     ("pairwise", ("t2p2@0-3",)), ("pairwise", ("d2c2@0-3",)), ("outcome", ("d3@0-2",)),
 ]  # fmt: skip

@@ -77,7 +77,7 @@ SLOW = [
 ]
 CASES = [
     ("grpo", ("d4@0-3", "t2@2-3", "d2t2@0-3")),
-    ("average", ("d4@0-3", "t2@2-3", "d2@0-1")),
+    pytest.param("average", ("d4@0-3", "t2@2-3", "d2@0-1"), marks=pytest.mark.slow),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 

@@ -113,6 +113,7 @@ def test_with_a_reward_model_the_answers_are_decoded(tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_with_lag_an_answer_is_kept_in_the_step_that_trains_on_it_also_after_a_resume(tmp_path, rounds):
     directory = write_task(tmp_path)
     lag = {"max_lag": 1, "rounds": rounds, "steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4}

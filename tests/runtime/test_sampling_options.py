@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from realhf.runtime.compile.warnings import warnings_of
 from realhf.runtime.trainer import Trainer
 from tests.runtime.test_lag import assert_close
 from tests.runtime.tiny import CHARACTERS, make_experiment, write_task
-from tests.samples import pairs
+from tests.samples import marked
 
 MOST = 9
 STOPS = ("0a", "==", "b4", "+c", "7 ")
@@ -94,7 +95,8 @@ def test_answers_end_at_stops_and_limits(task, expected, lag):
     assert kinds == {"stop", "eos", "own", "limit"}
 
 
-@pytest.mark.parametrize(("layout", "lag"), pairs(["d2@0-1", "t2@0-1", "p2@0-1"], [0, 3]))
+@pytest.mark.parametrize(
+    ("layout", "lag"), marked(product(["d2@0-1", "t2@0-1", "p2@0-1"], [0, 3]), quick=[1]))
 def test_a_plan_changes_nothing(pool, task, expected, layout, lag):
     batches, metrics, score = pool.run(_run, layout, task, lag)[0]
     assert batches == expected[lag][0]

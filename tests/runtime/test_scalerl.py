@@ -31,6 +31,7 @@ from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
 from tests.runtime.test_lag import assert_close
 from tests.runtime.tiny import role, write_task
+from tests.samples import marked
 
 STEPS, ROWS, BATCH = 7, 8, 3
 LAGS = {"none": (0, None), "2": (2, None), "2 on one mesh": (2, 3)}
@@ -133,7 +134,7 @@ def test_prompts_with_a_high_pass_rate_are_not_drawn_again(pool, task, lag):
 
 
 @pytest.mark.parametrize("lag", ["2", pytest.param("2 on one mesh", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", marked(PLANS, quick=[1]))
 def test_a_plan_changes_nothing(pool, task, plan, lag):
     batches, metrics = pool.run(run, lag, plan, task)[0]
     expected, expected_metrics = pool.run(run, lag, None, task)[0]

@@ -1,15 +1,15 @@
 """Draws pictures of a run from its files: the reward curve, and the timeline of a step by rank."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOVE = "move data, or wait for it"
 _EVALUATION = "eval/"
@@ -30,6 +30,8 @@ def draw_pictures(run: Path) -> None:
 
 
 def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure  # Imported here, as it is slow and only rank 0 draws.
+
     name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.subplots()
@@ -85,6 +87,10 @@ def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     events = without_waits(events)
     steps = steps_to_draw(events)
     chosen = sorted((e for e in events if e["step"] in steps), key=lambda e: e["start"])
