@@ -141,6 +141,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 def test_what_another_rank_raises_is_heard(tmp_path):
     experiment, out = write_experiment(tmp_path, body=ONE_RAISES), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:

@@ -118,7 +118,7 @@ def _links(world, per_host):
 GROUPS = {4: {1: [2, 4]}, 2: {1: [2], 2: [2, 4]}, 1: {2: [2], 4: [4]}}
 
 
-@pytest.mark.parametrize("per_host", marked(GROUPS, quick=[1]))
+@pytest.mark.parametrize("per_host", marked(GROUPS, quick=[]))
 def test_collectives_are_measured_inside_hosts_and_between_them(pool, per_host):
     answers = pool.run(_links, per_host)
     assert all(answer == answers[0] for answer in answers)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from realhf.cli.experiment_file import load_experiment
 from realhf.cli.init import template_names
 from realhf.cli.main import main
 from tests.cli_tools import REPO
-from tests.samples import pairs
+from tests.samples import marked
 
 
 @pytest.fixture(scope="module", params=["grpo", "sft", "dpo"])
@@ -90,7 +91,8 @@ OWN = {
 """Columns of one's own rows for each template, apart from the prompts."""
 
 
-@pytest.mark.parametrize(("template", "is_chat"), pairs(["grpo", "sft", "dpo"], [False, True]))
+@pytest.mark.parametrize(
+    ("template", "is_chat"), marked(product(["grpo", "sft", "dpo"], [False, True]), quick=[1]))
 def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypatch, capsys):
     def of(role, value):
         return [{"role": role, "content": value}] if is_chat and isinstance(value, str) else value

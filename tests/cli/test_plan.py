@@ -42,7 +42,7 @@ WHAT_IF = ("--what-if", "response_tokens=500,num_hosts=1")
 def planned(tmp_path_factory):
     """Return the JSON answer for PPO of 7B models on 16 GPUs with two changes, and the file of the plan."""
     path, out = tmp_path_factory.mktemp("planned") / "plan.yaml", io.StringIO()
-    words = [PPO_7B, "--cluster", "h100-2x8", "-o", str(path), *WHAT_IF]
+    words = [PPO_7B, "--cluster", "h100-2x8", "-o", str(path), "--gap", "0.05", *WHAT_IF]
     words += ["--what-if", "inter_host.bandwidth=50Gbit/s", "--json"]
     with redirect_stdout(out):
         assert main(["plan", *words]) == 0

@@ -42,6 +42,7 @@ def hosts(*words, size=2):
         yield Command(*REALHF, *words, **{name: str(value) for name, value in (place | shared).items()})
 
 
+@pytest.mark.slow
 def test_the_plan_of_rank_0_goes_to_the_other_hosts(tmp_path):
     """The other host has another machine in view, for which it would make another plan."""
     began = tmp_path / "began"

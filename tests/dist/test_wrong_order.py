@@ -79,7 +79,10 @@ def _run(native, orders, late=(0.0, 0.0)):
     return said, [failure.sentence for failure in board.failures()], time.monotonic() - began
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["pretended NCCL", "gloo"])
+NATIVE = [True, pytest.param(False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("native", NATIVE, ids=["pretended NCCL", "gloo"])
 def test_opposite_orders_end_with_both_ranks_and_operations(native):
     said, sentences, _ = _run(native, (CALLS, CALLS[::-1]))
     (sentence,) = sentences
@@ -99,7 +102,7 @@ def test_opposite_orders_end_with_both_ranks_and_operations(native):
         assert (found[1], found[4]) == places and "done" not in said.values()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["pretended NCCL", "gloo"])
+@pytest.mark.parametrize("native", NATIVE, ids=["pretended NCCL", "gloo"])
 def test_a_rank_that_comes_late_is_waited_for(native):
     said, sentences, seconds = _run(native, (CALLS, CALLS), late=(0.0, 2 * TIMEOUT_SECONDS))
     assert seconds > 2 * TIMEOUT_SECONDS

@@ -69,6 +69,7 @@ def test_a_skipped_update_leaves_the_optimizer_as_it_was(tmp_path):
     assert skipped[1]["actor/lr"] == pytest.approx(3e-3)
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run(tmp_path):
     with pytest.raises(UserError, match="norm is nan at optimizer step 2, and 2 updates before were"):
         _run(tmp_path, {3, 4, 5}, max_skipped=2)

@@ -367,9 +367,10 @@ def _grpo(task, layouts=("d1@0",) * 3):
     return experiment, ExecutionPlan.from_dict({"calls": calls})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
-    [("d1@0",) * 3, pytest.param(("d2@0-1", "d1@1", "d1@0"), marks=pytest.mark.slow)],
+    [("d1@0",) * 3, ("d2@0-1", "d1@1", "d1@0")],
     ids="-".join,
 )
 def test_grpo_from_the_command_line(tmp_path, layouts):

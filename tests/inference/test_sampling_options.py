@@ -158,6 +158,7 @@ def test_kept_caches_change_nothing(pool, versions, tokenizer, layout, name):
     _check(pool, layout, replace(case, changes=True), versions, keep=True)
 
 
+@pytest.mark.slow
 def test_rows_that_give_up_their_memory_lose_no_history(pool, versions, tokenizer, monkeypatch):
     restarted = []
     restart = Scheduler._restart

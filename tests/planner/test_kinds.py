@@ -63,6 +63,7 @@ def train_and_score(cluster, **pins):
     return Problem(graph, roles, {"train": work, "score": work}, cluster, layouts)
 
 
+@pytest.mark.slow
 def test_search_finds_the_best_of_all_plans():
     solved = []
     for seed, problem in mixed_problems(range(60)):

@@ -166,7 +166,7 @@ def predict(case, rank):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", drawn(CASES, 10), ids=_name)
+@pytest.mark.parametrize("case", drawn(CASES, 6), ids=_name)
 def test_peak_is_as_predicted(pool, case):
     ranks = Layout.parse(case.layout).ranks
     for rank, (weights, training, peak) in enumerate(pool.run(measure, case, num_ranks=len(ranks))):

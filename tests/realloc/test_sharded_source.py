@@ -153,7 +153,7 @@ WAYS = [(dtype, shared) for dtype in (torch.float32, torch.bfloat16) for shared 
 
 @pytest.mark.parametrize(
     "source, target, settings, dtype, shared",
-    marked([(*case, *way) for case in CASES for way in WAYS], quick=range(0, len(CASES) * len(WAYS), 5)))
+    marked([(*case, *way) for case in CASES for way in WAYS], quick=range(0, len(CASES) * len(WAYS), 9)))
 def test_every_rank_gets_its_regions(pool, source, target, settings, dtype, shared):
     moved = pool.run(_move, source, target, settings, dtype, shared)
     assert all(received == lacking for received, lacking in moved)

@@ -94,7 +94,7 @@ def _processes():
     return found
 
 
-@pytest.mark.parametrize("landlock", [True, False])
+@pytest.mark.parametrize("landlock", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_code_gets_no_reward_and_has_a_reason(name, landlock, scratch):
     code, reason = HOSTILE[name]

@@ -37,7 +37,8 @@ def _weights(out):
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_two_runs_agree_bit_for_bit(num_ranks, tmp_path):
     """With few slots and little memory; in float32, in which every order of sums shows."""
     experiment = write_experiment(tmp_path, steps=1, body=FLOAT32, max_rows=4, **SETTINGS)

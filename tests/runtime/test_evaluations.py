@@ -209,6 +209,7 @@ def test_evaluations_draw_the_same_numbers_each_time_and_leave_training_alone(ta
     assert _metrics(tmp_path / "without") == trained
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_every_answer_once(task, tmp_path):
     def run(out, start=None):
         experiment = _experiment(task, steps=3, checkpoint_every=1, keep_checkpoints=3)

@@ -174,7 +174,7 @@ def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, s
     assert all(r[2] for r in results)
 
 
-@pytest.mark.parametrize("layouts", [_slow(PLANS[1]), PLANS[2]], ids="-".join)
+@pytest.mark.parametrize("layouts", [_slow(PLANS[1]), _slow(PLANS[2])], ids="-".join)
 def test_exports_are_peft_directories(pool, task, tmp_path, layouts):
     """Check that PEFT opens them with the merged model's outputs, and that a run continues from them."""
     import peft  # Here, as it takes seconds and workers do without it.

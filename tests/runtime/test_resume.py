@@ -104,8 +104,8 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
 
 
-@pytest.mark.parametrize(
-    "variant", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("average", "lora"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["grpo", "average", "lora"])
 def test_another_layout_continues_to_summation_order(pool, tmp_path, variant):
     directory = write_task(tmp_path)
     whole = tmp_path / "whole"

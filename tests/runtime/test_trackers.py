@@ -82,6 +82,7 @@ def wandb_records(path: Path) -> Iterator:
             whole = b""
 
 
+@pytest.mark.slow
 def test_wandb_has_every_metric_under_its_name(tracked):
     files = sorted((tracked.out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [path.name for path in files] == [f"run-{tracked.ids['wandb']}.wandb"] * 2
