@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from realhf.planner.cost.rates import Rates
+from realhf.planner.search.local_search import LocalSearch
 from realhf.planner.search.search_space import SearchSpace
 from realhf.planner.search.tree_search import search
 from tests.planner.problems import random_problem
@@ -83,9 +84,30 @@ def test_bounds_hold_however_early_the_search_stops(seed):
         assert early.lower_bound_seconds <= whole.step_seconds * (1 + 1e-9) <= early.step_seconds * (1 + 2e-9)
 
 
+def test_a_common_layout_that_fits_gives_a_first_plan():
+    """Compared with every plan in which all groups share a layout, each with its leanest options."""
+    num_found = 0
+    for _, space in instances(range(25), at_most=1_000_000):
+        plans = []
+        for layout in {candidate.layout for candidate in space.groups[0].candidates}:
+            options = [[i for i, c in enumerate(g.candidates) if c.layout == layout] for g in space.groups]
+            if all(options):
+                plans.append([
+                    min(of_group, key=(g.resting + g.running + sum(g.copied, start=np.zeros(1))).__getitem__)
+                    for g, of_group in zip(space.groups, options, strict=True)])
+        local = LocalSearch(space)
+        local.start_from_common_layouts()
+        if not plans or (space.excess_bytes(np.array(plans)) > 0).all():
+            continue
+        num_found += 1
+        assert local.best is not None and space.excess_bytes(local.best[None])[0] <= 0
+        assert space.exact_periods(local.best[None])[0] == pytest.approx(local.best_score)
+    assert num_found >= 3
+
+
 def test_the_time_limit_is_what_the_clock_says():
     """A search that has to wait for a core also ends in time, as the limit is not in CPU seconds."""
-    rng = random.Random(5)
+    rng = random.Random(6)
     space = SearchSpace(problem := random_problem(rng, num_calls=5), Rates(problem.cluster))
     told = []
 

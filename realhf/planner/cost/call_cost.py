@@ -133,18 +133,18 @@ class _EqualStages(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def _equal_stages(num_layers: int, pp: int, are_blocks_equal: bool) -> tuple[_EqualStages, ...]:
+def _equal_stages(num_layers: int, pp: int, num_dense: int) -> tuple[_EqualStages, ...]:
     """Return the stages of a pipeline in order, those with the same work as one entry.
 
-    The first and the last stage are by themselves, and so are all stages unless blocks are equal.
+    The first and the last stage are by themselves. The first `num_dense` blocks differ from the others.
     """
-    by_work: dict[tuple[int, int], list[int]] = {}
+    by_work: dict[tuple[int, int, int], list[int]] = {}
     for stage in range(pp):
         first, stop = even_split(num_layers, pp, stage)
-        is_alone = stage in (0, pp - 1) or not are_blocks_equal
-        by_work.setdefault((stage if is_alone else -1, stop - first), []).append(stage)
+        dense = max(0, min(num_dense, stop) - first)
+        by_work.setdefault((stage if stage in (0, pp - 1) else -1, stop - first, dense), []).append(stage)
     return tuple(sorted(
-        _EqualStages(stages[0], num_layers, len(stages)) for (_, num_layers), stages in by_work.items()))
+        _EqualStages(stages[0], work[1], len(stages)) for work, stages in by_work.items()))
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,8 @@ class _Estimate:
     @cached_property
     def _stages(self) -> tuple[_EqualStages, ...]:
         config = self.role.config
-        return _equal_stages(config.num_layers, self.strategy.pp, config.moe is None)
+        num_dense = config.moe.num_dense_layers if config.moe else 0
+        return _equal_stages(config.num_layers, self.strategy.pp, num_dense)
 
     def _block(self, *, backward: bool = False) -> Cost:
         """Return the cost of a block on one micro-batch.

@@ -16,14 +16,13 @@ import numpy as np
 from realhf.cluster import Cluster
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import attention_flops, dense_params
-from realhf.models.param_spec import model_spec
 from realhf.planner.cost.efficiencies import Efficiencies
 from realhf.planner.cost.engine_paths import EnginePath, padded_sizes
 from realhf.planner.cost.expert_load import busiest_load, used_experts
 from realhf.planner.cost.link_rates import LinkRates
 from realhf.planner.cost.rank_groups import Span
 from realhf.planner.memory.shard import widths
-from realhf.planner.workload.problem import ModelRole
+from realhf.planner.workload.problem import ModelRole, parameter_table
 
 _LOGIT_BYTES = 4  # Logits are float32.
 _EXCHANGED_PASSES = 4  # The part of EnginePath.expert_passes that is on the far side of an exchange.
@@ -47,7 +46,7 @@ class BlockShape(NamedTuple):
 def block_shape(config: ModelConfig) -> BlockShape:
     """Return the means over all decoder blocks of a model."""
     c = config
-    spec = model_spec(config)
+    spec = parameter_table(config)
     dense = dense_params(spec) / config.num_layers
     ups = (p for p in spec.params if p.short_name in ("up.weight", "shared_up.weight"))
     width = sum(p.shape[0] for p in ups) / config.num_layers

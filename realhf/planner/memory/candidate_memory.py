@@ -9,10 +9,11 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
+from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.memory.call_memory import RunningMemory
 from realhf.planner.memory.model_states import adapter_bytes, gradient_bytes, optimizer_bytes, weights_bytes
-from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem
+from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, parameter_table
 
 PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
 PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
@@ -142,18 +143,28 @@ def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan) 
     return bytes_on
 
 
+@lru_cache(maxsize=1 << 10)
+def _blocks_by_stage(config: ModelConfig, pp: int, vp: int) -> tuple[tuple[int, int], ...]:
+    """Return the number of blocks and of experts' blocks on each stage."""
+    strategy = ParallelStrategy(pp=pp, vp=vp)
+    stages = (parameter_table(config).stage_layers(strategy, stage) for stage in range(pp))
+    return tuple((len(layers), sum(map(config.has_experts, layers))) for layers in stages)
+
+
 @lru_cache(maxsize=1 << 12)
-def _stages_of(layers: tuple[int, ...], num_ranks: int, trains: bool) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the same as `_telling_stages` for a dense model with these numbers of blocks on its stages."""
-    pp = len(layers)
-    stands_for: dict[tuple[int, ...], int] = {}
-    keys: list[tuple[int, ...]] = []
-    for stage in range(pp):
+def _stages_of(
+    contents: tuple[tuple[int, int], ...], num_ranks: int, trains: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the same as `_telling_stages` for stages with these numbers of blocks and of experts' blocks."""
+    pp = len(contents)
+    stands_for: dict[tuple[object, ...], int] = {}
+    keys: list[tuple[object, ...]] = []
+    for stage, blocks in enumerate(contents):
         is_end = stage in (0, pp - 1)
         part = stage * (num_ranks // pp) // part_size(num_ranks) if trains else 0
-        keys.append((stage,) if is_end else (-1, layers[stage], part))
+        keys.append((stage,) if is_end else (-1, blocks, part))
         stands_for[keys[-1]] = stage  # Later stages of a train step have fewer micro-batches in flight.
-        first = (-2, layers[stage])
+        first = (-2, blocks)
         if not is_end and first not in stands_for:  # The one with the most.
             stands_for[first] = stage
     stages = tuple(sorted({*stands_for.values()}))
@@ -179,14 +190,8 @@ def _telling_stages(
     """Return the stages that may have the most bytes, in order, and which of them have the least bytes at
     each place, (PLACES, stages).
 
-    Between the ends, stages with equally many blocks differ only by the micro-batches in flight of a train
-    step, of which later ones have fewer. With experts, blocks may differ, so these are all stages.
+    Between the ends, stages with equally many blocks of each kind differ only by the micro-batches in flight
+    of a train step, of which later ones have fewer.
     """
-    pp = strategy.pp
-    if role.config.moe is None:
-        layers = tuple(len(role.spec.stage_layers(strategy, stage)) for stage in range(pp))
-        return _stages_of(layers, strategy.num_ranks, trains)
-    by_place = np.zeros((PLACES, pp), bool)
-    for place, stages in enumerate(_stages_by_place(strategy.num_ranks, pp)):
-        by_place[place, stages] = True
-    return tuple(range(pp)), by_place
+    contents = _blocks_by_stage(role.config, strategy.pp, strategy.vp)
+    return _stages_of(contents, strategy.num_ranks, trains)

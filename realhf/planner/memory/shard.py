@@ -11,8 +11,9 @@ import numpy as np
 from realhf.layout import ParallelStrategy
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, ParamSpec, model_spec
+from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import chunk_body, region_size
+from realhf.planner.workload.problem import parameter_table
 from realhf.sizes.chunk_sizes import SMALL_PRODUCT
 from realhf.sizes.kv_blocks import cached_heads
 
@@ -85,7 +86,7 @@ def held_params(
 
     With `lora` they are those of the adapters.
     """
-    shared, experts = _on_stage(config, strategy, stage, lora).sum(axis=1).tolist()
+    shared, experts = _on_stage(config, _split(strategy), stage, lora).sum(axis=1).tolist()
     return shared, experts
 
 
@@ -114,12 +115,19 @@ def _section_sizes(
 ) -> tuple[list[int], list[int]]:
     """Return the sizes of the sections (ModelSpec.sections) of both kinds of `held_params`."""
     sections: tuple[list[int], list[int]] = ([], [])
-    for sizes, counts in zip(sections, _on_stage(config, strategy, stage, lora).tolist(), strict=True):
+    by_kind = _on_stage(config, _split(strategy), stage, lora).tolist()
+    for sizes, counts in zip(sections, by_kind, strict=True):
         for count in counts:
             if not sizes or sizes[-1] >= section_numel:
                 sizes.append(0)
             sizes[-1] += count
     return sections
+
+
+def _split(strategy: ParallelStrategy) -> ParallelStrategy:
+    """Return the smallest strategy that splits parameters in the same way."""
+    s = strategy
+    return ParallelStrategy(pp=s.pp, dp=s.ep, tp=s.tp, ep=s.ep, vp=s.vp)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -141,7 +149,7 @@ def _on_stage(
 @lru_cache(maxsize=64)
 def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
     """Return the parameter table of a model, or of its adapters, by its config, which hashes fast."""
-    return model_spec(config) if lora is None else adapter_spec(config, lora)
+    return parameter_table(config) if lora is None else adapter_spec(config, lora)
 
 
 @lru_cache(maxsize=64)
@@ -174,15 +182,21 @@ def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) ->
     return total
 
 
+@lru_cache(maxsize=64)
+def _last_layer(config: ModelConfig) -> list[ParamSpec]:
+    """Return the parameters of the last layer, with those of the first expert only."""
+    last = config.num_layers - 1
+    return [param for param in _table(config).params if param.layer == last and not param.expert]
+
+
 @lru_cache(maxsize=1 << 12)
 def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     """Return the widths of the last layer on the fullest of `tp` ranks."""
     c = config
-    table = _table(config).params
-    last = config.num_layers - 1
+    table = _last_layer(config)
     rows: dict[str, int] = {}
     for param in table:
-        if param.layer == last and param.split_dim == 0 and not param.expert:
+        if param.split_dim == 0:
             spans = (param.region(tp, index)[0] for index in range(tp))
             rows[param.short_name.removesuffix(".weight")] = max(stop - start for start, stop in spans)
     num_heads = c.num_heads // tp
@@ -209,8 +223,9 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
         widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Experts count as one grouped weight.
-    norms = sum(p.layer == last and p.short_name in _NORMS for p in table)
-    vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
+    norms = sum(p.short_name in _NORMS for p in table)
+    embedding = _table(config).params[0]
+    vocabulary = max(stop - start for start, stop in (embedding.region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
         attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,

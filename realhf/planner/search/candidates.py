@@ -105,6 +105,9 @@ def _fitting(
     states = state_bytes(problem, call, layout.strategy)
     offloads = (False, True) if _can_offload(problem, call, layout.strategy) else (False,)
     held = states.home if call.kind == "train_step" else states.copy
+    rests = 0.0 if len(offloads) > 1 else held
+    if (rests + states.gradients).max() > capacity:
+        return
     room = capacity - (0.0 if len(offloads) > 1 else held[0])
     plans = []
     running = []

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from realhf.planner.cost.parameter_boxes import ContiguousLayout
+from realhf.planner.search.call_group import CallGroup
 from realhf.planner.search.search_space import SearchSpace
 
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _EXACT_AT_ONCE = 6  # Those of them that are evaluated together.
 _MOST_PAIRS = 12_000  # The number of changes of two groups that are evaluated, those with the least work.
+_STARTS = 3  # The number of plans with a common layout that are improved,
+_MOST_CHECKED = 512  # and the most whose memory is counted exactly to find them.
 _PENALTY = 1e6  # Seconds that rank all plans that do not fit after those that do.
 SAME = 1e-9  # Relative difference below which two times are equal.
 
@@ -56,6 +60,40 @@ class LocalSearch:
         leanest = [int(order[0]) for order in by_memory]
         frugal = [int(np.argmin(group.device_seconds)) for group in self._groups]
         return [fastest, leanest, frugal]
+
+    def start_from_common_layouts(self) -> None:
+        """Improve plans in which all groups share a layout, except that one heavy group may have another.
+
+        They are tried in the order of the seconds that they take if memory is no limit. In those that fit,
+        each group has the leanest options of the common layout.
+        """
+        layouts = [_by_layout(group) for group in self._groups]
+        common = [layout for layout in layouts[0] if all(layout in others for others in layouts)]
+        if not common:
+            return
+        fastest, lean = (np.array([[options[layout][i] for options in layouts] for layout in common])
+                         for i in (0, 1))
+        plans = []
+        seconds = []
+        for index in heavy_groups(self._space):
+            for fast, slow in zip(fastest, lean, strict=True):
+                candidates = np.append(self._allowed[index], fast[index])
+                seconds.append(self._space.periods(_changed(fast, index, candidates), exact=False))
+                plans.append(_changed(slow, index, candidates))
+        self._start_from(np.concatenate(plans), np.concatenate(seconds))
+
+    def _start_from(self, plans: np.ndarray, seconds: np.ndarray) -> None:
+        """Improve the first few plans that fit, in the order of these lower bounds."""
+        order = np.argsort(seconds, kind="stable")
+        order = order[: np.searchsorted(seconds[order], self.best_score)]
+        order = order[self._space.excess_bytes(plans[order], exact=False) <= 0][:_MOST_CHECKED]
+        num_improved = 0
+        for row in order.tolist():
+            if num_improved == _STARTS or seconds[row] >= self.best_score:
+                break
+            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+                self.improve(plans[row])
+                num_improved += 1
 
     def offer(self, chosen: np.ndarray, score: float) -> None:
         """Keep a plan that fits if it is the best so far."""
@@ -209,6 +247,16 @@ class LocalSearch:
         """
         excess = np.maximum(0.0, self._space.excess_bytes(plans, exact=exact)) / self._space.capacity
         return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
+
+
+def _by_layout(group: CallGroup) -> dict[ContiguousLayout, tuple[int, int]]:
+    """Return each layout of a group with its fastest candidate and the one that needs least memory."""
+    memory = group.resting + group.running + sum(group.copied, start=np.zeros(1))
+    found: dict[ContiguousLayout, tuple[int, int]] = {}
+    for i, candidate in enumerate(group.candidates):
+        fastest, leanest = found.get(candidate.layout, (i, i))
+        found[candidate.layout] = (fastest, i if memory[i] < memory[leanest] else leanest)
+    return found
 
 
 def _changed(plans: np.ndarray, index: int, candidates: np.ndarray) -> np.ndarray:

@@ -66,6 +66,7 @@ def search(
     local = LocalSearch(space)
     for start in starts:
         local.improve(np.array(start))
+    local.start_from_common_layouts()
     for start in local.starts():
         if local.best_score == np.inf:
             local.improve(np.array(start))

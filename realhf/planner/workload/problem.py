@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,12 @@ from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.sizes.micro_batch import attention_share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@lru_cache(maxsize=64)
+def parameter_table(config: ModelConfig) -> ModelSpec:
+    """Return the parameter table of a model; roles with equal configs share it."""
+    return model_spec(config)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ class ModelRole:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        spec = model_spec(self.config)
+        spec = parameter_table(self.config)
         if isinstance(self.config, TransformersConfig):  # The layers of such a model are unknown.
             spec = replace(spec, section_numel=sys.maxsize)
         return spec
