@@ -15,6 +15,7 @@ from tests.pool import Pool
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.hookimpl(trylast=True)  # After the slow tests have been left out.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with few tests first, which take long: then pytest's own workers, which take whole files in
     this order, end at about the same time."""
