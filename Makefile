@@ -38,10 +38,10 @@ demo: setup
 	$(BIN)/python examples/demo.py $(if $(SEED),--seed $(SEED)) $(DEMO_ARGS)
 
 test: setup
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-all: setup
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu"
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 test-families: setup
 	$(PYTEST) -m "" tests/models/test_families.py
