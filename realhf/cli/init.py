@@ -30,7 +30,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("directory", metavar="DIR", help="directory to write, which may exist")
     add("--template", default="grpo", metavar="NAME", help="grpo (default), sft or dpo")
     add("--model", help="model to train; default: a tiny one with random weights, for these rows")
-    add("--data", metavar="ROWS", help="rows to train on; default: a small set of exercises")
+    columns = "prompt and answer (sft: completion; dpo: chosen, rejected)"
+    rows = f"rows to train on, for a tiny model with the columns {columns}; default: a small set of exercises"
+    add("--data", metavar="ROWS", help=rows)
 
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
@@ -82,10 +84,20 @@ def _files(options: Namespace) -> dict[str, str]:
     if options.data is not None:
         changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
         files = {name: text for name, text in files.items() if name not in _DATA_FILES}
+        files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
     files["experiment.py"] = _with_constants(files["experiment.py"], changes)
     files["README.md"] = "".join(
         line for line in files["README.md"].splitlines(keepends=True) if _describes_written(line, files))
     return files
+
+
+def _with_rows(text: str, options: Namespace) -> str:
+    """Return the tests of the reward with the test of every row for these rows, or without it, if they may
+    have no answers."""
+    if options.model is None and options.template == "grpo" and options.data.endswith(".jsonl"):
+        return _with_constants(text, {"ROWS": f"Path({_quoted(options.data)})"})
+    kept = text[: text.index("\n\n\ndef test_every_row_has")]
+    return re.sub(r"(?m)^(import json\nfrom pathlib import Path\n\n|ROWS = .*\n\n)", "", kept) + "\n"
 
 
 def _quoted(name: str) -> str:

@@ -110,6 +110,11 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     assert ("column `answer`" in capsys.readouterr().err) == (template != "grpo")
     monkeypatch.chdir("own")
     monkeypatch.delitem(sys.modules, "reward", raising=False)
+    tests = Path("test_reward.py").read_text()
+    assert (f"ROWS = Path({str(tmp_path / 'rows.jsonl')!r})" in tests) == (template == "grpo")
+    assert ("test_every_row_has" in tests) == ("json" in tests) == (template == "grpo")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    assert subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
     assert main(["check", "experiment.py", "--batch_size", "2", "--json"]) == 0
     captured = capsys.readouterr()
     text = f"user: {prompts[0]}\nassistant: " if is_chat else prompts[0]
