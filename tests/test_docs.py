@@ -343,7 +343,7 @@ def test_the_tree_of_the_readme_names_what_exists():
 def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     """Run them one after the other, each with all its processes; the examples make the models."""
     write_files(tmp_path)
-    for name in ("plans", "models", "realhf"):  # (The package is found from the current directory.)
+    for name in ("plans", "models", "templates", "realhf"):  # The package is found from here.
         (tmp_path / name).symlink_to(REPO / name)
     found = [c for page in (PAGES[0], *GUIDES) for c in commands(page) if c in REALHF_COMMANDS]
     examples_first = sorted(dict.fromkeys(found), key=lambda c: not c.startswith("realhf run examples/"))
@@ -363,7 +363,7 @@ def test_the_commands_for_plans_as_they_are_written(workplace, tmp_path):
     """Profile this machine with all its workers, plan with and without the profile, and run with it."""
     (tmp_path / "runs").symlink_to(workplace / "runs")
     write_files(tmp_path)
-    for name in ("plans", "models", "realhf"):
+    for name in ("plans", "models", "templates", "realhf"):
         (tmp_path / name).symlink_to(REPO / name)
     own = ("realhf plan", "realhf profile", "realhf run first.py --plan auto")
     found = [c for c in REALHF_COMMANDS if c.startswith(own)]

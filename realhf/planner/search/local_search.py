@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from realhf.planner.cost.parameter_boxes import ContiguousLayout
-from realhf.planner.search.call_group import CallGroup
+from realhf.planner.search.call_group import OPEN, CallGroup
 from realhf.planner.search.search_space import SearchSpace
 
 _HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
@@ -76,11 +76,17 @@ class LocalSearch:
         plans = []
         seconds = []
         for index in heavy_groups(self._space):
-            for fast, slow in zip(fastest, lean, strict=True):
+            open_plans = fastest.copy()
+            open_plans[:, index] = OPEN
+            may_help = self._space.quick_periods(open_plans) < self.best_score
+            for fast, slow in zip(fastest[may_help], lean[may_help], strict=True):
                 candidates = np.append(self._allowed[index], fast[index])
+                left = self._work_left(fast, self.best_score, [index])
+                candidates = candidates[self._work(index, candidates) < left]
                 seconds.append(self._space.periods(_changed(fast, index, candidates), exact=False))
                 plans.append(_changed(slow, index, candidates))
-        self._start_from(np.concatenate(plans), np.concatenate(seconds))
+        if plans:
+            self._start_from(np.concatenate(plans), np.concatenate(seconds))
 
     def _start_from(self, plans: np.ndarray, seconds: np.ndarray) -> None:
         """Improve the first few plans that fit, in the order of these lower bounds."""
