@@ -20,6 +20,8 @@ import numpy as np
 from harness import Goal, machine, report
 from rich.table import Table
 
+from realhf.cli.job import WORKER_NAME
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.cli_tools import write_experiment  # noqa: E402
 
@@ -29,18 +31,22 @@ GOAL_MIB = 10.0
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Return rank -> process id of the launcher's living workers."""
+    """Return rank -> process id of the launcher's living workers, which a child of it has forked."""
     workers_of_host = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                variables = (entry / "environ").read_bytes().split(b"\0") if parent == launcher else []
+                name = (entry / "comm").read_text().strip()
+                if name.startswith(WORKER_NAME) and parent_of(parent_of(int(entry.name))) == launcher:
+                    workers_of_host[int(name.removeprefix(WORKER_NAME))] = int(entry.name)
             except OSError:  # It has just ended.
                 continue
-            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-            workers_of_host |= {rank: int(entry.name) for rank in ranks}
     return workers_of_host
+
+
+def parent_of(pid: int) -> int:
+    """Return the process id of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def sample(pid: int) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.two_hosts import Host
+from realhf.cli.job import WORKER_NAME
 from tests.runtime.tiny import HF_CONFIG, write_task
 
 REPO = Path(__file__).parent.parent
@@ -159,7 +160,11 @@ class Command:
 
     def worker(self, rank: int) -> int:
         """Process id of the worker with this rank."""
-        return next(pid for pid, variables in self.processes().items() if variables.get("RANK") == str(rank))
+        for pid, variables in self.processes().items():
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name == f"{WORKER_NAME}{rank}" or variables.get("RANK") == str(rank):
+                return pid
+        raise ProcessLookupError(f"there is no worker of rank {rank}")
 
 
 def torchrun_on(hosts: Sequence[Host], *words: Any, per_host: int) -> list[Command]:

@@ -12,6 +12,9 @@ from realhf.runtime.compile.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 """Environment variable of workers that our own launcher has started."""
+WORKER_NAME = "realhf rank "
+"""With the rank behind it, the name of a process that our own launcher has forked (in `top`; `ps` shows the
+command that was forked)."""
 LAUNCHER_PLAN = "REALHF_PLAN"
 """Environment variable with the plan, as JSON, that the launcher has made for its workers."""
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from realhf.dist.activity import Activity
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.progress import Progress, without_signal
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task
 
@@ -19,6 +20,10 @@ from tests.runtime.tiny import make_experiment, write_task
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
+
+
+def _constant_reward(completions):
+    return [0.25] * len(completions)
 
 
 class _Noting(Activity):
@@ -187,3 +192,24 @@ def test_a_rank_says_for_whom_it_waits(pool, task):
     lines, *_ = pool.run(_watched, task)
     assert "step 1/1: waits for actor_generate on 1, for ref_forward" in lines
     assert lines[-1] == "step 1/1: waits for the other ranks"
+
+
+def test_a_run_without_a_learning_signal_warns_once(task, capsys):
+    """Every answer has reward 0.25: GRPO's advantages are 0 in every step."""
+    experiment = make_experiment("grpo", task, steps=5, eval_dataset=None)
+    experiment.reward_function = _constant_reward
+    experiment.sampling = replace(experiment.sampling, ignore_eos=True)
+    Trainer(compile_program(experiment, None, world_size=1), World()).run()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "warning" in line] == [
+        "realhf: warning: in 3 steps the answers to each prompt all had the same reward (mean 0.25): nothing "
+        "is learned from them; 100% of the answers were cut off at sampling.max_new_tokens; "
+        "`realhf rollouts` shows them"]
+
+
+def test_a_single_step_with_a_signal_is_enough():
+    """Also, an algorithm that does not compare groups has no such metric."""
+    without = {"reward/zero_std_groups": 1.0, "response_length/clip_ratio": 0.5, "reward/mean": 0.0}
+    assert "50% of the answers" in without_signal([("1", without)] * 3)
+    assert without_signal([("1", without), ("2", without | {"reward/zero_std_groups": 0.9})]) is None
+    assert without_signal([("1", {"reward/mean": 0.0})] * 3) is None

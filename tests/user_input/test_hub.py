@@ -139,15 +139,20 @@ def test_the_experiment_of_the_first_page_is_sound(server, tmp_path):
     checked = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "100 steps, 3200 prompts, 50 epochs of 64 rows" in checked.stdout
+    (plan, *_) = [words for words in on_the_first_page()[1] if words[0] == "plan"]
+    planned = realhf(server, tmp_path / "home", *plan, "--gap", 0.9, cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "the lower bound over the plans enumerated" in planned.stdout and (tmp_path / "plan.yaml").exists()
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_first_page(server, tmp_path):
     """The experiment is as it stands; options make the run short."""
-    text, (_, run, rollouts, evaluation) = on_the_first_page()
+    text, (_, run, rollouts, evaluation, _, profile, plan) = on_the_first_page()
     (tmp_path / "gsm8k.py").write_text(text)
     few = ("--sampling.max-new-tokens", 16, "--eval-dataset.max-rows", 4)
-    for words in ([*run, *few, "--steps", 2, "--batch-size", 4], rollouts, [*evaluation, *few]):
+    run += [*few, "--steps", 2, "--batch-size", 4]
+    for words in (profile, plan, run, rollouts, [*evaluation, *few]):
         done = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "pass@8" in done.stdout

@@ -39,6 +39,8 @@ _ROWS = 12
 _EVAL = "eval/"
 _SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
 """Short names of metrics of evaluations."""
+_STEPS_WITHOUT_SIGNAL = 3
+"""Number of first steps without any difference between rewards after which the user is warned."""
 _PATIENCE_SECONDS = 30.0
 """Seconds without output after which a plain line shows the current activity."""
 
@@ -99,6 +101,8 @@ class Progress:
         elif step % self._program.experiment.log_every == 0:
             shown = [f"{title} {_number(metrics[name])}" for name, title in _titles(metrics).items()]
             self._print(f"step {label}: {', '.join(shown)}")
+        if len(self._rows) == _STEPS_WITHOUT_SIGNAL and (reason := without_signal(self._rows)) is not None:
+            self._console.print(f"realhf: warning: {reason}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         lines = evaluation_lines(metrics, [eval_set.prefix for eval_set in self._program.evaluations])
@@ -154,6 +158,18 @@ class Progress:
         for label, metrics in self._rows:
             table.add_row(label, *(_number(metrics[name]) if name in metrics else "" for name in titles))
         return Group(table, *filter(None, [self._score, str(self._activity)]))
+
+
+def without_signal(steps: Sequence[tuple[str, Mapping[str, float]]]) -> str | None:
+    """Return a warning if no group of answers had different rewards in any of these steps, else None."""
+    if any(metrics.get("reward/zero_std_groups", 0.0) < 1.0 for _, metrics in steps):
+        return None
+    cut_off = sum(metrics["response_length/clip_ratio"] for _, metrics in steps) / len(steps)
+    reward = steps[-1][1]["reward/mean"]
+    return (
+        f"in {len(steps)} steps the answers to each prompt all had the same reward (mean {_number(reward)}): "
+        f"nothing is learned from them; {cut_off:.0%} of the answers were cut off at "
+        "sampling.max_new_tokens; `realhf rollouts` shows them")
 
 
 def _titles(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -1,0 +1,62 @@
+"""Local workers: what the process imports from which they are forked, and what becomes of them and of it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.cli.job import WORKER_NAME
+from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
+
+NO_DEVICE = """
+import importlib, torch
+def refuse(*args, **kwargs):
+    raise AssertionError("asks for a device")
+for name in ("is_available", "device_count", "current_device", "get_device_capability",
+             "get_device_properties", "get_device_name", "init", "_lazy_init"):
+    setattr(torch.cuda, name, refuse)
+torch._C._cuda_getDeviceCount = torch.accelerator.is_available = refuse
+from realhf.cli.launch import PRELOAD
+for module in PRELOAD:
+    importlib.import_module(module)
+try:
+    torch.cuda.is_available()
+except AssertionError:
+    print("nobody has asked")
+"""
+
+
+def test_what_workers_are_forked_from_has_asked_for_no_device():
+    """A fork of a process that has initialized CUDA could not use it."""
+    done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, cwd=REPO)
+    assert (done.stdout, done.returncode) == ("nobody has asked\n", 0), done.stderr
+
+
+def _names(command: Command) -> dict[str, int]:
+    """Return name -> process id of the command's processes."""
+    return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in command.processes()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, tmp_path):
+    """Terminals and supervisors send it to the process group: launcher and fork server. The workers, which
+    are not in it, save and end, and nothing is left."""
+    experiment = write_experiment(tmp_path, steps=1000, eval_dataset=None, checkpoint_every=500)
+    out = tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
+        metrics = out / "metrics.jsonl"
+        assert wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, seconds=60)
+        names = _names(command)
+        assert {f"{WORKER_NAME}{rank}" for rank in range(2)} <= set(names)
+        workers = [names[f"{WORKER_NAME}{rank}"] for rank in range(2)]
+        rest = [pid for pid in command.processes() if pid not in workers]
+        assert all(os.getsid(pid) == pid for pid in workers) and len({os.getpgid(pid) for pid in rest}) == 1
+        for pid in rest:
+            os.kill(pid, number)
+        code, _, err = command.finish(timeout=60)
+        assert wait_until(lambda: not command.processes(), seconds=10)
+    assert code == 1 and f"realhf: ended by {number.name}\n" in err and "the last checkpoint is" in err, err
+    assert list((out / "checkpoints").iterdir())
