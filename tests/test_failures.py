@@ -81,6 +81,7 @@ def test_reward_function(tmp_path):
 
 SHRINK = """
 import os
+import time
 
 path, find = Path({path!r}), experiment.tokenizer_dir
 experiment.actor = replace(experiment.actor, model=str(path.parent), random_init=False)
@@ -88,8 +89,13 @@ calls = []
 
 def tokenizer_dir():
     calls.append(1)
-    if len(calls) == 2 and os.environ.get("RANK") in {ranks}:  # Checked, and not read yet.
-        os.truncate(path, path.stat().st_size // 8 * 4)
+    if len(calls) == 2 and "RANK" in os.environ:  # Checked, and not read yet.
+        size = path.stat().st_size
+        path.with_name("checked." + os.environ["RANK"]).touch()
+        while len(list(path.parent.glob("checked.*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.05)
+        if os.environ["RANK"] in {ranks}:
+            os.truncate(path, size // 8 * 4)
     return find()
 
 experiment.tokenizer_dir = tokenizer_dir

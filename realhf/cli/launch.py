@@ -5,6 +5,7 @@ of their own, and share the memory of the libraries.
 """
 
 import ctypes
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -21,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from realhf.__main__ import main
 from realhf.cli.job import LOCAL_LAUNCHER, WORKER_NAME
+from realhf.cli.main import main
 from realhf.errors import UserError
 
 PRELOAD = (
@@ -101,9 +102,12 @@ def _work(*argv: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{WORKER_NAME}{os.environ['RANK']}".encode(), 0, 0, 0)
+    faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
     sys.argv = ["realhf", *argv]
     try:
         code = main()
+    except KeyboardInterrupt:  # The launcher prints it.
+        code = 1
     except Exception:  # The launcher would keep it to itself.
         traceback.print_exc()
         code = 1
