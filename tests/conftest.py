@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the number of threads with which they compute."""
 
 import fcntl
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     this order, end at about the same time."""
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: num_tests[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections of garbage short: they need not look at what is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

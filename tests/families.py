@@ -83,8 +83,8 @@ QUICK = {
     **dict.fromkeys((*CASES, *MOE_CASES), ("d1",)),
     **dict.fromkeys(("llama-bias", "llama-linear", "llama-dynamic"), ()),
     **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("t2",)),
-    "gemma-3": ("t2p2",),
+    "gemma-3": ("p2",),
     "gpt2": ("p2",),
-    "qwen2-moe": ("e2t2",),
+    "qwen2-moe": ("e2",),
 }
 """The part of the table that is tested every time; the whole takes minutes, and is marked slow."""

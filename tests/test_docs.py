@@ -129,12 +129,13 @@ def left_by(example: str) -> str:
 
 def quick(command: str) -> list[str]:
     """Return words for `main` that try a command in seconds: a run of several processes is only checked, and
-    plans of 64 devices are refused once experiment, cluster and options are understood."""
+    plans of 64 devices or with changes are refused once experiment, cluster and options are understood."""
     words = shlex.split(command)[1:]
     if words[0] == "profile":
         return [*words, "--nproc", "0"]  # Refused once all else is understood.
     if words[0] == "plan":
-        return [*words, *(("--time-limit", "0") if "h100-8x8" in words else ("--gap", "0.9"))]
+        is_long = "h100-8x8" in words or "--what-if" in words
+        return [*words, *(("--time-limit", "0") if is_long else ("--gap", "0.9"))]
     if words[0] != "run" or "--help" in words:
         return words
     if "auto" in words:
@@ -153,7 +154,7 @@ def test_commands_work(command, workplace, capsys):
     err = capsys.readouterr().err
     if command.startswith("realhf profile"):
         assert code == 2 and err == "realhf: --nproc is 0: it must be at least 1\n"
-    elif command.startswith("realhf plan") and "h100-8x8" in command:
+    elif command.startswith("realhf plan") and ("h100-8x8" in command or "--what-if" in command):
         assert code == 2 and err == "realhf: --time-limit 0: it must be above 0 seconds\n"
     else:
         assert code == 0, err

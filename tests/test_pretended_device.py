@@ -12,9 +12,10 @@ from realhf.nn import half_matmul
 from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
+from tests.samples import marked
 
 
-@pytest.mark.parametrize("name", ["gemma-2", "deepseek-v3"])
+@pytest.mark.parametrize("name", marked(["gemma-2", "deepseek-v3"], quick=[1]))
 def test_generation_forward_pass_and_training(tmp_path, name):
     directory = write_model(tmp_path / "model", name)
     prompts = [prompt for prompt in tokens(20).split([3, 10, 7]) for _ in range(2)]

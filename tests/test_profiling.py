@@ -232,6 +232,7 @@ def test_whole_calls_run_what_they_price(max_rows, second, monkeypatch):
     assert (rows, new) == ((1, 40) if second > 1 else (min(8, max_rows), 80))
 
 
+@pytest.mark.slow
 def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):
     crowding = max(1, 4 / num_cores())  # Work on all four ranks is assumed to share the cores.
     for seconds in pool.run(_timed):

@@ -10,6 +10,7 @@ import pytest
 
 from realhf.cli.job import WORKER_NAME
 from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
+from tests.samples import marked
 
 NO_DEVICE = """
 import importlib, torch
@@ -40,7 +41,7 @@ def _names(command: Command) -> dict[str, int]:
     return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in command.processes()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", marked([signal.SIGINT, signal.SIGTERM], quick=[0]))
 def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, tmp_path):
     """Terminals and supervisors send it to the process group: launcher and fork server. The workers, which
     are not in it, save and end, and nothing is left."""

@@ -210,6 +210,7 @@ def _cpu_cluster(directory, **fields):
     return path
 
 
+@pytest.mark.slow
 def test_pins_ties_and_fewer_devices(planned, capsys):
     words = [PPO_7B, "--cluster", "h100-2x8", "--time-limit", 1]
     free, _ = planned

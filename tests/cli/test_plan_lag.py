@@ -53,7 +53,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_devices", "words", "faster"), marked(CASES, quick=[0]))
+@pytest.mark.parametrize(("num_devices", "words", "faster"), marked(CASES, quick=[]))
 def test_both_steps_and_the_faster_one(num_devices, words, faster, capsys):
     devices = ("--devices", num_devices)
     answer = json.loads(printed(capsys, *devices, *shlex.split(words), "--json"))

@@ -90,6 +90,7 @@ def test_a_host_that_waits_for_a_dead_peer_is_freed_and_says_who_died_where_and_
     assert f"realhf: {failure.sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_does_not_come_back_is_ended_with_the_sentence():
     code = (
         "import time\nfrom tests.dist.test_abort import Backend, _rank_0\n"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from realhf.dist.failures import FailureBoard
 from tests.pool import PRELOAD
 
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 3.0
 CALLS = ("actor_train", "critic_train")
 
 
@@ -87,7 +87,7 @@ def test_opposite_orders_end_with_both_ranks_and_operations(native):
     said, sentences, _ = _run(native, (CALLS, CALLS[::-1]))
     (sentence,) = sentences
     found = re.fullmatch(
-        r"all ranks have waited for one another for 5 s \(--timeout\): "
+        r"all ranks have waited for one another for 3 s \(--timeout\): "
         r"rank 0 in (.*): all_reduce 1 of ranks 0-1 \(actor\)(.*), (\d+) s old; "
         r"rank 1 in (.*): all_reduce 1 of ranks 0-1 \(critic\)(.*), (\d+) s old", sentence)
     assert found, sentence
@@ -102,6 +102,7 @@ def test_opposite_orders_end_with_both_ranks_and_operations(native):
         assert (found[1], found[4]) == places and "done" not in said.values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", NATIVE, ids=["pretended NCCL", "gloo"])
 def test_a_rank_that_comes_late_is_waited_for(native):
     said, sentences, seconds = _run(native, (CALLS, CALLS), late=(0.0, 2 * TIMEOUT_SECONDS))

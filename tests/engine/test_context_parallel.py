@@ -100,7 +100,7 @@ def _train(world, text, max_tokens, recompute):
 
 @pytest.mark.parametrize(
     ("recompute", "layout"),
-    marked([(True, "c2p2@0-3"), *((False, layout) for layout in LAYOUTS)], quick=(0, 1, 2)))
+    marked([(True, "c2p2@0-3"), *((False, layout) for layout in LAYOUTS)], quick=[0]))
 def test_metrics_of_training_count_every_token_once(pool, layout, recompute):
     expected = _train(World(), "d1@0", 40, False)
     assert expected[0]["grad_norm"] > 0.5

@@ -131,7 +131,8 @@ def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
         assert host_bytes == held and 0 < buffer_bytes < 0.7 * held
 
 
-@pytest.mark.parametrize("section_numel, window", [(1 << 24, 640), (2000, 640), (2000, 128)])
+@pytest.mark.parametrize(
+    "section_numel, window", marked([(1 << 24, 640), (2000, 640), (2000, 128)], quick=[2]))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_slices_bound_the_memory_of_large_sections(monkeypatch, section_numel, window, dtype):
     """A model in one section, and one in several, of which two slices are on the device at a time."""
@@ -265,7 +266,7 @@ print(torch._C._accelerator_getAllocatorSettings())
     ({}, "expandable_segments:True"),
     ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
-], quick=(0, 2)))  # fmt: skip
+], quick=[2]))  # fmt: skip
 def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
     others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     made = subprocess.run(

@@ -132,7 +132,7 @@ def _train(world, name, text, recompute):
         ("deepseek-v3", "d4e2@0-3"),
         ("deepseek-v3", "e2c2@0-3"),
         ("qwen2-moe", "e2p2@0-3"),
-    ], quick=(1, 3)),
+    ], quick=[3]),
 )
 def test_training_is_that_of_one_process(pool, name, layout):
     expected, whole = _train(World(), name, "d1@0", False)

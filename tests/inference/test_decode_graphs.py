@@ -37,6 +37,7 @@ def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
     assert len(tapes) <= 5  # Of 16, 8, 4, 2 and 1 rows, however many calls there are.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(["llama-3.1", "gpt2"], quick=[0]))
 def test_merged_adapters_keep_the_recorded_passes(name, tmp_path):
     """The adapters change between two calls, as by training, and their merged weights stay in one place."""

@@ -113,6 +113,7 @@ def test_merged_adapters_are_recorded_once(tmp_path):
     assert set(replays) == {1} and max(launches) < 60
 
 
+@pytest.mark.slow
 def test_an_inserted_phrase_waits_for_nothing(tmp_path):
     write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
     steps = _steps(tmp_path / "model", interruption=InsertedPhrase(6, phrase=(7, 8, 9), end=(5, 6)))

@@ -46,7 +46,7 @@ def assert_same(found, expected):
         assert found[i][3] == row[3]
 
 
-@pytest.mark.parametrize("budget", [1, 7, 10, 16, 20])
+@pytest.mark.parametrize("budget", marked([1, 7, 10, 16, 20], quick=[1, 3]))
 def test_rounds_give_the_tokens_of_one_call(versions, budget):
     case = Case(_batches(), [None], MAX_NEW, model=versions[1])
     expected, _ = alone(case)
@@ -67,7 +67,7 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
     marked([
         {"max_rows": 2}, {"max_rows": 1}, {"prefill_tokens": 7},
         {"kv_cache_gib": 5 * BLOCK_GIB}, {"kv_cache_gib": 6 * BLOCK_GIB, "prefill_tokens": 50},
-    ], quick=(0, 4)),
+    ], quick=[4]),
 )  # fmt: skip
 def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     restarted = []
@@ -116,7 +116,7 @@ def _generate_counting(world, text, case):
         native.PromptQueue = queue
 
 
-@pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["d2@0-1", "d2p2@0-3"], quick=[0]))
 def test_unfinished_samples_that_others_take_keep_their_columns(pool, versions, layout):
     """No samples come after the first round; the first shard has most, and few slots."""
     batches = [[prompt for batch in _batches() for prompt in batch]]

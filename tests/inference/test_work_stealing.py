@@ -167,6 +167,7 @@ def test_nothing_moves_where_all_begin_at_once(pool):
     assert num_stolen == {0: 0, 1: 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", marked(["d2@0-1", "d2c2@0-3", "e2@0-1"], quick=[2]))
 def test_without_stealing_every_prompt_stays_where_it_is(pool, layout):
     family = "qwen2-moe" if "e" in layout else "qwen2"

@@ -61,7 +61,7 @@ def test_optimizer_owns_every_element_where_it_says(megatron, name, layout):
     assert_state_is_right(ranks, native, model_spec(ModelConfig.from_hf(hf)), layout=layout)
 
 
-@pytest.mark.parametrize(("library", "dtype"), LIBRARIES)
+@pytest.mark.parametrize(("library", "dtype"), marked(LIBRARIES, quick=[0]))
 def test_optimizer_owns_every_element_of_grouped_experts(megatron, library, dtype):
     hf = hf_config("qwen3-moe")
     ranks = megatron("with_library", library, "state", hf, "d2t2@0-3", dtype, num_ranks=4)
@@ -79,7 +79,7 @@ def test_weights_go_to_our_layout_and_back(megatron, name, layout, other):
         assert not differing
 
 
-@pytest.mark.parametrize(("library", "dtype"), LIBRARIES)
+@pytest.mark.parametrize(("library", "dtype"), marked(LIBRARIES, quick=[0]))
 def test_grouped_experts_go_to_our_layout_and_back(megatron, library, dtype):
     job = ("moved_back", hf_config("qwen3-moe"), "d2t2e2@0-3", "p2@1-2", dtype)
     for differing in megatron("with_library", library, *job, num_ranks=4):
@@ -105,7 +105,9 @@ def test_exported_model_gives_transformers_the_same_logits(megatron, tmp_path, n
         assert values == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen2", "t2p2v2@0-3"), ("qwen3-moe", "d2t2e2@0-3")])
+@pytest.mark.parametrize(("name", "layout"), marked([
+    ("qwen2", "t2p2v2@0-3"), ("qwen3-moe", "d2t2e2@0-3"),
+], quick=[0]))  # fmt: skip
 def test_loading_reads_into_the_tensors_in_place(megatron, tmp_path, name, layout):
     """No tensor is made that is half as large as the weights of a rank."""
     hf = hf_config(name) | {"vocab_size": 60_000}

@@ -45,7 +45,7 @@ def _train(world, hf, layout, recompute):
         *((layout, True, False) for layout in LAYOUTS),
         *((layout, False, False) for layout in UNTIED),
         *((layout, False, True) for layout in ("c2t2@0-3", "c2p2@0-3")),
-    ], 9),
+    ], 5),
 )  # fmt: skip
 def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied, recompute):
     hf = hf_config(tied=tied)

@@ -148,7 +148,7 @@ def _spread_choice(model):
             split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
 
 
-@pytest.mark.parametrize("layout, name", marked(LAYOUTS, quick=range(0, len(LAYOUTS), 4)))
+@pytest.mark.parametrize("layout, name", marked(LAYOUTS, quick=range(0, len(LAYOUTS), 6)))
 def test_logits_gradients_and_router_losses_are_those_of_one_process(pool, layout, name):
     hf, parsed = hf_config(name), Layout.parse(layout)
     _, expected, whole, expected_losses = _train(World(), hf, "d1@0", False)

@@ -137,6 +137,7 @@ def test_the_fast_kind_trains(fast_first):
     assert again.step_seconds == pytest.approx(planned.result.step_seconds)
 
 
+@pytest.mark.slow
 def test_a_plan_is_no_worse_than_on_either_kind_alone():
     for seed in range(3):
         rng = random.Random(seed)

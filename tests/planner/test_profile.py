@@ -320,6 +320,7 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))
 
 
+@pytest.mark.slow
 def test_a_profile_needs_neither_weights_nor_data(tmp_path: Path):
     """The command measures a model that has only a name, and its file has a price of each call."""
     path, out = tmp_path / "named.py", tmp_path / "profile.yaml"

@@ -248,6 +248,7 @@ def test_what_if_is_a_plan_for_the_changed_problem(planned):
         assert str(planned.plan[name].layout) != layout
 
 
+@pytest.mark.slow
 def test_layouts_that_do_not_go_with_a_change(planned):
     limits = SearchLimits(60.0, 0.2)
     fewer = what_if(planned, {"num_hosts": "1"}, limits)

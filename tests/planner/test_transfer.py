@@ -97,6 +97,7 @@ def are_near(found):
     return all(1 / MOST < ratio < MOST for ratio in found)
 
 
+@pytest.mark.slow
 def test_estimates_are_near_the_schedules():
     clusters = ("h100-1x8", "h100-2x8", "h100-8x8", "cpu-laptop")
     found = [ratios(*movement(seed, QUICK[:3] if seed % 2 else QUICK[3:], clusters)) for seed in range(40)]

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import PRELOAD
+from tests.samples import marked
 
 NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 
@@ -53,7 +54,8 @@ def _rank(rank, port, fault, at_wave, results):
     os._exit(0)
 
 
-@pytest.mark.parametrize("fault, at_wave", [("dies", 0), ("dies", 3), ("falls silent", 3)])
+@pytest.mark.parametrize(
+    "fault, at_wave", marked([("dies", 0), ("dies", 3), ("falls silent", 3)], quick=[0, 1]))
 def test_the_others_name_role_peer_and_wave(fault, at_wave):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

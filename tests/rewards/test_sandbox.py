@@ -241,17 +241,18 @@ def test_an_ordinary_user_is_protected_as_well(landlock):
                              capture_output=True, text=True) if os.path.exists(python) else None  # fmt: skip
     if os.geteuid() != 0 or not readable or version is None or "True" not in version.stdout:
         pytest.skip("needs root, a readable checkout and Python 3.11 of the system")
+    hostile = [case for case in HOSTILE.values() if case[1] != "timeout"]  # Limits are as for root.
     script = f"""
 import os
 from realhf.rewards.sandbox import Sandbox
 box = Sandbox(cpu_seconds=1, wall_seconds=2.5, landlock={landlock})
-for code in {[code for code, _ in HOSTILE.values()]!r}:
+for code in {[code for code, _ in hostile]!r}:
     print(box.run(code).reason)
 print(box.run("import os, json; print(os.getuid())").reason, os.getuid())
 """
     result = subprocess.run([python, "-B", "-c", script], cwd=ROOT, capture_output=True, text=True, user=4321)
     assert result.returncode == 0, result.stderr
-    expected = [reason for _, reason in HOSTILE.values()]
+    expected = [reason for _, reason in hostile]
     assert result.stdout.split("\n")[:-1] == [*expected, "passed 4321"]
 
 

@@ -80,7 +80,7 @@ def test_a_sample_on_which_one_reward_fails_is_dropped(capsys):
 
 
 @pytest.mark.parametrize("failure", ["raises", "hangs", "nan"])
-@pytest.mark.parametrize("concurrency", [None, 4])
+@pytest.mark.parametrize("concurrency", marked([None, 4], quick=[1]))
 def test_a_side_reward_that_fails_may_be_skipped(failure, concurrency, capsys):
     def side(completions, log_metric):
         log_metric("calls", 1.0)

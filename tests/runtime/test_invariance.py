@@ -73,7 +73,7 @@ def reference(pool, task):
 
 @pytest.mark.parametrize(
     ("kind", "layouts"),
-    marked([*CASES, *SLOW], quick=(3, 7, 8)),
+    marked([*CASES, *SLOW], quick=(7, 8)),
     ids=lambda v: v if isinstance(v, str) else "-".join(dict.fromkeys(v)),
 )
 def test_plan_does_not_change_results(pool, task, reference, kind, layouts):

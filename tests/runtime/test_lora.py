@@ -26,6 +26,7 @@ from realhf.runtime.weights.model_store import ModelStore
 from tests.cli_tools import TIMED
 from tests.nn.tiny import build
 from tests.runtime.tiny import HF_CONFIG, Recorder, make_experiment, recording, write_task
+from tests.samples import marked
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")
 PPO_CALLS = (
@@ -161,11 +162,11 @@ def _memory(world, task, layouts):
 
 @pytest.mark.parametrize(
     "layouts, shared, loaded",
-    [
+    marked([
         (("d4@0-3", "d2t2@0-3", "d2t2@0-3"), [True] * 4, [1] * 4),
         (("d4@0-3", "t2@2-3", "d2t2@0-3"), [False, False, True, True], [1] * 4),
         (("d4@0-3", "d2@2-3", "d2t2@0-3"), [False] * 4, [1, 1, 2, 2]),
-    ],
+    ], quick=[1]),
 )
 def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, shared, loaded):
     results = pool.run(_memory, task, layouts)

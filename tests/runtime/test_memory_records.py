@@ -16,6 +16,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl, untimed
 from tests.runtime.tiny import make_experiment, role, write_task
+from tests.samples import marked
 
 
 def _trainer(directory, out, *, start=None, predicts=False, plan=None, **changes):
@@ -30,7 +31,7 @@ def _trainer(directory, out, *, start=None, predicts=False, plan=None, **changes
     return Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True)
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", marked([False, True], quick=[1]))
 def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
     """On a CPU what the engines hold is counted. The parameters are float64: 8 bytes each."""
     directory = write_task(tmp_path)
@@ -112,6 +113,7 @@ def test_a_recorded_cache_that_does_not_fit_any_more_is_refused(monkeypatch, tmp
     assert " on rank 0, as when it began, and " in text and "set kv_cache_gib" in text
 
 
+@pytest.mark.slow
 def test_a_plan_with_rows_may_take_all_that_passes_leave(monkeypatch, tmp_path):
     directory = write_task(tmp_path)
     monkeypatch.setattr(cache_limit, "free_bytes", lambda device, *, num_users: 1 << 24)

@@ -89,7 +89,7 @@ def _train(world, task, out, layouts):
     return Trainer(program, world, out=out, quiet=True).run().metrics
 
 
-@pytest.mark.parametrize("train", ["t2@0-1", "d2@0-1"])
+@pytest.mark.parametrize("train", marked(["t2@0-1", "d2@0-1"], quick=[1]))
 def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train):
     """Both use the same ranks, and reallocations for the next step are in flight when the export starts."""
     layouts = {"actor_generate": "p2@0-1", "ref_forward": "d2@0-1", "actor_train": train}
@@ -110,6 +110,7 @@ def _train_with_one_posting_thread(world, *arguments):
         model_store.make_runner = make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generate", marked(["t2@0-1", "d2@2-3"], quick=[1]))
 def test_reallocations_that_the_main_thread_posts_change_nothing(pool, tmp_path, generate):
     """As on CUDA: at their place among the calls, in the thread of the calls, once all ranks are ready."""

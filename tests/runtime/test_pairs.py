@@ -193,6 +193,7 @@ def test_the_summary_of_a_run_without_scores(task, tmp_path):
     assert result.summary["eval_metric"] == "eval/loss" and not (tmp_path / "eval.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_transformers_own_class_keeps_pairs_together(pool, task):
     found = {
         layout: _numbers(pool.run(_theirs, layout, tokens, task)[0])

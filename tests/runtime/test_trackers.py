@@ -102,6 +102,7 @@ def test_wandb_has_every_metric_under_its_name(tracked):
     assert found == tracked.metrics and sorted(found) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_metric_and_setting(tracked):
     from mlflow import MlflowClient
 
