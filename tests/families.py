@@ -82,7 +82,7 @@ MOE_LAYOUTS = ("e2", "e2t2")
 QUICK = {
     **dict.fromkeys((*CASES, *MOE_CASES), ("d1",)),
     **dict.fromkeys(("llama-bias", "llama-linear", "llama-dynamic"), ()),
-    **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("t2",)),
+    **dict.fromkeys(("olmo-2", "phi-3"), ("t2",)),
     "gemma-3": ("p2",),
     "gpt2": ("p2",),
     "qwen2-moe": ("e2",),

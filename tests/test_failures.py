@@ -270,6 +270,7 @@ def test_traceback_on_request(tmp_path, capsys):
     assert err.splitlines()[-1].startswith(f"realhf: experiment {experiment} line ")
 
 
+@pytest.mark.slow
 def test_host_without_loopback(tmp_path):
     experiment, out = write_experiment(tmp_path), tmp_path / "run"
     if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:

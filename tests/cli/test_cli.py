@@ -22,6 +22,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
 from tests.runtime.tiny import write_task
+from tests.samples import drawn
 
 GRAPH = """
 graph = experiment.graph()
@@ -429,7 +430,7 @@ def test_check_finds_two_homes(tmp_path, refused):
     refused("check", path, "--plan", plan, says=says)
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", drawn(WORDS, 40))
 def test_check_finds_words(experiment, refused, words):
     here = str(experiment.parent)
     refused(

@@ -41,6 +41,7 @@ def _names(command: Command) -> dict[str, int]:
     return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in command.processes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", marked([signal.SIGINT, signal.SIGTERM], quick=[0]))
 def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, tmp_path):
     """Terminals and supervisors send it to the process group: launcher and fork server. The workers, which

@@ -82,6 +82,7 @@ def _run(native, orders, late=(0.0, 0.0)):
 NATIVE = [True, pytest.param(False, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", NATIVE, ids=["pretended NCCL", "gloo"])
 def test_opposite_orders_end_with_both_ranks_and_operations(native):
     said, sentences, _ = _run(native, (CALLS, CALLS[::-1]))

@@ -88,7 +88,7 @@ ONE_KV_HEAD = hf_config() | {"num_key_value_heads": 1}  # Ranks over tp share it
         (hf_config(), "d2c2@0-3", 5, False), (hf_config(tied=True), "d2p2@0-3", 7, True),
         (ONE_KV_HEAD, "d2t2@0-3", 6, False), ("qwen3-moe", "d4e2@0-3", 6, True),
         ("deepseek-v3", "d2e2p2@0-3", 6, False), ("deepseek-v3", "d2e2p2@0-3", 6, True),
-    ], quick=(1, 6)),
+    ], quick=[6]),
 )  # fmt: skip
 def test_early_sums_change_nothing(pool, config, layout, num_rows, recompute):
     whole, parts = (

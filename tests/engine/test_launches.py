@@ -52,6 +52,7 @@ def _train(config, layout, rank, *, num_ranks, num_micro_batches=2):
     return spec, world.log.posts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", marked([0, 63], quick=[1]))
 def test_a_7b_model_on_64_replicas_takes_two_collectives_per_section(rank):
     layout = Layout.parse("d64@0-63")

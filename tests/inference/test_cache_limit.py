@@ -88,6 +88,7 @@ def _generated(world, layout, free):
         cache_limit.free_bytes = real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", marked(["d2@0-1", "t2p2@0-3", "d2t2@0-3"], quick=[1]))
 def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
     """Rank 1 has memory for 20 blocks; the rows want more."""

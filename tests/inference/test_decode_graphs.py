@@ -111,6 +111,7 @@ def _generate_recorded(world, layout, directory):
     return made, len(replays), joins
 
 
+@pytest.mark.slow
 def test_passes_with_collectives_wait_for_earlier_posts(pool, tmp_path):
     """Posts in a recorded pass are no part of the chain of posts (dist/communicators.py)."""
     write_family("llama-3.1", tmp_path)

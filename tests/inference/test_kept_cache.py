@@ -158,7 +158,7 @@ def _experts(world, text, case):
     return _kept(engine, replace(case, model="{}", changes=True), world)
 
 
-@pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["e2@0-1", "e2p2@0-3"], quick=[1]))
 def test_experts_keep_company(pool, layout):
     case = Case(_batches(), [5], 12, KEEP)
     expected = _experts(World(), "d1@0", case)

@@ -174,6 +174,7 @@ def test_a_round_computes_histories_with_its_own_weights(versions):
         check_rows(found, expected, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_change_on_every_layout(pool, versions, layout):
     case = _changing(versions)

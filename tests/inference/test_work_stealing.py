@@ -147,6 +147,7 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
         assert len({num_stolen[rank] for rank in replica}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", marked(["d2@0-1", "d2p2@0-3"], quick=[0]))
 def test_what_waits_for_memory_goes_to_others_too(pool, layout):
     """Prompts have one or two blocks; a cohort's memory is enough for three rows. (With two stages there are

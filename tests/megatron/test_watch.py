@@ -10,6 +10,7 @@ from tests.dist.test_abort import Backend
 from tests.megatron.test_curves import hf_config
 
 
+@pytest.mark.slow
 def test_a_train_step_waits_in_operations_that_are_known(megatron):
     """Without a GPU, over gloo: the waits of the host. Every group of the step has some."""
     for layout, groups, pipelines in [

@@ -90,6 +90,7 @@ def _split_experts(world):
         return traffic.waits, x_TH.grad.is_cuda, decoding.waits
 
 
+@pytest.mark.slow
 def test_split_experts_wait_once_in_a_layer(pool):
     """The ranks must know how many rows each sends to each; the way back and the backward pass know it. While
     decoding, they gather all tokens instead."""

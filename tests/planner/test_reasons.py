@@ -142,6 +142,7 @@ def test_seconds_under_a_change_are_those_of_the_changed_problem(planned):
         assert sensitivity.seconds(chosen, key, factor) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
     space = planned.space
     sensitivity = Sensitivity(space)

@@ -70,6 +70,7 @@ def run(world, directory, out, layout, start=None):
     return lengths.steps
 
 
+@pytest.mark.slow
 def test_a_run_and_its_continuation_log_their_compute(pool, tmp_path):
     directory = write_task(tmp_path)
     whole, alone = tmp_path / "whole", tmp_path / "alone"

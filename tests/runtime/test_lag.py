@@ -96,7 +96,7 @@ def assert_close(metrics: list[dict], expected_metrics: list[dict]) -> None:
             assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
 
 
-@pytest.mark.parametrize(("lag", "plan"), marked(product(LAGS, PLANS), quick=(5, 14)))
+@pytest.mark.parametrize(("lag", "plan"), marked(product(LAGS, PLANS), quick=[5]))
 def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     batches, metrics, score = pool.run(run_lagged, PLANS[plan], task, *LAGS[lag])[0]
     expected_batches, expected_metrics, expected_score = reference[lag]

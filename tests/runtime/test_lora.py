@@ -125,6 +125,7 @@ def test_adapters_learn(reference):
     assert metrics[-1]["actor/ref_kl"] > 1e-6 and all(step["actor/grad_norm"] > 1e-3 for step in metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [_slow(("d1@0",) * 3), PLANS[1]], ids="-".join)
 def test_merged_generation_draws_the_same_tokens(pool, task, reference, layouts):
     tokens, _, summary = pool.run(_run, "grpo", layouts, task, replace(LORA, merge=True))[0]

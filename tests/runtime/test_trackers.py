@@ -117,6 +117,7 @@ def test_mlflow_has_every_metric_and_setting(tracked):
         assert history == {step: m[name] for step, m in tracked.metrics.items() if name in m}, name
 
 
+@pytest.mark.slow
 def test_trackio_has_every_metric(tracked):
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
