@@ -6,8 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.pool import Pool
 
@@ -22,6 +24,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     this order, end at about the same time."""
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: num_tests[item.path])
+
+
+class _Scheduler(LoadFileScheduling):
+    """Gives pytest's workers a file each; all files of Megatron to one of them, as it takes long to import."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "megatron" if nodeid.startswith("tests/megatron/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduler:
+    return _Scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

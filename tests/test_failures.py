@@ -119,6 +119,7 @@ def test_weights_that_break_behind_the_check(tmp_path):
     assert sentences[0].startswith(f"realhf: actor.model: {weights}/model.safetensors is truncated: ")
 
 
+@pytest.mark.slow
 def test_killed_worker(tmp_path):
     experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:

@@ -89,7 +89,8 @@ def _measured(world, per_host):
         return measure_cluster(Clock(_apart(world, per_host)), ["float32"])
 
 
-@pytest.mark.parametrize("per_host", marked([4, 2, 1], quick=[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("per_host", [4, 2, 1])
 def test_links_are_measured_where_they_are(pool, per_host):
     answers = pool.run(_measured, per_host)
     assert all(answer == answers[0] for answer in answers)

@@ -26,7 +26,7 @@ from realhf.planner.sensitivity import WIDEST, Sensitivity, TippingPoint
 from realhf.user_input.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally long.
-_PROMISING = 16  # The number of plans that are evaluated with reallocations.
+_PROMISING = 16  # The most plans of a group that are evaluated with reallocations.
 _CAUSES = ("calls", "reallocation", "waiting")
 
 
@@ -144,10 +144,11 @@ class _Alternatives:
         candidates = space.groups[group_index].candidates
         layout = candidates[chosen[group_index]].layout
         others = np.array([i for i, c in enumerate(candidates) if c.layout != layout], dtype=int)
-        self._plans = np.repeat(chosen[None], len(others), axis=0)
-        self._plans[:, group_index] = others
-        self._rough = space.periods(self._plans, exact=False) if len(others) else np.zeros(0)
-        self._excess = space.excess_bytes(self._plans) if len(others) else np.zeros(0)
+        plans = np.repeat(chosen[None], len(others), axis=0)
+        plans[:, group_index] = others
+        bounds = space.periods(plans, exact=False) if len(others) else np.zeros(0)
+        order = np.argsort(bounds, kind="stable")
+        self._plans, self._bounds = plans[order], bounds[order]
 
     @property
     def status(self) -> str | None:
@@ -161,7 +162,7 @@ class _Alternatives:
 
     @cached_property
     def runner_up(self) -> RunnerUp | None:
-        if (best := self._best(self._excess <= 0)) is None:
+        if (best := self._best(fits=True)) is None:
             return None
         plan, seconds = best
         longer = seconds / self._step_seconds - 1
@@ -176,8 +177,8 @@ class _Alternatives:
     @cached_property
     def too_large(self) -> TooLarge | None:
         """The fastest layout that lacks memory, if the step would be shorter with it."""
-        best = self._best(self._excess > 0)
-        if best is None or best[1] > self._step_seconds * (1 - _SAME):
+        best = self._best(fits=False, limit=self._step_seconds * (1 - _SAME))
+        if best is None:
             return None
         plan, seconds = best
         account = MemoryAccount(self._space.problem)
@@ -187,15 +188,21 @@ class _Alternatives:
         changed = _changed_options(*(self._candidate(p).variants for p in (self._chosen, plan)))
         return TooLarge(self._layout(plan), changed, 1 - seconds / self._step_seconds, lacking, needed)
 
-    def _best(self, allowed: np.ndarray) -> tuple[np.ndarray, float] | None:
-        """Return the best allowed plan with its seconds per step."""
-        plans = self._plans[allowed]
-        if not len(plans):
-            return None
-        plans = plans[np.argsort(self._rough[allowed], kind="stable")[:_PROMISING]]
-        seconds = self._space.exact_periods(plans)
-        best = int(np.argmin(seconds))
-        return plans[best], float(seconds[best])
+    def _best(self, *, fits: bool, limit: float = math.inf) -> tuple[np.ndarray, float] | None:
+        """Return the best plan that fits, or does not, with its seconds per step if they are below the limit.
+
+        Memory is counted only where the lower bound of the step leaves it a chance.
+        """
+        best, num_left = None, _PROMISING
+        for plan, bound in zip(self._plans, self._bounds, strict=True):
+            if bound >= limit or not num_left:
+                break
+            if (self._space.excess_bytes(plan[None])[0] <= 0) == fits:
+                num_left -= 1
+                seconds = float(self._space.exact_periods(plan[None])[0])
+                if seconds < limit:
+                    best, limit = (plan, seconds), seconds
+        return best
 
     def _candidate(self, plan: np.ndarray) -> Candidate:
         return self._space.groups[self._group_index].candidates[plan[self._group_index]]

@@ -30,6 +30,7 @@ except AssertionError:
 """
 
 
+@pytest.mark.slow
 def test_what_workers_are_forked_from_has_asked_for_no_device():
     """A fork of a process that has initialized CUDA could not use it."""
     done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, cwd=REPO)

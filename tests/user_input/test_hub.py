@@ -78,6 +78,7 @@ def test_names_of_the_hub_and_other_texts():
         assert parse_hub_name(other) is None
 
 
+@pytest.mark.slow
 def test_an_experiment_that_names_model_and_data(server, tmp_path):
     """`check` downloads the small files, `run` the weights, and the next commands nothing at all."""
     home = tmp_path / "home"
