@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Scheduler(LoadFileScheduling):
-    """Gives pytest's workers a file each; all files of Megatron to one of them, as it takes long to import."""
+    """Gives pytest's workers a file each; those of Megatron, which takes long to import, all to one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "megatron" if nodeid.startswith("tests/megatron/") else super()._split_scope(nodeid)

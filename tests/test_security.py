@@ -1,6 +1,7 @@
 """What docs/security.md claims about the package's code, and messages of a size that nobody can mean."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ OBJECTS = (
     "send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object", "gather_object",
     "scatter_object_list",
 )  # fmt: skip
-MODULES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def calls():
     """Yield file, dotted name and node of every call in the package."""
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 yield path.relative_to(PACKAGE), ast.unparse(node.func), node
@@ -31,7 +36,7 @@ def test_nothing_unpickles_or_runs_text():
              if name in refused or name.split(".")[-1] in OBJECTS]  # fmt: skip
     runner = "rewards/sandbox_runner.py"  # It runs in a process that it has confined before.
     assert sorted(wrong) == [(runner, "compile"), (runner, "exec")]
-    nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in modules().values() for node in ast.walk(tree)]
     imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert {name.split(".")[0] for name in imported} & set(UNPICKLES) == set()
@@ -42,7 +47,7 @@ def test_yaml_is_read_by_a_safe_loader():
     loads = [(str(path), ast.unparse(node)) for path, name, node in calls()
              if name.startswith("yaml.") and "load" in name]  # fmt: skip
     assert loads == [("user_input/shipped.py", "yaml.load(path.read_text(encoding='utf-8'), _Loader)")]
-    (loader,) = (node for node in ast.walk(MODULES[PACKAGE / "user_input/shipped.py"])
+    (loader,) = (node for node in ast.walk(modules()[PACKAGE / "user_input/shipped.py"])
                  if isinstance(node, ast.ClassDef) and node.name == "_Loader")  # fmt: skip
     assert [ast.unparse(base) for base in loader.bases] == ["yaml.SafeLoader"]
 
@@ -55,7 +60,7 @@ def test_files_run_only_as_the_experiment():
 
 def test_transformers_never_loads_code_or_asks_the_network():
     how = "how = {'local_files_only': True, 'use_safetensors': True, 'trust_remote_code': False}"
-    assert how in ast.unparse(MODULES[PACKAGE / "engine/hf_factory.py"])
+    assert how in ast.unparse(modules()[PACKAGE / "engine/hf_factory.py"])
     found = {}
     for path, name, node in calls():
         if name.split(".")[-1] in ("from_pretrained", "from_config"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl import GRPOTrainer, RLOOTrainer
+import trl  # Its classes are imported on their first use, as that takes seconds.
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.data.batch import Batch, Packed
@@ -112,7 +112,7 @@ def test_losses_of_grpo_equal_trl(case):
     for seed in range(3):
         batch = _batch(seed)
         value, grad, metrics = _ours(batch, PolicyLossConfig(**ours))
-        expected, expected_grad = _theirs(GRPOTrainer, batch, **theirs)
+        expected, expected_grad = _theirs(trl.GRPOTrainer, batch, **theirs)
         assert value == pytest.approx(expected, rel=1e-9)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-12)
         assert 0 < metrics["clip_fraction"] < 1  # Both sides of the bounds occur.
@@ -122,7 +122,7 @@ def test_the_loss_of_rloo_equals_trl():
     for seed in range(3):
         batch = _batch(seed)
         value, grad, metrics = _ours(batch, PolicyLossConfig(ratio="sequence"))
-        expected, expected_grad = _theirs(RLOOTrainer, batch)
+        expected, expected_grad = _theirs(trl.RLOOTrainer, batch)
         assert value == pytest.approx(expected, rel=1e-9)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-12)
         assert 0 < metrics["clip_fraction"] < 1

@@ -38,8 +38,8 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "capability, shared, dim, value_dim, group, max_q, softcap", marked(SHAPES, quick=[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("capability, shared, dim, value_dim, group, max_q, softcap", SHAPES)
 def test_the_kernel_compiles_for_gpus(
     capability, shared, dim, value_dim, group, max_q, softcap, tmp_path, monkeypatch
 ):

@@ -430,7 +430,7 @@ def test_check_finds_two_homes(tmp_path, refused):
     refused("check", path, "--plan", plan, says=says)
 
 
-@pytest.mark.parametrize("words", drawn(WORDS, 40))
+@pytest.mark.parametrize("words", drawn(WORDS, 25))
 def test_check_finds_words(experiment, refused, words):
     here = str(experiment.parent)
     refused(

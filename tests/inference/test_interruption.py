@@ -113,7 +113,8 @@ def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monk
         restarted.clear()
 
 
-@pytest.mark.parametrize("layout", ["d2p2@0-3", pytest.param("t2@0-1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2p2@0-3", "t2@0-1"])
 def test_layouts_change_nothing(pool, versions, phrases, layout):
     """With few slots, replicas take unfinished samples from each other."""
     for budget, options in ((MAX_NEW, {"max_rows": 2}), (4, {"max_rows": 2})):

@@ -116,7 +116,8 @@ def _generate_counting(world, text, case):
         native.PromptQueue = queue
 
 
-@pytest.mark.parametrize("layout", marked(["d2@0-1", "d2p2@0-3"], quick=[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
 def test_unfinished_samples_that_others_take_keep_their_columns(pool, versions, layout):
     """No samples come after the first round; the first shard has most, and few slots."""
     batches = [[prompt for batch in _batches() for prompt in batch]]
@@ -148,7 +149,8 @@ def test_rounds_are_the_same_on_every_layout(pool, versions, layout):
         assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
 
 
-@pytest.mark.parametrize("layout", marked(["e2@0-1", "e2p2@0-3"], quick=[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
 def test_experts_take_part_in_the_rounds_of_others(pool, layout):
     """Most samples begin on the first data shard, so that others have rounds without any."""
     case = Case(_batches(), [None], 12)

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -21,13 +19,18 @@ SPANS = [(0, n) for n in LENGTHS]
 NAMES = ("llama-3.1", "qwen2", "gpt2", "gemma-3", "mixtral", "qwen2-moe", "deepseek-v3")
 
 
-def theirs(name: str, *, head: str = "lm", lora: PeftConfig | None = None) -> tuple[ModelConfig, int, int]:
+def theirs(
+    name: str, *, head: str = "lm", lora: dict[str, Any] | None = None
+) -> tuple[ModelConfig, int, int]:
     """Return a model's config, and what torch counts in the forward and backward passes of all sequences."""
     hf = AutoConfig.for_model(**{**CASES, **MOE_CASES}[name].hf(num_labels=1))
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     model: Any = auto.from_config(hf, attn_implementation="eager", experts_implementation="eager")
     config = ModelConfig.from_hf({**hf.to_dict(), "architectures": [type(model).__name__]})
-    model = model if lora is None else get_peft_model(model, lora)
+    if lora is not None:
+        import peft  # Here, as it takes seconds.
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**lora))
     totals = [0, 0]
     for n in LENGTHS:
         with FlopCounterMode(display=False) as forward:
@@ -75,7 +78,7 @@ def test_flops_of_a_score_head():
 def test_flops_of_adapters_are_those_that_torch_counts_with_peft():
     """In the backward pass frozen weights have no gradient, and the first layer's inputs need none."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    peft = PeftConfig(r=3, target_modules=targets, task_type="CAUSAL_LM")
+    peft = {"r": 3, "target_modules": targets, "task_type": "CAUSAL_LM"}
     config, forward, backward = theirs("llama-3.1", lora=peft)
     lora = LoraConfig(rank=3)
     flops = ModelFlops.of(model_spec(config), lora)

@@ -1,7 +1,6 @@
 """ReasoningGym against the library's own scores."""
 
 import pytest
-import reasoning_gym
 
 from realhf import ReasoningGym
 from realhf.errors import UserError
@@ -11,6 +10,8 @@ from realhf.rewards.reward import reward_columns
 @pytest.mark.parametrize("name", ["leg_counting", "countdown", "basic_arithmetic"])
 def test_scores_are_those_of_the_library(name):
     """`countdown` has many right answers, which only the library's scorer knows."""
+    import reasoning_gym  # Here, as it takes a second.
+
     dataset = reasoning_gym.create_dataset(name, size=4, seed=1)
     entries = list(dataset)
     answers = [entry["answer"] for entry in entries]
@@ -34,6 +35,8 @@ def test_unknown_entries(metadata, sentence):
 
 
 def test_rows_of_another_part_of_a_mixture_have_no_score():
+    import reasoning_gym
+
     entry = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=1)[0]
     columns = {"answer": [None, entry["answer"]], "metadata": [None, entry["metadata"]]}
     texts = [f"<answer>{entry['answer']}</answer>"] * 2

@@ -12,7 +12,6 @@ from realhf.runtime.weights.reallocation_runners import StreamRunner
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, fault_of
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
-from tests.samples import marked
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")
 RUNS = [
@@ -47,7 +46,8 @@ def _run(world, task, layouts, max_lag, by_nccl):
         model_store.make_runner = make
 
 
-@pytest.mark.parametrize(("layouts", "max_lag"), marked(RUNS, quick=[4]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("layouts", "max_lag"), RUNS)
 def test_posts_of_a_run_drain_as_one_chain_and_results_are_those_of_gloo(pool, tmp_path, layouts, max_lag):
     task = write_task(tmp_path)
     expected = pool.run(_run, task, layouts, max_lag, False)
