@@ -14,7 +14,7 @@ from realhf.user_input.suggest import did_you_mean
 HELP = "write a directory with an experiment that runs, its data and a test of its reward"
 EXAMPLES = (
     "realhf init first",
-    "realhf init mine --data rows.jsonl",
+    "realhf init mine --data rows.jsonl --prompt-key question",
     "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl")
 _COMMON = "common"
 """The template whose files all others share."""
@@ -22,6 +22,7 @@ _MODEL_FILES = "model/"
 _TINY_ANSWER = "else 4)"
 """The part of experiment.py with the number of tokens that the tiny model may write."""
 _DATA_FILES = ("train.jsonl", "held_out.jsonl")
+_PROMPT_KEY = "prompt"
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -33,12 +34,13 @@ def add_options(parser: ArgumentParser) -> None:
     columns = "prompt and answer (sft: completion; dpo: chosen, rejected)"
     rows = f"rows to train on, for a tiny model with the columns {columns}; default: a small set of exercises"
     add("--data", metavar="ROWS", help=rows)
+    add("--prompt-key", metavar="COLUMN", help=f"column of the prompts in --data; default: {_PROMPT_KEY}")
 
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
     """Write the directory and return the exit code."""
     if unknown:
-        legal = ("--template", "--model", "--data")
+        legal = ("--template", "--model", "--data", "--prompt-key")
         meant = did_you_mean(unknown[0], legal)
         raise UserError(f"realhf init has no option {unknown[0]}{meant}: legal are {', '.join(legal)}")
     directory = Path(options.directory)
@@ -68,6 +70,9 @@ def _files(options: Namespace) -> dict[str, str]:
     if options.template not in names:
         meant = did_you_mean(options.template, names)
         raise UserError(f"--template {options.template} does not exist{meant}: legal are {', '.join(names)}")
+    if options.prompt_key is not None and options.data is None:
+        raise UserError("--prompt-key names a column of --data, which is not given")
+    prompt_key = options.prompt_key or _PROMPT_KEY
     roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
     files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
@@ -78,13 +83,18 @@ def _files(options: Namespace) -> dict[str, str]:
         changes["MODEL"] = _quoted(options.model)
         files = {name: text for name, text in files.items() if not name.startswith(_MODEL_FILES)}
     elif options.data is not None:
-        model = tiny_model(options.data, template=options.template, files=files)
+        model = tiny_model(options.data, template=options.template, prompt_key=prompt_key, files=files)
         files |= model.files
         files["experiment.py"] = files["experiment.py"].replace(_TINY_ANSWER, f"else {model.longest_answer})")
     if options.data is not None:
         changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
         files = {name: text for name, text in files.items() if name not in _DATA_FILES}
         files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
+    if prompt_key != _PROMPT_KEY:
+        experiment, tests = files["experiment.py"], files["test_reward.py"]
+        named = rf"\g<0>, prompt_key={prompt_key!r}"
+        files["experiment.py"] = re.sub(r"DatasetConfig\(str\(\w+\)", named, experiment)
+        files["test_reward.py"] = tests.replace(f'row["{_PROMPT_KEY}"]', f"row[{prompt_key!r}]")
     files["experiment.py"] = _with_constants(files["experiment.py"], changes)
     files["README.md"] = "".join(
         line for line in files["README.md"].splitlines(keepends=True) if _describes_written(line, files))

@@ -90,4 +90,4 @@ class SearchWatch:
         else:
             gap = f"gap {1 - bound / best:.1%}"
             proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
-        return f"searching{self._what} for {seconds:.0f} s: {proven}"
+        return f"searching{self._what} for {seconds:.1f} s: {proven}"

@@ -99,11 +99,13 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     prompts = ["Was ist 3+4?\n", "Wie heißt 'summer'?"]
-    rows = [{"prompt": of("user", prompt)} | {k: of("assistant", v[i]) for k, v in OWN[template].items()}
+    key = "question" if is_chat else "prompt"
+    rows = [{key: of("user", prompt)} | {k: of("assistant", v[i]) for k, v in OWN[template].items()}
             for i, prompt in enumerate(prompts)]  # fmt: skip
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(lines)
-    assert main(["init", "own", "--template", template, "--data", "rows.jsonl"]) == 0
+    options = ["--template", template, "--data", "rows.jsonl", *(["--prompt-key", key] if is_chat else [])]
+    assert main(["init", "own", *options]) == 0
     files = {path.name for path in (tmp_path / "own").rglob("*") if path.is_file()}
     assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py", "config.json",
                      "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
@@ -111,6 +113,7 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     monkeypatch.chdir("own")
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     tests = Path("test_reward.py").read_text()
+    assert Path("experiment.py").read_text().count("prompt_key='question'") == (2 if is_chat else 0)
     assert (f"ROWS = Path({str(tmp_path / 'rows.jsonl')!r})" in tests) == (template == "grpo")
     assert ("test_every_row_has" in tests) == ("json" in tests) == (template == "grpo")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
@@ -136,6 +139,9 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
          ["--data rows.jsonl: --template grpo reads a column 'answer', and row 2 has prompt, chosen"]),
         (["new", "--data", "rows.jsonl", "--template", "dpo"],
          ["--template dpo reads a column 'chosen', and row 1 has prompt, answer"]),
+        (["new", "--data", "rows.jsonl", "--prompt-key", "question"],
+         ["reads a column 'question', and row 1 has prompt, answer: name the column of the prompts with"]),
+        (["new", "--prompt-key", "question"], ["--prompt-key names a column of --data, which is not given"]),
         (["new", "--data", "bad.jsonl"], ["--data bad.jsonl line 1 is not JSON"]),
         (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
     ],

@@ -119,7 +119,7 @@ def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monke
     assert len(lines) > 3, err
     for line in lines:
         assert re.fullmatch(
-            r"realhf: searching for \d+ s: best .* m?s per step, lower bound .* m?s, gap \d+\.\d%", line
+            r"realhf: searching for \d+\.\d s: best .* m?s per step, lower bound .* m?s, gap \d+\.\d%", line
         ), line
     monkeypatch.undo()
     options = ArgumentParser()

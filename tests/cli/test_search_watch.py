@@ -36,7 +36,7 @@ def test_a_signal_takes_the_best_plan_so_far(number, tmp_path):
     with Command(*LONG, "-o", path) as command:
         read = Watched(command)
         assert wait_until(lambda: read.lines or command.ended, seconds=120)
-        shown = r"realhf: searching for \d+ s: best (\S+) s per step, lower bound .* s, gap \d+\.\d%"
+        shown = r"realhf: searching for \d+\.\d s: best (\S+) s per step, lower bound .* s, gap \d+\.\d%"
         first = re.fullmatch(shown, read.lines[0])
         assert first, read.lines
         command.interrupt(number)
