@@ -22,6 +22,7 @@ from tests.runtime.tiny import HF_CONFIG, write_task
 REPO = Path(__file__).parent.parent
 REALHF = (sys.executable, "-m", "realhf")
 GRPO_LAYOUTS = {"actor_generate": "d4@0-3", "ref_forward": "t2@2-3", "actor_train": "d2t2@0-3"}
+TWO_RANKS = {"actor_generate": "d2@0-1", "ref_forward": "d1@1", "actor_train": "t2@0-1"}
 _MARK = "REALHF_TEST_COMMAND"
 _TORCHRUN = (
     "RANK",
@@ -80,10 +81,10 @@ def write_plan(directory: Path, layouts: dict[str, str]) -> Path:
     return path
 
 
-def make_grpo_run(directory: Path) -> None:
-    """Run GRPO on four local processes, scheduled for the links of a cluster file; leave in the directory the
+def make_grpo_run(directory: Path, layouts: dict[str, str] = TWO_RANKS) -> None:
+    """Run GRPO on local processes, scheduled for the links of a cluster file; leave in the directory the
     experiment file, plan.yaml and `run`."""
-    experiment, plan = write_experiment(directory, steps=2, model={}), write_plan(directory, GRPO_LAYOUTS)
+    experiment, plan = write_experiment(directory, steps=2, model={}), write_plan(directory, layouts)
     with Command(*REALHF, "run", experiment, "--plan", plan, "--out", directory / "run", "--seed", 3,
                  "--cluster", "cpu-laptop") as command:  # fmt: skip
         code, _, err = command.finish()

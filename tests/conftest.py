@@ -53,7 +53,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def grpo_run(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """A finished GRPO run of four processes: experiment file, plan file, run directory. It is made once,
+    """A finished GRPO run of two processes: experiment file, plan file, run directory. It is made once,
     whatever the number of pytest's own workers is; they have a parent directory in common."""
     from tests.cli_tools import make_grpo_run  # Here, as it imports torch.
 

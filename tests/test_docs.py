@@ -127,15 +127,19 @@ def left_by(example: str) -> str:
     return path
 
 
+def is_long(words: list[str]) -> bool:
+    """Return whether a planning command searches for more than a moment."""
+    return "--what-if" in words or any(word.startswith("h100-") for word in words)
+
+
 def quick(command: str) -> list[str]:
     """Return words for `main` that try a command in seconds: a run of several processes is only checked, and
-    plans of 64 devices or with changes are refused once experiment, cluster and options are understood."""
+    plans for GPUs or with changes are refused once experiment, cluster and options are understood."""
     words = shlex.split(command)[1:]
     if words[0] == "profile":
         return [*words, "--nproc", "0"]  # Refused once all else is understood.
     if words[0] == "plan":
-        is_long = "h100-8x8" in words or "--what-if" in words
-        return [*words, *(("--time-limit", "0") if is_long else ("--gap", "0.9"))]
+        return [*words, *(("--time-limit", "0") if is_long(words) else ("--gap", "0.9"))]
     if words[0] != "run" or "--help" in words:
         return words
     if "auto" in words:
@@ -154,7 +158,7 @@ def test_commands_work(command, workplace, capsys):
     err = capsys.readouterr().err
     if command.startswith("realhf profile"):
         assert code == 2 and err == "realhf: --nproc is 0: it must be at least 1\n"
-    elif command.startswith("realhf plan") and ("h100-8x8" in command or "--what-if" in command):
+    elif command.startswith("realhf plan") and is_long(shlex.split(command)):
         assert code == 2 and err == "realhf: --time-limit 0: it must be above 0 seconds\n"
     else:
         assert code == 0, err
@@ -270,6 +274,7 @@ def test_the_data_sets_shown_are_sound(tmp_path, monkeypatch):
     exec(snippet(beginning=SOURCES), names)
     assert read_rows(names["file"]) == read_rows(names["files"]) == rows
     assert read_rows(names["two"]) == [*rows, {"prompt": "3"}]
+    assert read_rows(names["part"]) == rows
     row = gsm8k_rows(1, seed=0)[0]
     assert names["gsm8k"].map(row) == {"answer": row["answer"].split("#### ")[1]}
     assert names["mixture"].parts == (names["gsm8k"], names["file"])

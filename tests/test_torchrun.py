@@ -1,18 +1,30 @@
-"""Real torchrun on two hosts, each a network namespace: the same run as four local processes."""
+"""Real torchrun on two hosts, each a network namespace: the same run as as many local processes."""
 
 from contextlib import ExitStack
 
-from tests.cli_tools import torchrun_on, untimed
+import pytest
+
+from tests.cli_tools import GRPO_LAYOUTS, make_grpo_run, torchrun_on, untimed
 from tests.two_hosts import two_hosts_or_skip
 
 
-def test_two_hosts_give_the_metrics_of_four_local_processes(grpo_run, tmp_path):
+def test_two_hosts_give_the_metrics_of_two_local_processes(grpo_run, tmp_path):
     experiment, plan, local = grpo_run
-    out = tmp_path / "run"
+    _compare(experiment, plan, local, tmp_path / "run", per_host=1)
+
+
+@pytest.mark.slow
+def test_two_hosts_give_the_metrics_of_four_local_processes(tmp_path):
+    make_grpo_run(tmp_path, GRPO_LAYOUTS)
+    files = [tmp_path / name for name in ("tiny_experiment.py", "plan.yaml", "run")]
+    _compare(*files, tmp_path / "over_hosts", per_host=2)
+
+
+def _compare(experiment, plan, local, out, *, per_host):
     job = ["-m", "realhf", "run", experiment, "--plan", plan, "--out", out, "--seed", 3]
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts_or_skip())
-        commands = [stack.enter_context(command) for command in torchrun_on(hosts, *job, per_host=2)]
+        commands = [stack.enter_context(command) for command in torchrun_on(hosts, *job, per_host=per_host)]
         for command in commands:
             code, _, err = command.finish()
             assert code == 0, err

@@ -281,7 +281,8 @@ def _require_answers(sets: Mapping[str, Evaluation], answer_key: str) -> None:
         if columns and answer_key not in columns:
             there_are = f"its other columns are {', '.join(columns)}"
             path = evaluation.dataset.path
-            raise UserError(f"--answer-key {answer_key!r}: {path} has no such column; {there_are}")
+            raise UserError(
+                f"{path} has no column {answer_key!r}: {there_are}; --answer-key says which has the answers")
 
 
 def _role(model: str, role: Role) -> Role:
@@ -315,9 +316,7 @@ def _compile(experiment: Experiment, options: Namespace, *, renames: bool) -> tu
         if renames:
             text = re.sub(r"eval_dataset(\.[\w.-]+?)?\.path\b", "--data", text)
             text = re.sub(r"^eval_dataset(\.[\w-]+)?", "--data", text).replace("actor.model", "MODEL")
-            key = experiment.dataset.prompt_key
-            if options.prompt_key is None and f"there is no column {key!r};" in text:
-                text += "; --prompt-key names that of the prompts"
+            text = text.replace("; prompt_key says", "; --prompt-key says")
         where = f"plan {options.plan}: " if text.startswith("calls.") and options.plan else ""
         prefix = where or ("" if renames else f"{options.target}: ")
         raise UserError(f"{prefix}{text}") from error

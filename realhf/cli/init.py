@@ -1,12 +1,15 @@
 """`realhf init`: writes a directory with an experiment that runs, its data and a test of its reward. Free of
 torch."""
 
+import keyword
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.cli.tiny_model import tiny_model
+from realhf.data.dataset import DatasetConfig
+from realhf.data.rows import DatasetRows
 from realhf.errors import UserError, warn
 from realhf.user_input.shipped import shipped_dir
 from realhf.user_input.suggest import did_you_mean
@@ -14,7 +17,7 @@ from realhf.user_input.suggest import did_you_mean
 HELP = "write a directory with an experiment that runs, its data and a test of its reward"
 EXAMPLES = (
     "realhf init first",
-    "realhf init mine --data rows.jsonl --prompt-key question",
+    "realhf init mine --data rows.jsonl --prompt-key question --answer-key solution",
     "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl")
 _COMMON = "common"
 """The template whose files all others share."""
@@ -23,6 +26,9 @@ _TINY_ANSWER = "else 4)"
 """The part of experiment.py with the number of tokens that the tiny model may write."""
 _DATA_FILES = ("train.jsonl", "held_out.jsonl")
 _PROMPT_KEY = "prompt"
+_ANSWER_KEY = "answer"
+_FEWEST_TO_HOLD_OUT = 20
+_MOST_HELD_OUT = 200
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -35,12 +41,14 @@ def add_options(parser: ArgumentParser) -> None:
     rows = f"rows to train on, for a tiny model with the columns {columns}; default: a small set of exercises"
     add("--data", metavar="ROWS", help=rows)
     add("--prompt-key", metavar="COLUMN", help=f"column of the prompts in --data; default: {_PROMPT_KEY}")
+    of_answers = "column of --data with the answers, which the reward function reads"
+    add("--answer-key", metavar="COLUMN", help=f"{of_answers}; default: {_ANSWER_KEY}")
 
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
     """Write the directory and return the exit code."""
     if unknown:
-        legal = ("--template", "--model", "--data", "--prompt-key")
+        legal = ("--template", "--model", "--data", "--prompt-key", "--answer-key")
         meant = did_you_mean(unknown[0], legal)
         raise UserError(f"realhf init has no option {unknown[0]}{meant}: legal are {', '.join(legal)}")
     directory = Path(options.directory)
@@ -51,7 +59,8 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         (directory / name).write_text(content, encoding="utf-8")
     has_answers = options.model is None and options.template == "grpo"  # The tiny model's rows were read.
     if options.data is not None and not has_answers:
-        warn(f"the reward in {directory / 'reward.py'} reads a column `answer`: change it to suit your rows")
+        reads = f"reads a column `{options.answer_key or _ANSWER_KEY}`"
+        warn(f"the reward in {directory / 'reward.py'} {reads}: change it to suit your rows")
     steps = ("pytest test_reward.py", "realhf check experiment.py", "realhf run experiment.py --nproc 2")
     print(f"{directory} has a {options.template} experiment of {len(files)} files. Try in it:")
     print("\n".join(f"  {step}" for step in steps))
@@ -70,9 +79,9 @@ def _files(options: Namespace) -> dict[str, str]:
     if options.template not in names:
         meant = did_you_mean(options.template, names)
         raise UserError(f"--template {options.template} does not exist{meant}: legal are {', '.join(names)}")
-    if options.prompt_key is not None and options.data is None:
-        raise UserError("--prompt-key names a column of --data, which is not given")
+    _check_columns(options)
     prompt_key = options.prompt_key or _PROMPT_KEY
+    answer_key = options.answer_key or _ANSWER_KEY
     roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
     files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
@@ -83,22 +92,57 @@ def _files(options: Namespace) -> dict[str, str]:
         changes["MODEL"] = _quoted(options.model)
         files = {name: text for name, text in files.items() if not name.startswith(_MODEL_FILES)}
     elif options.data is not None:
-        model = tiny_model(options.data, template=options.template, prompt_key=prompt_key, files=files)
+        model = tiny_model(
+            options.data, template=options.template, prompt_key=prompt_key, answer_key=answer_key,
+            files=files)
         files |= model.files
         files["experiment.py"] = files["experiment.py"].replace(_TINY_ANSWER, f"else {model.longest_answer})")
     if options.data is not None:
-        changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
+        holds_out = _num_rows(options.data) >= _FEWEST_TO_HOLD_OUT
+        changes |= {"DATA": _quoted(options.data), "HELD_OUT": "DATA" if holds_out else "None"}
+        if holds_out:
+            files["experiment.py"] = _with_held_out_part(files["experiment.py"])
         files = {name: text for name, text in files.items() if name not in _DATA_FILES}
         files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
     if prompt_key != _PROMPT_KEY:
         experiment, tests = files["experiment.py"], files["test_reward.py"]
         named = rf"\g<0>, prompt_key={prompt_key!r}"
-        files["experiment.py"] = re.sub(r"DatasetConfig\(str\(\w+\)", named, experiment)
+        files["experiment.py"] = re.sub(r"DatasetConfig\(\s*str\(\w+\)", named, experiment)
         files["test_reward.py"] = tests.replace(f'row["{_PROMPT_KEY}"]', f"row[{prompt_key!r}]")
+    if answer_key != _ANSWER_KEY:
+        reward, tests = files["reward.py"], files["test_reward.py"]
+        files["reward.py"] = re.sub(rf"\b{_ANSWER_KEY}\b(?=: list|, strict|`)", answer_key, reward)
+        files["test_reward.py"] = tests.replace(f'row["{_ANSWER_KEY}"]', f"row[{answer_key!r}]")
     files["experiment.py"] = _with_constants(files["experiment.py"], changes)
     files["README.md"] = "".join(
         line for line in files["README.md"].splitlines(keepends=True) if _describes_written(line, files))
     return files
+
+
+def _check_columns(options: Namespace) -> None:
+    """Raise UserError if a column is named that no rows have, or that no function can take."""
+    for option, column in (("--prompt-key", options.prompt_key), ("--answer-key", options.answer_key)):
+        if column is not None and options.data is None:
+            raise UserError(f"{option} names a column of --data, which is not given")
+    key = options.answer_key
+    if key is not None and (not key.isidentifier() or keyword.iskeyword(key)):
+        raise UserError(
+            f"--answer-key {key!r}: it must be a name in Python, as the reward function has an argument of "
+            "this name")
+
+
+def _num_rows(data: str) -> int:
+    """Return the number of rows of a local file; 0 for rows of the hub."""
+    return len(DatasetRows(DatasetConfig(data))) if Path(data).is_file() else 0
+
+
+def _with_held_out_part(experiment: str) -> str:
+    """Return experiment.py with the last tenth of the rows held out."""
+    trained = experiment.replace("DatasetConfig(str(DATA)", 'DatasetConfig(str(DATA), split="train[:90%]"')
+    return trained.replace(
+        "None if HELD_OUT is None else DatasetConfig(str(HELD_OUT), shuffle=False),",
+        'DatasetConfig(\n        str(HELD_OUT), split="train[90%:]", '
+        f"max_rows={_MOST_HELD_OUT}, shuffle=False),")
 
 
 def _with_rows(text: str, options: Namespace) -> str:

@@ -1,6 +1,7 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
 import copy
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import networkx as nx
 from realhf.calls import TopLogProbs, TrainStep, longest_response
 from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
-from realhf.data.dataset import load_rows, reads_pairs
-from realhf.evaluation.sets import Evaluation
+from realhf.data.dataset import DatasetConfig, DatasetMixture, load_rows, reads_pairs
+from realhf.data.rows import is_of_hub
+from realhf.evaluation.sets import Evaluation, named_sets
 from realhf.experiment import Expected, Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
@@ -35,6 +37,7 @@ def problem_of(
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
     experiment.check_lag()
+    experiment = _without_hub_data(experiment)
     roles = {name: model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
@@ -60,6 +63,32 @@ def problem_of(
         ahead=frozenset(parts["rollout"] if runs_ahead(experiment) else ()),
         evaluations=tuple(_evaluations(experiment, lengths)),
     )
+
+
+def _without_hub_data(experiment: Experiment) -> Experiment:
+    """Return the experiment without paths of data sets of the hub, if `expected` has the lengths.
+
+    So the hub is not asked for columns, which only functions on the host read.
+    """
+    expected = experiment.expected
+    if expected.prompt_tokens is None:
+        return experiment
+    known = copy.copy(experiment)
+    known.dataset = _without_path(experiment.dataset)
+    held_out = {
+        name: dataclasses.replace(evaluation, dataset=_without_path(evaluation.dataset))
+        for name, evaluation in named_sets(experiment.eval_dataset).items()}
+    known.eval_dataset = held_out.get("", held_out or None)
+    has_lengths = expected.response_tokens or expected.lengths_from or longest_response(known.graph())
+    return known if has_lengths else experiment
+
+
+def _without_path(dataset: DatasetConfig) -> DatasetConfig:
+    """Return the settings of a data set without its path if that is on the hub, also in a mixture."""
+    if isinstance(dataset, DatasetMixture):
+        return dataclasses.replace(dataset, parts=tuple(map(_without_path, dataset.parts)))
+    paths = (dataset.path,) if isinstance(dataset.path, str) else dataset.path
+    return dataclasses.replace(dataset, path="") if any(map(is_of_hub, paths)) else dataset
 
 
 def without_lag(experiment: Experiment) -> Experiment:

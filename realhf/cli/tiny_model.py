@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from realhf.data.dataset import DatasetConfig, read_rows
 from realhf.errors import UserError
 
-_COLUMNS = {"grpo": ("answer",), "sft": ("completion",), "dpo": ("chosen", "rejected")}
-"""Template -> the columns that its experiment reads beside the prompts."""
-_ANSWERS = ("answer", "completion", "chosen", "rejected")
+_COLUMNS = {"grpo": (), "sft": ("completion",), "dpo": ("chosen", "rejected")}
+"""Template -> the columns of completions that its experiment reads."""
 _MOST_ROWS = 100_000
 """Rows whose characters are counted."""
 _LONGEST_ANSWER = 256
@@ -29,8 +28,12 @@ class TinyModel(NamedTuple):
     longest_answer: int
 
 
-def tiny_model(data: str, *, template: str, prompt_key: str, files: Mapping[str, str]) -> TinyModel:
+def tiny_model(
+    data: str, *, template: str, prompt_key: str, answer_key: str, files: Mapping[str, str]
+) -> TinyModel:
     """Return a model like that of `files`, whose tokenizer knows the characters of these rows.
+
+    Rows of the template `grpo` must have a column `answer_key`.
 
     Raises UserError if there are no such rows, or if they lack a column that the template reads.
     """
@@ -38,15 +41,20 @@ def tiny_model(data: str, *, template: str, prompt_key: str, files: Mapping[str,
         rows = read_rows(DatasetConfig(data, max_rows=_MOST_ROWS))
     except ValueError as error:
         raise UserError(f"--data{str(error).removeprefix('dataset').removeprefix('.path')}") from error
-    for column in (prompt_key, *_COLUMNS.get(template, ())):
+    completions = _COLUMNS.get(template, ())
+    options = {prompt_key: "prompts with --prompt-key"}
+    if template == "grpo":
+        options[answer_key] = "answers with --answer-key"
+    for column in (*options, *completions):
         if lacking := [number for number, row in enumerate(rows, start=1) if column not in row]:
-            way_on = ": name the column of the prompts with --prompt-key" if column == prompt_key else ""
+            way_on = f": name the column of the {options[column]}" if column in options else ""
             raise UserError(
                 f"--data {data}: --template {template} reads a column {column!r}, "
                 f"and row {lacking[0]} has {', '.join(rows[lacking[0] - 1])}{way_on}")
-    texts = [[_text(row[column]) for column in (prompt_key, *_ANSWERS) if column in row] for row in rows]
+    answered = (answer_key, *(column for columns in _COLUMNS.values() for column in columns))
+    texts = [[_text(row[column]) for column in (prompt_key, *answered) if column in row] for row in rows]
     longest = max(sum(map(len, row)) for row in texts)
-    answers = [len(_text(row[column])) for row in rows for column in _ANSWERS if column in row]
+    answers = [len(_text(row[column])) for row in rows for column in answered if column in row]
     is_chat = any(not isinstance(row[prompt_key], str) for row in rows)
     new_tokens = min(max(answers, default=0) + 1, _LONGEST_ANSWER)
     characters = {c for row in texts for text in row for c in text} | set(digits)

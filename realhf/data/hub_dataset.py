@@ -41,7 +41,7 @@ def open_split(path: str, *, name: str | None, split: str, revision: str | None)
     Raises UserError if the hub has no such data set, configuration or split.
     """
     prepared = find_dataset(path, name=name, revision=revision)
-    parts = _parts(path, split, prepared)
+    parts = split_ranges(path, split, {name: rows for name, (_, rows) in prepared.splits.items()})
     return [_rows(path, part, *prepared.splits[part], start, stop) for part, start, stop in parts]
 
 
@@ -111,20 +111,22 @@ def _refusal(path: str, name: str | None, commit: str | None, error: ValueError)
     return UserError(f"{path!r} cannot be read: {' '.join(str(error).split())}")
 
 
-def _parts(path: str, split: str, prepared: HubDataset) -> list[tuple[str, int, int]]:
-    """Return the splits that a text names, each with the range [first, stop) of its rows."""
-    if split in prepared.splits:
-        return [(split, 0, prepared.splits[split][1])]
+def split_ranges(path: str, split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """Return the splits that a text names, each with the range [first, stop) of its rows.
+
+    `sizes` are the rows of each split that there is. Raises UserError if the text names another one.
+    """
+    if split in sizes:
+        return [(split, 0, sizes[split])]
     import datasets
 
     try:
-        sizes = {name: rows for name, (_, rows) in prepared.splits.items()}
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
         return [(part.splitname, part.from_, part.to) for part in parts]
     except (ValueError, AssertionError, KeyError) as error:
-        names = list(prepared.splits)
+        names = list(sizes)
         raise UserError(
-            f"{path!r}: split is {split!r}: it must be one of {', '.join(names)}, "
+            f"{path!r}: split is {split!r}: it must be {' or '.join(names)}, "
             f"or a part such as {names[0]}[:100]") from error
 
 

@@ -156,6 +156,27 @@ class ArrowFile(RowFile):
         return f"row {self._start + number}"
 
 
+class RowSlice(RowFile):
+    """The rows [start, stop) of a file."""
+
+    def __init__(self, file: RowFile, start: int, stop: int) -> None:
+        self.name = file.name
+        self.num_bytes = file.num_bytes * (stop - start) // max(1, len(file))
+        self.has_other_types = file.has_other_types
+        self._file = file
+        self._start = start
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._file[self._start + number]
+
+    def place(self, number: int) -> str:
+        return self._file.place(self._start + number)
+
+
 def open_file(path: Path, *, cache: Callable[[], Path]) -> RowFile:
     """Return the rows of a .jsonl or .parquet file; `cache` returns where copies of large ones are kept."""
     status = path.stat()

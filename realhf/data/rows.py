@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from realhf.data.hub_dataset import datasets_cache, open_split
+from realhf.data.hub_dataset import datasets_cache, open_split, split_ranges
 from realhf.data.json_form import json_form
 from realhf.data.row_faults import fault_of, tools_fault
-from realhf.data.row_files import LARGE_BYTES, RowFile, open_file
+from realhf.data.row_files import LARGE_BYTES, RowFile, RowSlice, open_file
 from realhf.errors import UserError, described
 from realhf.user_input.hub import parse_hub_name
-from realhf.user_input.suggest import nearest
+from realhf.user_input.suggest import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from realhf.data.dataset import DatasetConfig
@@ -30,7 +30,19 @@ _NUM_TRIED = 1000
 _NUM_FIRST = 100
 """How many of these are the first rows of the data set; the others are spread over it."""
 _WILDCARDS = "*?["
+_ONLY_SPLIT = "train"
+"""The split that files which are not on the hub belong to, as in the library `datasets`."""
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_COLUMN_FIELDS = ("prompt_key", "completion_key", "chosen_key", "rejected_key", "tools_key")
+"""Fields of a DatasetConfig that name columns."""
+
+
+class MissingColumnError(UserError):
+    """A row lacks a column."""
+
+    def __init__(self, sentence: str, column: str) -> None:
+        super().__init__(sentence)
+        self.column = column
 
 
 class DatasetRows:
@@ -94,6 +106,9 @@ class DatasetRows:
         converts = self.config.map is not None or self._files[which].has_other_types
         if converts and (fault := self._to_json_form(row)):
             raise UserError(f"{self.place(number)}: {fault}")
+        for column in self._columns:
+            if column not in row:
+                raise MissingColumnError(f"{self.place(number)}: {self._lacks(column, row)}", column)
         if fault := self._fault(row):
             raise UserError(f"{self.place(number)}: {fault}")
         return row
@@ -124,12 +139,16 @@ class DatasetRows:
                 return f"column {column!r} has {error}; {hint}"
         return None
 
+    def _lacks(self, column: str, row: dict[str, Any]) -> str:
+        """Return in words that a row lacks a column, and the field that names the column."""
+        fields = [name for name in _COLUMN_FIELDS if getattr(self.config, name) == column]
+        named = f"; {fields[0]} says which to take" if fields else ""
+        known = f"{', '.join(row)}{did_you_mean(column, list(row))}"
+        return f"there is no column {column!r}; its columns are {known}{named}"
+
     def _fault(self, row: dict[str, Any]) -> str | None:
-        """Return in words what is wrong with a row, or None."""
+        """Return in words what is wrong with the values of a row, or None."""
         config = self.config
-        for column in self._columns:
-            if column not in row:
-                return f"there is no column {column!r}; its columns are {', '.join(row)}"
         if not self._columns:
             return None
         prompt = row[config.prompt_key]
@@ -201,10 +220,15 @@ def _open_files(config: DatasetConfig) -> list[RowFile]:
     Raises ValueError if there is none, or if one is of another kind.
     """
     paths = (config.path,) if isinstance(config.path, str) else config.path
-    return [file for path in paths for file in _open_path(config, path)]
+    files = [file for path in paths for file in _open_path(config, path)]
+    for field, value in (("name", config.name), ("revision", config.revision)):
+        if value is not None and not any(map(is_of_hub, paths)):
+            raise UserError(
+                f"dataset.{field} is {value!r}: it is for data sets of the hub, and {paths[0]!r} is a file")
+    return files
 
 
-def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
+def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
     if Path(path).is_file():
         names = [path]
     elif set(path) & set(_WILDCARDS):
@@ -213,19 +237,37 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
             raise UserError(f"dataset.path {path!r}: no file matches")
     elif is_of_hub(path):
         try:
-            yield from open_split(path, name=config.name, split=config.split, revision=config.revision)
+            return [*open_split(path, name=config.name, split=config.split, revision=config.revision)]
         except ValueError as error:
             raise UserError(f"dataset.path {error}") from error
-        return
     else:
         if path and Path(path).is_dir():
             raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
         raise UserError(f"dataset.path {path!r}: there is no such file{_near_file(Path(path))}")
     for name in names:
-        file = Path(name)
-        if file.suffix not in _SUFFIXES:
-            raise UserError(f"dataset.path '{file}' ends in {file.suffix!r}: legal are .jsonl and .parquet")
-        yield open_file(file, cache=datasets_cache)
+        if (suffix := Path(name).suffix) not in _SUFFIXES:
+            raise UserError(f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet")
+    files = [open_file(Path(name), cache=datasets_cache) for name in names]
+    return files if config.split == _ONLY_SPLIT else _part_of(files, path, config.split)
+
+
+def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
+    """Return a part of files, such as `train[:100]`: they are read one after the other."""
+    ends = np.cumsum([len(file) for file in files])
+    chosen: list[RowFile] = []
+    try:
+        ranges = split_ranges(path, split, {_ONLY_SPLIT: int(ends[-1])})
+    except ValueError as error:
+        raise UserError(f"dataset.path {error}") from error
+    for _, start, stop in ranges:
+        for file, end in zip(files, ends.tolist(), strict=True):
+            begin = end - len(file)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                chosen.append(RowSlice(file, first - begin, last - begin))
+    if not chosen:
+        raise UserError(f"dataset.path {path!r}: split {split!r} has no rows")
+    return chosen
 
 
 def _near_file(path: Path) -> str:

@@ -83,6 +83,10 @@ class RewardCall:
         """Keys of the columns that the call reads."""
         return ("prompt", *self.sequence, *(column_key(column) for column in self.columns))
 
+    def readers_of(self, column: str) -> list[str]:
+        """Return the names of the reward functions that read a column."""
+        return [scorer.name for scorer in self._scorers if column in scorer.columns]
+
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)
         columns = {name: batch[column_key(name)] for name in self.columns}

@@ -12,6 +12,7 @@ import pytest
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.init import template_names
 from realhf.cli.main import main
+from realhf.data.dataset import read_rows
 from tests.cli_tools import REPO
 from tests.samples import marked
 
@@ -80,7 +81,7 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     experiment = load_experiment("mine/experiment.py")
     assert experiment.actor.model == "some-org/some-model" and not experiment.actor.random_init
-    assert experiment.actor.optimizer.lr is None and experiment.eval_dataset is None
+    assert experiment.actor.optimizer.lr is None and experiment.eval_dataset.split == "train[90%:]"
     assert experiment.dataset.path == str(tmp_path / "rows.jsonl")
 
 
@@ -128,6 +129,27 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     assert Path(summary["hf_dir"]).name == "step_2"
 
 
+def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i}+1=", "target": i + 1} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--data", "rows.jsonl", "--prompt-key", "question", "--answer-key", "target"]
+    assert main(["init", "own", *words]) == 0
+    monkeypatch.chdir("own")
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))  # Before the directories of other tests.
+    reward = Path("reward.py").read_text()
+    assert "target: list" in reward and "`target` is a column" in reward and "the right answer" in reward
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    assert subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
+    experiment = load_experiment("experiment.py")
+    assert read_rows(experiment.dataset) == rows[:27] and read_rows(experiment.eval_dataset) == rows[27:]
+    assert experiment.eval_dataset.max_rows == 200
+    capsys.readouterr()
+    assert main(["run", "experiment.py", "--steps", "1", "--batch-size", "2"]) == 0
+    assert "27 training prompts, 3 held out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -142,6 +164,9 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
         (["new", "--data", "rows.jsonl", "--prompt-key", "question"],
          ["reads a column 'question', and row 1 has prompt, answer: name the column of the prompts with"]),
         (["new", "--prompt-key", "question"], ["--prompt-key names a column of --data, which is not given"]),
+        (["new", "--answer-key", "target"], ["--answer-key names a column of --data, which is not given"]),
+        (["new", "--data", "rows.jsonl", "--answer-key", "the answer"],
+         ["--answer-key 'the answer': it must be a name in Python, as the reward function has an argument"]),
         (["new", "--data", "bad.jsonl"], ["--data bad.jsonl line 1 is not JSON"]),
         (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
     ],

@@ -6,13 +6,25 @@ import re
 import shlex
 from argparse import ArgumentParser
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 import yaml
 
+from realhf import (
+    GRPO,
+    DatasetConfig,
+    DatasetMixture,
+    Evaluation,
+    Expected,
+    MathAnswer,
+    OptimizerConfig,
+    Role,
+)
 from realhf.cli import plan as plan_command
 from realhf.cli import search_watch
 from realhf.cli.main import main
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.layout import Layout
@@ -90,6 +102,22 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
     assert "per step" in out and "idle" in out and "limited by" in out
     assert "would make the step" in " ".join(out.split())
     assert "what if" in out and "response_tokens=500, num_hosts=1: the layouts need 16 devices" in out
+
+
+def test_with_expected_lengths_no_data_set_of_the_hub_is_asked_for(monkeypatch):
+    monkeypatch.setattr("realhf.data.rows.open_split", None)
+    data = DatasetConfig("some-org/some-data", name="main")
+    sets = {"a": data, "b": Evaluation(data, max_rows=64)}
+    actor = Role("llama-7b", dtype="bfloat16", optimizer=OptimizerConfig())
+    for held_out in (data, sets["b"], sets):
+        experiment = GRPO(
+            actor=actor, dataset=DatasetMixture(parts=(data, DatasetConfig("rows.jsonl"))),
+            eval_dataset=held_out, reward_function=MathAnswer(), expected=Expected(prompt_tokens=100))
+        problem = problem_of(experiment, Cluster.load("h100-1x8"))
+        assert problem.workloads["actor_generate"].prompt_tokens == 100
+        assert experiment.dataset.parts[0] is data  # The experiment itself stays as it is.
+    with pytest.raises(TypeError):
+        problem_of(replace(experiment, expected=Expected()), Cluster.load("h100-1x8"))
 
 
 def test_reasons_and_changes_are_in_the_answer(planned):

@@ -3,6 +3,7 @@
 import json
 import random
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -71,6 +72,30 @@ def test_patterns_and_lists_of_files_are_read_in_order(tmp_path, tokenizer):
         read_rows(DatasetConfig(f"{tmp_path}/*.csv"))
     with pytest.raises(ValueError, match="path is an empty list: it must name a file"):
         DatasetConfig([])
+
+
+def test_a_split_is_a_part_of_local_files_as_in_the_library_datasets(tmp_path):
+    for name, first in (("a", 0), ("b", 7)):
+        _write(tmp_path / f"{name}.jsonl", [{"prompt": str(i)} for i in range(first, first + 7)])
+    pattern = f"{tmp_path}/*.jsonl"
+    for split in ("train", "train[:5]", "train[5:9]", "train[-3:]", "train[75%:]", "train[:2]+train[6:8]"):
+        theirs = datasets.load_dataset(
+            "json", data_files=pattern, split=split, cache_dir=str(tmp_path / "cache"))
+        assert read_rows(DatasetConfig(pattern, split=split)) == list(theirs), split
+    rows = DatasetRows(DatasetConfig(pattern, split="train[5:9]"))
+    assert rows.place(3) == f"dataset {tmp_path}/b.jsonl line 2"
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"split": "test"}, r"dataset.path '.*rows.jsonl': split is 'test': it must be train, or a part "),
+    ({"split": "train[2:]"}, r"dataset.path '.*rows.jsonl': split 'train\[2:\]' has no rows"),
+    ({"name": "main"}, "dataset.name is 'main': it is for data sets of the hub, and "),
+    ({"revision": "v2"}, "dataset.revision is 'v2': it is for data sets of the hub, and "),
+])  # fmt: skip
+def test_what_local_files_do_not_have_is_refused(tmp_path, settings, sentence):
+    _write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(UserError, match=sentence):
+        read_rows(DatasetConfig(str(tmp_path / "rows.jsonl"), **settings))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

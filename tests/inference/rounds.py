@@ -162,6 +162,10 @@ def inserted_token(case, response):
     return None if has_ended else phrase.phrase[len(response) - phrase.after_tokens]
 
 
+_EXPECTED: dict = {}
+"""The rows that `expected_rows` has computed, by all that they depend on."""
+
+
 def expected_rows(case, models, *, keep, flushed=(), reference=None):
     """Decode one row at a time: {id: (sequence, log-probs of the response's tokens, their versions)}.
 
@@ -172,6 +176,16 @@ def expected_rows(case, models, *, keep, flushed=(), reference=None):
     beginning of the rounds in `flushed`. A `reference` (see sampling_reference) says which tokens are drawn
     and where responses end.
     """
+    settings = (case.model, case.changes, case.batches, case.budgets, case.max_new)
+    key = repr((settings, case.options.get("interruption"), keep, list(flushed)))
+    if reference is not None:
+        return _decode_alone(case, models, keep, flushed, reference)
+    if key not in _EXPECTED:
+        _EXPECTED[key] = _decode_alone(case, models, keep, flushed, None)
+    return _EXPECTED[key]
+
+
+def _decode_alone(case, models, keep, flushed, reference):
     numbers = stream_seed(SEED, "gen")
     rows = {}
     for first in range(len(case.batches)):

@@ -1,6 +1,7 @@
 """Caches that are kept when weights change, against plain decoding of one row at a time with such a cache."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.inference.rounds import (
     rows_of,
     write_versions,
 )
-from tests.samples import marked, pairs
+from tests.samples import marked
 
 MAX_NEW = 24
 KEEP = {"cache_on_update": "keep"}
@@ -109,7 +110,8 @@ def _kept_on_pages(case, options=None):
 
 
 @pytest.mark.parametrize(
-    ("options", "budget"), pairs([{}, {"max_rows": 2}, {"max_rows": 3, "prefill_tokens": 9}], [10, 1]))
+    ("options", "budget"),
+    marked(product([{"max_rows": 2}, {}, {"max_rows": 3, "prefill_tokens": 9}], [10, 1]), quick=[0]))
 def test_recorded_steps_use_the_cache_of_their_round(versions, budget, options, monkeypatch):
     """The pool grows, and with it the memory that recorded passes use."""
     monkeypatch.setattr(Scheduler, "_restart", None)  # Nothing is computed twice.
@@ -136,15 +138,15 @@ SLOW_LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("options", marked([{"max_rows": 3}, {}], quick=[0]))
 @pytest.mark.parametrize("layout", ["c2t2@0-3", *SLOW_LAYOUTS])
-def test_layouts_change_nothing(pool, versions, layout):
-    for options in ({}, {"max_rows": 3}):
-        case = _case(versions, **options)
-        expected = expected_rows(case, versions[0], keep=True)
-        found = {}
-        for rows in pool.run(_generate, layout, case):
-            found |= rows
-        check_rows(found, expected, case)
+def test_layouts_change_nothing(pool, versions, layout, options):
+    case = _case(versions, **options)
+    expected = expected_rows(case, versions[0], keep=True)
+    found = {}
+    for rows in pool.run(_generate, layout, case):
+        found |= rows
+    check_rows(found, expected, case)
 
 
 def _experts(world, text, case):
@@ -173,7 +175,7 @@ def test_experts_keep_company(pool, layout):
         torch.testing.assert_close(found[i][2], row[2], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "d2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["d1@0", "d2p2@0-3"], quick=[1]))
 def test_a_flushed_cache_is_computed_again(pool, versions, layout):
     case = _case(versions)
     expected = expected_rows(case, versions[0], keep=True, flushed=[2, 4])

@@ -79,7 +79,7 @@ def _without_tokens(logs):
         for rank, posts in logs.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "late", "paged"), marked(RUNS, quick=[6]))
+@pytest.mark.parametrize(("layout", "late", "paged"), marked(RUNS, quick=[0]))
 def test_posts_drain_and_tokens_are_those_of_gloo(pool, case, layout, late, paged):
     case = replace(case, paged=paged, model=None if layout.startswith("e") else case.model)
     expected, _ = alone(case)

@@ -141,12 +141,14 @@ def _gathered(pool, layout, case):
     return rows
 
 
+@pytest.mark.parametrize(("budget", "options"), marked([
+    (1, {}), (7, {"max_rows": 2}), (10, {"work_stealing": False}), (16, {}),
+], quick=[1]))  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rounds_are_the_same_on_every_layout(pool, versions, layout):
+def test_rounds_are_the_same_on_every_layout(pool, versions, layout, budget, options):
     case = Case(_batches(), [None], MAX_NEW, model=versions[1])
     expected, _ = alone(case)
-    for budget, options in ((1, {}), (7, {"max_rows": 2}), (10, {"work_stealing": False}), (16, {})):
-        assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
+    assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
 
 
 @pytest.mark.slow

@@ -51,14 +51,15 @@ def assert_equal(curves, expected):
     """Assert that the curves of the last pipeline stage are the expected one."""
     known = [curve for curve in curves if curve and "loss" in curve[0]]
     assert known
-    assert expected[0]["loss"] != pytest.approx(expected[-1]["loss"], rel=1e-3)
+    losses = [step["loss"] for step in expected]
+    assert max(losses) > 1.001 * min(losses)
     for curve in known:
         for name in ("loss", "grad_norm"):
             ours = [step[name] for step in curve]
             assert ours == pytest.approx([step[name] for step in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "layout", "options"), marked(QUICK, quick=(0, 6, 9)))
+@pytest.mark.parametrize(("name", "layout", "options"), marked(QUICK, quick=[9]))
 def test_curve_is_that_of_the_native_engine(megatron, reference, name, layout, options):
     curves = megatron("curve", "megatron", hf_config(name), layout, options, num_ranks=4)
     assert_equal(curves, reference(name))

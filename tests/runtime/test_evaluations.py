@@ -21,6 +21,7 @@ from realhf import (
     SamplingConfig,
     graph_of,
 )
+from realhf.cli.main import main
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
@@ -352,6 +353,30 @@ def test_the_first_and_last_values_without_evaluations():
 
 def brief(completion_ids):
     return [-float(len(ids)) for ids in completion_ids]
+
+
+def near(completions, target):
+    return [float(text == right) for text, right in zip(completions, target, strict=True)]
+
+
+def test_columns_of_another_name_are_kept_with_the_answers(task, tmp_path):
+    rows = [{"prompt": "1+1=", "target": "2", "level": i, "unread": 0} for i in range(6)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = DatasetConfig(str(path), max_rows=2)
+    experiment = _experiment(
+        task, steps=1, batch_size=2, dataset=DatasetConfig(str(path)), eval_dataset=held_out)
+    experiment.reward_function = near
+    program = compile_program(experiment, None, world_size=1)
+    out = tmp_path / "run"
+    Trainer(program, World(), quiet=True, out=out).run()
+    for name in ("eval.jsonl", "evals/step_1.jsonl"):
+        assert [row["columns"] for row in read_jsonl(out / name)] == [{"target": "2"}] * 2
+    assert main(["rollouts", str(out), "--eval", "--where", "target=2"]) == 0
+    experiment.reward_function = [near, odd]
+    experiment.dataset = DatasetConfig(str(task / "data.jsonl"))
+    with pytest.raises(ValueError, match="no column 'target'; its .*; reward function near reads it$"):
+        compile_program(experiment, None, world_size=1)
 
 
 def odd(completion_ids):

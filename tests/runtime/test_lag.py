@@ -149,26 +149,39 @@ def run_from(world, layouts, directory: Path, given: tuple, out: Path, start: Pa
     run_lagged(world, layouts, directory, *given, out=out, start=start)
 
 
-OTHERS = ("1", "3 with kept caches", "8", "3 on one mesh")
-SLOW = [pytest.param(lag, marks=pytest.mark.slow) for lag in OTHERS]
+CONTINUED = ("4", "1", "3 with kept caches", "8", "3 on one mesh")
 
 
-@pytest.mark.parametrize("lag", ["4", *SLOW])
-def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
-    """The same plan gives the same bits, and another plan the same numbers to summation order."""
-    plan = PLANS["disjoint"]
-    given = LAGS.get(lag, (8, None))
-    pool.run(run_from, plan, task, given, tmp_path / "whole")
-    expected = untimed(tmp_path / "whole/metrics.jsonl")
-    for step in range(1, STEPS):
-        start = tmp_path / f"whole/checkpoints/step_{step}"
-        assert any(name.startswith("samples_") for name in Manifest.load(start).files)
-        again = tmp_path / f"again_{step}"
-        pool.run(run_from, plan, task, given, again, start)
-        assert untimed(again / "metrics.jsonl") == expected, step
-    start = tmp_path / "whole/checkpoints/step_2"
-    pool.run(run_from, PLANS["disjoint replicas"], task, given, tmp_path / "other", start)
-    assert_close(untimed(tmp_path / "other/metrics.jsonl"), expected)
+@pytest.fixture(scope="module")
+def whole(pool, task, tmp_path_factory):
+    """Return a function that gives the directory of a lagged run that keeps all its checkpoints."""
+    found = {}
+
+    def run(lag: str) -> Path:
+        if lag not in found:
+            found[lag] = tmp_path_factory.mktemp("whole")
+            pool.run(run_from, PLANS["disjoint"], task, LAGS.get(lag, (8, None)), found[lag])
+        return found[lag]
+
+    return run
+
+
+@pytest.mark.parametrize(("lag", "step"), marked(product(CONTINUED, (2, 1, 3)), quick=[0]))
+def test_a_lagged_run_continues_from_any_step(pool, task, whole, tmp_path, lag, step):
+    """The same plan gives the same bits."""
+    start = whole(lag) / f"checkpoints/step_{step}"
+    assert any(name.startswith("samples_") for name in Manifest.load(start).files)
+    pool.run(run_from, PLANS["disjoint"], task, LAGS.get(lag, (8, None)), tmp_path / "again", start)
+    assert untimed(tmp_path / "again/metrics.jsonl") == untimed(whole(lag) / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("lag", marked(CONTINUED, quick=[]))
+def test_a_lagged_run_continues_under_another_plan(pool, task, whole, tmp_path, lag):
+    """The numbers are the same to summation order."""
+    start = whole(lag) / "checkpoints/step_2"
+    plan = PLANS["disjoint replicas"]
+    pool.run(run_from, plan, task, LAGS.get(lag, (8, None)), tmp_path / "other", start)
+    assert_close(untimed(tmp_path / "other/metrics.jsonl"), untimed(whole(lag) / "metrics.jsonl"))
 
 
 def generate_after_training(world, directory: Path) -> list | None:

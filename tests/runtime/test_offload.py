@@ -55,7 +55,7 @@ def _run(world, kind, task, layouts, options):
     marked([
         ("grpo", GRPO, {"ref_forward": "offload", "actor_train": "recompute"}),
         ("ppo", PPO, {"ref_forward": "offload", "reward_forward": "offload", "critic_train": "recompute"}),
-    ], quick=[1]),
+    ], quick=[0]),
 )  # fmt: skip
 def test_options_change_no_result(pool, task, kind, layouts, options):
     expected, expected_score, _ = pool.run(_run, kind, task, layouts, {})[0]

@@ -19,6 +19,7 @@ from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
 from tests.runtime.test_invariance import ROLE_CALLS
 from tests.runtime.tiny import make_experiment, role, write_task
+from tests.samples import marked
 
 STEPS = 3
 
@@ -70,20 +71,18 @@ def tensors(checkpoint: Path) -> dict:
     return found
 
 
-SLOW = [
+CASES = [
+    ("grpo", ("d4@0-3", "t2@2-3", "d2t2@0-3")),
+    ("average", ("d4@0-3", "t2@2-3", "d2@0-1")),
     ("grpo", ("t2p2@0-3", "p2@0-1", "p4@3,2,1,0")),
     ("ppo", ("d4@0-3", "t2@2-3", "d2@0-1", "p2@2-3", "d2t2@0-3", "t2@0-1")),
     ("lora", ("d2@0-1", "t2@0-1", "d2t2@0-3")),
 ]
-CASES = [
-    ("grpo", ("d4@0-3", "t2@2-3", "d2t2@0-3")),
-    pytest.param("average", ("d4@0-3", "t2@2-3", "d2@0-1"), marks=pytest.mark.slow),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-]
 
 
-@pytest.mark.parametrize(("variant", "layouts"), CASES)
-def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts):
+@pytest.mark.parametrize(
+    ("variant", "layouts", "step"), marked(((*case, step) for case in CASES for step in (2, 1)), quick=[0]))
+def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts, step):
     directory = write_task(tmp_path)
     whole = tmp_path / "whole"
     pool.run(run, variant, layouts, directory, whole, None)
@@ -91,14 +90,13 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
         f"step_{step}" for step in range(1, STEPS + 1)
     ]
-    for step in range(1, STEPS):
-        out = tmp_path / f"from_{step}"
-        pool.run(run, variant, layouts, directory, out, whole / f"checkpoints/step_{step}")
-        assert untimed(out / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
-        theirs, ours = (Manifest.load(path / final) for path in (whole, out))
-        weights = [name for name in theirs.files if name.endswith(".safetensors")]
-        assert {name: ours.files[name] for name in weights} == {name: theirs.files[name] for name in weights}
-        assert ours.sets == theirs.sets
+    out = tmp_path / f"from_{step}"
+    pool.run(run, variant, layouts, directory, out, whole / f"checkpoints/step_{step}")
+    assert untimed(out / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
+    theirs, ours = (Manifest.load(path / final) for path in (whole, out))
+    weights = [name for name in theirs.files if name.endswith(".safetensors")]
+    assert {name: ours.files[name] for name in weights} == {name: theirs.files[name] for name in weights}
+    assert ours.sets == theirs.sets
     summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, out)]
     assert summaries[0]["eval_first"] == summaries[1]["eval_first"]
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]

@@ -142,22 +142,21 @@ def test_a_plan_changes_nothing(pool, task, plan, lag):
     assert_close(metrics, expected_metrics)
 
 
-def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path):
+@pytest.mark.parametrize("step", marked([2, 4], quick=[0]))
+def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path, step):
     """The same plan gives the same bits."""
     pool.run(run, "2", "disjoint", task, tmp_path / "whole")
     expected = untimed(tmp_path / "whole/metrics.jsonl")
-    rates = None
-    for step in (2, 4):
-        start = tmp_path / f"whole/checkpoints/step_{step}"
-        rates = Manifest.load(start).run["state"]["pass_rates"]
-        assert any(passed == total > 0 for passed, total in rates.values())
-        again = tmp_path / f"again_{step}"
-        pool.run(run, "2", "disjoint", task, again, start)
-        assert untimed(again / "metrics.jsonl") == expected
-        ends = [
-            Manifest.load(out / f"checkpoints/step_{STEPS}").run["state"]["pass_rates"]
-            for out in (tmp_path / "whole", again)]
-        assert ends[0] == ends[1] != rates
+    start = tmp_path / f"whole/checkpoints/step_{step}"
+    rates = Manifest.load(start).run["state"]["pass_rates"]
+    assert any(passed == total > 0 for passed, total in rates.values())
+    again = tmp_path / f"again_{step}"
+    pool.run(run, "2", "disjoint", task, again, start)
+    assert untimed(again / "metrics.jsonl") == expected
+    ends = [
+        Manifest.load(out / f"checkpoints/step_{STEPS}").run["state"]["pass_rates"]
+        for out in (tmp_path / "whole", again)]
+    assert ends[0] == ends[1] != rates
 
 
 def test_the_published_settings():

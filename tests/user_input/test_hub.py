@@ -284,7 +284,7 @@ for case in sys.stdin.read().split(","):
         f"the name; if it is private, {log_in}",
         "'openai/gsm8k': name is 'mian': it must be one of main, socratic",
         "'openai/gsm8k': name is None: it must be one of main, socratic",
-        "'openai/gsm8k': split is 'dev': it must be one of train, test, or a part such as train[:100]",
+        "'openai/gsm8k': split is 'dev': it must be train or test, or a part such as train[:100]",
     ]
 
 

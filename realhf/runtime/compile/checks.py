@@ -9,7 +9,7 @@ from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
 from realhf.data.dataset import DatasetConfig, column_of, load_rows, reads_pairs
-from realhf.data.rows import RowFault
+from realhf.data.rows import MissingColumnError, RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -324,7 +324,15 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
             raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
         return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
     except ValueError as error:
-        raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
+        readers = _readers_of(error.column, graph) if isinstance(error, MissingColumnError) else []
+        read = f"; reward function {' and '.join(readers)} reads it" if readers else ""
+        raise ValueError(f"{name}{str(error).removeprefix('dataset')}{read}") from error
+
+
+def _readers_of(column: str, graph: DataflowGraph) -> list[str]:
+    """Return the names of the reward functions that read a column of the dataset."""
+    functions = [call.work.function for call in graph.of_kind("host")]
+    return [name for f in functions if hasattr(f, "readers_of") for name in f.readers_of(column)]
 
 
 def row_faults_of(graph: DataflowGraph) -> list[RowFault]:

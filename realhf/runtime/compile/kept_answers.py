@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.calls import GenerateOutputs, HostFunction
-from realhf.data.dataset import DATASET_ROW
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
 from realhf.data.responses import response_lengths
 from realhf.graph import DataflowGraph, FunctionCall
 
@@ -31,6 +31,7 @@ def with_record(
     if graph.producer("score") is None:
         return graph
     shown = [key for key in ("answer", "ground_truth") if all(key in row for row in rows)]
+    columns = [key for key in graph.inputs if key not in (*LOADER_KEYS, *shown)]
     mask = finished = None
     if len(generating := graph.of_kind("generate")) == 1:
         outputs = GenerateOutputs.of(generating[0])
@@ -38,10 +39,10 @@ def with_record(
         finished = outputs.finished
     by_reward = [key for key in _NAMES if graph.producer(key) is not None]
     keep = KeepAnswers(
-        samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), mask=mask, finished=finished,
-        answer_of=_answer_of(graph))
+        samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), columns=(*shown, *columns),
+        mask=mask, finished=finished, answer_of=_answer_of(graph))
     lengths = () if mask is None or finished is None else (mask, finished)
-    keys = ("prompt", *shown, DATASET_ROW, "completion", "score", *by_reward, *lengths)
+    keys = ("prompt", *shown, *columns, DATASET_ROW, "completion", "score", *by_reward, *lengths)
     record = FunctionCall(RECORD, "host", keys, work=HostFunction(keep))
     from_dataset = [key for key in ("prompt", *shown, DATASET_ROW) if graph.producer(key) is None]
     return graph.add(record, inputs=[key for key in from_dataset if key not in graph.inputs])
@@ -58,8 +59,9 @@ class KeepAnswers:
     """A host function that keeps the scored answers of an evaluation as `context.answers`.
 
     An answer is a dict: the row of its prompt in the file, the number of the sample among the prompt's, the
-    prompt's columns `shown`, completion and score. If they are known, it also has: scores by reward, values
-    that rewards have logged, length in tokens, whether it ended by itself, and the final answer in it.
+    prompt's columns `shown`, completion and score, and a dict of the columns that calls read. If they are
+    known, it also has: scores by reward, values that rewards have logged, length in tokens, whether it ended
+    by itself, and the final answer in it.
     """
 
     samples_per_prompt: int
@@ -67,6 +69,7 @@ class KeepAnswers:
     """Whether all samples of a prompt are kept; else the first one is, as the samples of a pair have the same
     prompt, and so the same greedy answer."""
     shown: tuple[str, ...] = ("prompt",)
+    columns: tuple[str, ...] = ()  # Keys of the columns of the dataset that calls read.
     mask: str | None = None  # Keys of the response mask, and of whether the response has ended.
     finished: str | None = None
     answer_of: Any = None
@@ -80,6 +83,10 @@ class KeepAnswers:
         for key in (*self.shown, "completion", "score", *_NAMES):
             if key in batch.fields:
                 self._add(answers, _NAMES.get(key, key), batch[key])
+        if self.columns:
+            values = zip(*(batch[key] for key in self.columns), strict=True)
+            names = [column_of(key) for key in self.columns]
+            self._add(answers, "columns", [dict(zip(names, row, strict=True)) for row in values])
         if self.mask is not None and self.finished is not None:
             self._add(answers, "length", response_lengths(batch[self.mask]))
             self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])

@@ -49,10 +49,16 @@ class AnswerFiles:
             documents = [{"set": name} | _without_nan(answer) for answer in of_set]
             _write(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
             firsts = [answer for answer in documents if answer["sample"] == 0]
-            shown = [{key: answer[key] for key in SHOWN if key in answer} for answer in firsts]
-            last += [answer | ({"set": name} if name else {}) for answer in shown]
+            last += [_shown(answer) | ({"set": name} if name else {}) for answer in firsts]
         if last:
             _write(self._directory / _LAST, last)
+
+
+def _shown(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for eval.jsonl: if no column has the usual name of an answer, all columns."""
+    has_answer = "answer" in answer or "ground_truth" in answer
+    names = SHOWN if has_answer else (*SHOWN, "columns")
+    return {name: answer[name] for name in names if name in answer}
 
 
 def _write(path: Path, answers: Sequence[Mapping[str, Any]]) -> None:
