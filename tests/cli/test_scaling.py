@@ -161,6 +161,7 @@ def test_a_run_in_progress_may_have_an_unfinished_line(tmp_path):
     assert len(read_curve(str(run)).compute) == len(POINTS) - 1
 
 
+@pytest.mark.slow
 def test_the_command_leaves_torch_alone(tmp_path):
     code = "import sys; from realhf.cli.main import main"
     code += "; sys.exit(main(sys.argv[1:]) or 7 * ('torch' in sys.modules))"

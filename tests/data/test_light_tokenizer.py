@@ -37,6 +37,7 @@ def test_it_agrees_with_transformers(directory):
         assert ours.apply_chat_template(CHAT, **settings) == theirs.apply_chat_template(CHAT, **settings)
 
 
+@pytest.mark.slow
 def test_chats_leave_torch_alone(tmp_path):
     (write_task(tmp_path) / "chat_template.jinja").write_text(TEMPLATE)
     code = (

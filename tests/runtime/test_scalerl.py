@@ -142,7 +142,8 @@ def test_a_plan_changes_nothing(pool, task, plan, lag):
     assert_close(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("step", marked([2, 4], quick=[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path, step):
     """The same plan gives the same bits."""
     pool.run(run, "2", "disjoint", task, tmp_path / "whole")
