@@ -1,4 +1,4 @@
-"""Real torchrun on two hosts, each a network namespace: the same run as as many local processes."""
+"""Real torchrun on two hosts, each a network namespace, gives the metrics of equally many local processes."""
 
 from contextlib import ExitStack
 

@@ -65,7 +65,8 @@ class SFT(Experiment):
         held_out = self.evaluation
         answers = scored_answers(
             self.reward_function, self.sampling, held_out, tokenizer=self.tokenizer_dir())
-        if answers and held_out.dataset.completion_key not in extra_columns(held_out.dataset):
+        columns = extra_columns(held_out.dataset)  # None are known if a plan is made without the data.
+        if answers and columns and held_out.dataset.completion_key not in columns:
             return graph_of(*answers)
         forward = FunctionCall(
             "actor_forward", "forward", SEQUENCE, ("logprobs",), role="actor", work=LogProbs())

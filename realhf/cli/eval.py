@@ -27,7 +27,7 @@ from realhf.cli.overrides import override
 from realhf.cli.run_settings import OF_CHATS, RunSettings, find_run, read_settings
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.light_tokenizer import has_chat_template
-from realhf.data.rows import first_row
+from realhf.data.rows import first_row, is_of_hub
 from realhf.errors import UserError, one_line, warn
 from realhf.evaluation.sets import Evaluation, metric_prefix, named_sets
 from realhf.experiment import Experiment, Role
@@ -65,7 +65,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--data", action="append", metavar="FILE", help=text)
     add("--prompt-key", help="column of the prompts; default: the run's, else prompt")
     add("--answer-key", help="column of the answers, for shipped rewards; default: answer")
-    add("--split", help="split of a data set of the hub")
+    add("--split", help="split, or a part of one such as train[90%%:]; files are one split, train")
     add("--name", help="configuration of a data set of the hub")
     text = "first message of every chat; default: the run's, else none; '' for none"
     add("--system-prompt", metavar="TEXT", help=text)
@@ -178,13 +178,19 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
     reward = rewards if len(rewards) > 1 else rewards[0]
     samples = 1 if options.samples is None else options.samples
     run = find_run(options.target)
+    paths = _paths(options)
+    any_on_hub = any(map(is_of_hub, paths.values()))
+    if options.name is not None and not any_on_hub:
+        raise UserError(f"--name {options.name!r} is for data sets of the hub: leave it out")
     sets = {}
     notes = []
     try:
         role = Role(options.target) if options.dtype is None else Role(options.target, dtype=options.dtype)
-        for name, path in _paths(options).items():
+        for name, path in paths.items():
             settings = None if run is None else read_settings(run, name=name, path=path)
             prompts, from_run = _prompts(settings, options)
+            if any_on_hub and not is_of_hub(path):  # Both options are then about the hub.
+                prompts = {key: value for key, value in prompts.items() if key not in ("name", "split")}
             drawn, sampling = _sampling(settings, options, samples)
             config = DatasetConfig(path, shuffle=False, **prompts)
             chosen = SamplingConfig(**sampling)

@@ -11,6 +11,7 @@ from realhf.cli.tiny_model import tiny_model
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import DatasetRows
 from realhf.errors import UserError, warn
+from realhf.rewards.reward import EXTRAS, STANDARD
 from realhf.user_input.shipped import shipped_dir
 from realhf.user_input.suggest import did_you_mean
 
@@ -29,6 +30,8 @@ _PROMPT_KEY = "prompt"
 _ANSWER_KEY = "answer"
 _FEWEST_TO_HOLD_OUT = 20
 _MOST_HELD_OUT = 200
+_TAKEN = (*STANDARD, *EXTRAS, "columns", "zip", "str")
+"""Names in the reward function that no column can have."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -98,16 +101,17 @@ def _files(options: Namespace) -> dict[str, str]:
         files |= model.files
         files["experiment.py"] = files["experiment.py"].replace(_TINY_ANSWER, f"else {model.longest_answer})")
     if options.data is not None:
-        holds_out = _num_rows(options.data) >= _FEWEST_TO_HOLD_OUT
-        changes |= {"DATA": _quoted(options.data), "HELD_OUT": "DATA" if holds_out else "None"}
-        if holds_out:
-            files["experiment.py"] = _with_held_out_part(files["experiment.py"])
+        changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
+        if (num_rows := _num_rows(options.data)) >= _FEWEST_TO_HOLD_OUT:
+            num_held_out = min(num_rows // 10, _MOST_HELD_OUT)
+            files["experiment.py"] = _with_held_out_part(files["experiment.py"], num_held_out)
+            del changes["HELD_OUT"]
         files = {name: text for name, text in files.items() if name not in _DATA_FILES}
         files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
     if prompt_key != _PROMPT_KEY:
         experiment, tests = files["experiment.py"], files["test_reward.py"]
         named = rf"\g<0>, prompt_key={prompt_key!r}"
-        files["experiment.py"] = re.sub(r"DatasetConfig\(\s*str\(\w+\)", named, experiment)
+        files["experiment.py"] = re.sub(r"DatasetConfig\(str\(\w+\)", named, experiment)
         files["test_reward.py"] = tests.replace(f'row["{_PROMPT_KEY}"]', f"row[{prompt_key!r}]")
     if answer_key != _ANSWER_KEY:
         reward, tests = files["reward.py"], files["test_reward.py"]
@@ -120,29 +124,38 @@ def _files(options: Namespace) -> dict[str, str]:
 
 
 def _check_columns(options: Namespace) -> None:
-    """Raise UserError if a column is named that no rows have, or that no function can take."""
+    """Raise UserError if a column is named without --data, or if the answers' column is no legal argument."""
     for option, column in (("--prompt-key", options.prompt_key), ("--answer-key", options.answer_key)):
         if column is not None and options.data is None:
             raise UserError(f"{option} names a column of --data, which is not given")
     key = options.answer_key
-    if key is not None and (not key.isidentifier() or keyword.iskeyword(key)):
+    if key is not None and (not key.isidentifier() or keyword.iskeyword(key) or key in _TAKEN):
         raise UserError(
-            f"--answer-key {key!r}: it must be a name in Python, as the reward function has an argument of "
-            "this name")
+            f"--answer-key {key!r}: the reward function has an argument of this name, so it must be a name "
+            f"in Python other than {', '.join(_TAKEN)}")
 
 
 def _num_rows(data: str) -> int:
     """Return the number of rows of a local file; 0 for rows of the hub."""
-    return len(DatasetRows(DatasetConfig(data))) if Path(data).is_file() else 0
+    if not Path(data).is_file():
+        return 0
+    try:
+        return len(DatasetRows(DatasetConfig(data)))
+    except ValueError as error:
+        raise UserError(f"--data{str(error).removeprefix('dataset').removeprefix('.path')}") from error
 
 
-def _with_held_out_part(experiment: str) -> str:
-    """Return experiment.py with the last tenth of the rows held out."""
-    trained = experiment.replace("DatasetConfig(str(DATA)", 'DatasetConfig(str(DATA), split="train[:90%]"')
-    return trained.replace(
-        "None if HELD_OUT is None else DatasetConfig(str(HELD_OUT), shuffle=False),",
-        'DatasetConfig(\n        str(HELD_OUT), split="train[90%:]", '
-        f"max_rows={_MOST_HELD_OUT}, shuffle=False),")
+def _with_held_out_part(experiment: str, count: int) -> str:
+    """Return experiment.py with the last `count` rows of DATA held out."""
+    about = f"The last {count} rows, which are not trained on (see `split` below); or None."
+    for pattern, text in {
+        r"(?m)^HELD_OUT = .*$": f"HELD_OUT = DATA  # {about}",
+        r"DatasetConfig\(str\(DATA\)": rf'\g<0>, split="train[:-{count}]"',
+        r"DatasetConfig\(str\(HELD_OUT\)": rf'\g<0>, split="train[-{count}:]"',
+    }.items():
+        experiment, num_places = re.subn(pattern, text, experiment)
+        assert num_places == 1, pattern
+    return experiment
 
 
 def _with_rows(text: str, options: Namespace) -> str:

@@ -108,7 +108,7 @@ def _hint(word: str, options: Sequence[str]) -> str:
     meant_by_others = others is not None and any(_ending_in(by_name, end, head) for end in others.options)
     last = name.rpartition(".")[2]
     if is_ours and not meant_by_others and (
-            near := _inside(by_name, last, head) or near_options(name, list(by_name))):
+            near := _inside(by_name, name) or near_options(name, list(by_name))):
         return _did_you_mean(by_name[option] for option in near)
     if others is not None:
         return _hint_of_others(others, by_name, head)
@@ -143,9 +143,10 @@ def _ending_in(known: Iterable[str], end: str, head: str = "") -> list[str]:
             if f".{name}".endswith(f".{end}") and (not head or name.startswith(f"{head}."))]
 
 
-def _inside(known: Iterable[str], last: str, head: str) -> list[str]:
-    """Return the names of a field in the parts of an experiment's field `head`, at most three."""
-    return sorted(_ending_in(known, last, head), key=_depth)[:3]
+def _inside(known: Iterable[str], name: str) -> list[str]:
+    """Return the names that begin and end in the same parts as an unknown one, the nearest three."""
+    inside = sorted(_ending_in(known, name.rpartition(".")[2], name.partition(".")[0]), key=_depth)
+    return near_options(name, inside) or inside[:3] if inside else []
 
 
 def _depth(name: str) -> int:

@@ -72,10 +72,6 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
     cluster = _cluster(options)
     rates = _rates(cluster, options.profile)
-    if not options.time_limit > 0:
-        raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
-    if not 0 <= options.gap < 1:
-        raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
@@ -84,6 +80,10 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         limit = options.time_limit
         problem = _problem(experiment, options, cluster)
         changes = _changes(problem, rates, options.what_if)
+        if not options.time_limit > 0:
+            raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
+        if not 0 <= options.gap < 1:
+            raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
         if experiment.max_lag and not experiment.has_own_program:
             limit /= 2
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)

@@ -68,7 +68,8 @@ def problem_of(
 def _without_hub_data(experiment: Experiment) -> Experiment:
     """Return the experiment without paths of data sets of the hub, if `expected` has the lengths.
 
-    So the hub is not asked for columns, which only functions on the host read.
+    So the hub is not asked for columns. Those that the planner would use, such as completions of held-out
+    rows, are assumed to exist.
     """
     expected = experiment.expected
     if expected.prompt_tokens is None:

@@ -39,10 +39,10 @@ class DatasetConfig:
     chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
     rejected_key: str = "rejected"  # Column of the worse completion.
     max_prompt_tokens: int = 4096  # Limit of the prompts; `too_long` says what happens to longer ones.
-    max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
+    max_rows: int = 0  # Rows read from the start of the split; 0 reads all.
     shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
     name: str | None = None  # Configuration of a data set of the hub, such as `main`; None: its only one.
-    split: str = "train"  # Split, or a part of one such as `train[:1000]`; files are all `train`.
+    split: str = "train"  # Split, or a part of it such as `train[:1000]`. Files are one split, `train`.
     revision: str | None = None  # Branch, tag or commit of a data set of the hub; None: its main branch.
     map: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """Returns columns to add to a row, or to replace in it, or None to leave the row out. It must be a pure

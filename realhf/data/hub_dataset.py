@@ -114,7 +114,7 @@ def _refusal(path: str, name: str | None, commit: str | None, error: ValueError)
 def split_ranges(path: str, split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
     """Return the splits that a text names, each with the range [first, stop) of its rows.
 
-    `sizes` are the rows of each split that there is. Raises UserError if the text names another one.
+    `sizes` has the number of rows of each split. Raises UserError if the text names another split.
     """
     if split in sizes:
         return [(split, 0, sizes[split])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,8 @@ class DatasetRows:
 
     def _lacks(self, column: str, row: dict[str, Any]) -> str:
         """Return in words that a row lacks a column, and the field that names the column."""
-        fields = [name for name in _COLUMN_FIELDS if getattr(self.config, name) == column]
+        read = (self.config.prompt_key, self.config.tools_key, *self._completions)
+        fields = [name for name in _COLUMN_FIELDS if column in read and getattr(self.config, name) == column]
         named = f"; {fields[0]} says which to take" if fields else ""
         known = f"{', '.join(row)}{did_you_mean(column, list(row))}"
         return f"there is no column {column!r}; its columns are {known}{named}"
@@ -220,11 +221,17 @@ def _open_files(config: DatasetConfig) -> list[RowFile]:
     Raises ValueError if there is none, or if one is of another kind.
     """
     paths = (config.path,) if isinstance(config.path, str) else config.path
-    files = [file for path in paths for file in _open_path(config, path)]
+    files: list[RowFile] = []
+    for on_hub, group in groupby(paths, is_of_hub):
+        names = list(group)
+        opened = [file for path in names for file in _open_path(config, path)]
+        if not on_hub and config.split != _ONLY_SPLIT:
+            opened = _part_of(opened, ", ".join(names), config.split)
+        files += opened
     for field, value in (("name", config.name), ("revision", config.revision)):
         if value is not None and not any(map(is_of_hub, paths)):
             raise UserError(
-                f"dataset.{field} is {value!r}: it is for data sets of the hub, and {paths[0]!r} is a file")
+                f"dataset.{field} is {value!r}: it must be left out, as {paths[0]!r} is not on the hub")
     return files
 
 
@@ -247,12 +254,11 @@ def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
     for name in names:
         if (suffix := Path(name).suffix) not in _SUFFIXES:
             raise UserError(f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet")
-    files = [open_file(Path(name), cache=datasets_cache) for name in names]
-    return files if config.split == _ONLY_SPLIT else _part_of(files, path, config.split)
+    return [open_file(Path(name), cache=datasets_cache) for name in names]
 
 
 def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
-    """Return a part of files, such as `train[:100]`: they are read one after the other."""
+    """Return a part of files, such as `train[:100]`, which are read one after the other as one split."""
     ends = np.cumsum([len(file) for file in files])
     chosen: list[RowFile] = []
     try:
@@ -266,7 +272,7 @@ def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
             if first < last:
                 chosen.append(RowSlice(file, first - begin, last - begin))
     if not chosen:
-        raise UserError(f"dataset.path {path!r}: split {split!r} has no rows")
+        raise UserError(f"dataset.path {path!r}: split {split!r} has no rows, as there are {ends[-1]}")
     return chosen
 
 

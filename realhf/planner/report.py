@@ -105,7 +105,8 @@ def _summary(planned: Planned) -> list[Text]:
         lines.append(times if baseline.fits else f"{usual} does not fit in memory")
     peak = planned.memory.fullest
     has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
-    lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}, context and staging apart")
+    has += ", besides context and staging buffers"
+    lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
     lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
     return [Text(line) for line in lines]
 

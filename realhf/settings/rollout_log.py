@@ -1,7 +1,9 @@
 """RolloutLog: says which answers of training are kept in rollouts.jsonl. Free of torch."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +69,13 @@ class RolloutLog:
             return text
         half = self.max_characters // 2
         return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+    def shortened_value(self, value: Any) -> Any:
+        """Return a JSON value, or its text without the middle if that is too long."""
+        if isinstance(value, str):
+            return self.shortened(value)
+        text = json.dumps(value, ensure_ascii=False)
+        return value if len(text) <= self.max_characters else self.shortened(text)
 
 
 def _chosen(numbers: Iterable[int], count: int, seed: int) -> set[int]:

@@ -107,6 +107,9 @@ def test_fields_of_named_sets_can_be_overridden(words, name, expected):
     experiment = GRPO(eval_dataset=sets, reward_function=some_reward)
     found = override(experiment, words.split()).eval_dataset
     assert found == {**sets, name: expected}
+    sets = {name: Evaluation(DATA) for name in ("easy", "hard", "long", "math")}
+    with pytest.raises(UserError, match="did you mean --eval-dataset.math.samples\\?$"):
+        override(GRPO(eval_dataset=sets), ["--eval-dataset.mtah.samples", "8"])
     one = GRPO(eval_dataset=Evaluation(DATA))
     with pytest.raises(UserError, match="did you mean --eval-dataset.dataset.path\\?$"):
         override(one, ["--eval-dataset.path", "x"])
@@ -132,6 +135,7 @@ FAULTS = {
     "{run} --data a=nowhere.jsonl --data {data}": "--data 'nowhere.jsonl': there is no such file",
     "{run} --data {data} --data {data}": "--data {data}: there are two sets named 'data': write NAME=FILE",
     "{run} --data {data} --prompt-key x": "--data {data} line 1: there is no column 'x'",
+    "{run} --data {data} --name main": "--name 'main' is for data sets of the hub: leave it out",
     "{run} --data {data} --answer-key x": "{data} has no column 'x': its other columns are ",
     "{run} --data {data} --reward exct": "--reward 'exct' (did you mean exact?): legal are exact",
     "{run} --data {data} --reward nowhere.py:f": "there is no file nowhere.py",

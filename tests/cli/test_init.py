@@ -81,7 +81,7 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     experiment = load_experiment("mine/experiment.py")
     assert experiment.actor.model == "some-org/some-model" and not experiment.actor.random_init
-    assert experiment.actor.optimizer.lr is None and experiment.eval_dataset.split == "train[90%:]"
+    assert experiment.actor.optimizer.lr is None and experiment.eval_dataset.split == "train[-7:]"
     assert experiment.dataset.path == str(tmp_path / "rows.jsonl")
 
 
@@ -144,7 +144,6 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
     assert subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
     experiment = load_experiment("experiment.py")
     assert read_rows(experiment.dataset) == rows[:27] and read_rows(experiment.eval_dataset) == rows[27:]
-    assert experiment.eval_dataset.max_rows == 200
     capsys.readouterr()
     assert main(["run", "experiment.py", "--steps", "1", "--batch-size", "2"]) == 0
     assert "27 training prompts, 3 held out" in capsys.readouterr().err
@@ -166,7 +165,10 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
         (["new", "--prompt-key", "question"], ["--prompt-key names a column of --data, which is not given"]),
         (["new", "--answer-key", "target"], ["--answer-key names a column of --data, which is not given"]),
         (["new", "--data", "rows.jsonl", "--answer-key", "the answer"],
-         ["--answer-key 'the answer': it must be a name in Python, as the reward function has an argument"]),
+         ["--answer-key 'the answer': the reward function has an argument of this name, so it must be a "]),
+        (["new", "--data", "rows.jsonl", "--answer-key", "prompts"],
+         ["--answer-key 'prompts': ", "a name in Python other than prompts, completions, completion_ids, "]),
+        (["new", "--model", "some-org/some-model", "--data", "file"], ["--data 'file' ends in ''"]),
         (["new", "--data", "bad.jsonl"], ["--data bad.jsonl line 1 is not JSON"]),
         (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
     ],

@@ -13,6 +13,7 @@ import yaml
 
 from realhf import (
     GRPO,
+    SFT,
     DatasetConfig,
     DatasetMixture,
     Evaluation,
@@ -118,6 +119,11 @@ def test_with_expected_lengths_no_data_set_of_the_hub_is_asked_for(monkeypatch):
         assert experiment.dataset.parts[0] is data  # The experiment itself stays as it is.
     with pytest.raises(TypeError):
         problem_of(replace(experiment, expected=Expected()), Cluster.load("h100-1x8"))
+    tuned = SFT(
+        actor=actor, dataset=data, eval_dataset=data, reward_function=MathAnswer(),
+        expected=Expected(prompt_tokens=100, response_tokens=50))
+    evaluations = problem_of(tuned, Cluster.load("h100-1x8")).evaluations
+    assert {call.name for call in evaluations} == {"eval/actor_forward", "eval/actor_generate"}
 
 
 def test_reasons_and_changes_are_in_the_answer(planned):

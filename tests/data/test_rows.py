@@ -82,6 +82,8 @@ def test_a_split_is_a_part_of_local_files_as_in_the_library_datasets(tmp_path):
         theirs = datasets.load_dataset(
             "json", data_files=pattern, split=split, cache_dir=str(tmp_path / "cache"))
         assert read_rows(DatasetConfig(pattern, split=split)) == list(theirs), split
+    both = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    assert read_rows(DatasetConfig(both, split="train[5:9]")) == [{"prompt": str(i)} for i in range(5, 9)]
     rows = DatasetRows(DatasetConfig(pattern, split="train[5:9]"))
     assert rows.place(3) == f"dataset {tmp_path}/b.jsonl line 2"
 
@@ -89,8 +91,8 @@ def test_a_split_is_a_part_of_local_files_as_in_the_library_datasets(tmp_path):
 @pytest.mark.parametrize(("settings", "sentence"), [
     ({"split": "test"}, r"dataset.path '.*rows.jsonl': split is 'test': it must be train, or a part "),
     ({"split": "train[2:]"}, r"dataset.path '.*rows.jsonl': split 'train\[2:\]' has no rows"),
-    ({"name": "main"}, "dataset.name is 'main': it is for data sets of the hub, and "),
-    ({"revision": "v2"}, "dataset.revision is 'v2': it is for data sets of the hub, and "),
+    ({"name": "main"}, "dataset.name is 'main': it must be left out, as .*rows.jsonl' is not on the hub"),
+    ({"revision": "v2"}, "dataset.revision is 'v2': it must be left out, as "),
 ])  # fmt: skip
 def test_what_local_files_do_not_have_is_refused(tmp_path, settings, sentence):
     _write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])

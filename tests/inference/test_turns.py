@@ -1,5 +1,7 @@
 """Samples that are parked between turns, against plain decoding of one row at a time with a cache."""
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
@@ -130,9 +132,8 @@ def test_turns_continue_what_is_cached(versions, max_rows, paged):
     assert _in_turns(World(), "d1@0", pattern, max_rows, paged) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("max_rows", "paged"), [(512, True), (512, False), (2, True), (2, False)])
-@pytest.mark.parametrize("layout", ["t2@0-1", "p2@0-1"])
+@pytest.mark.parametrize(("layout", "max_rows", "paged"), marked(
+    product(["p2@0-1", "t2@0-1"], [512, 2], [True, False]), quick=[0]))
 def test_layouts_change_no_turn(pool, versions, layout, max_rows, paged):
     models, pattern = versions
     expected = _expected(models)

@@ -18,6 +18,7 @@ from realhf import (
     FunctionCall,
     HostFunction,
     Reward,
+    RolloutLog,
     SamplingConfig,
     graph_of,
 )
@@ -355,27 +356,30 @@ def brief(completion_ids):
     return [-float(len(ids)) for ids in completion_ids]
 
 
-def near(completions, target):
+def near(completions, target, level):
     return [float(text == right) for text, right in zip(completions, target, strict=True)]
 
 
 def test_columns_of_another_name_are_kept_with_the_answers(task, tmp_path):
-    rows = [{"prompt": "1+1=", "target": "2", "level": i, "unread": 0} for i in range(6)]
+    rows = [{"prompt": "1+1=", "target": "2", "level": "x" * 500, "unread": 0} for _ in range(6)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     held_out = DatasetConfig(str(path), max_rows=2)
     experiment = _experiment(
         task, steps=1, batch_size=2, dataset=DatasetConfig(str(path)), eval_dataset=held_out)
     experiment.reward_function = near
+    experiment.rollouts = RolloutLog(max_characters=100)
     program = compile_program(experiment, None, world_size=1)
     out = tmp_path / "run"
     Trainer(program, World(), quiet=True, out=out).run()
     for name in ("eval.jsonl", "evals/step_1.jsonl"):
-        assert [row["columns"] for row in read_jsonl(out / name)] == [{"target": "2"}] * 2
+        for row in read_jsonl(out / name):
+            assert row["columns"].keys() == {"target", "level"} and row["columns"]["target"] == "2"
+            assert "400 characters left out" in row["columns"]["level"]
     assert main(["rollouts", str(out), "--eval", "--where", "target=2"]) == 0
     experiment.reward_function = [near, odd]
     experiment.dataset = DatasetConfig(str(task / "data.jsonl"))
-    with pytest.raises(ValueError, match="no column 'target'; its .*; reward function near reads it$"):
+    with pytest.raises(ValueError, match="no column 'target'; its .*; it is read by reward function near$"):
         compile_program(experiment, None, world_size=1)
 
 

@@ -175,7 +175,7 @@ def test_a_lagged_run_continues_from_any_step(pool, task, whole, tmp_path, lag, 
     assert untimed(tmp_path / "again/metrics.jsonl") == untimed(whole(lag) / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("lag", marked(CONTINUED, quick=[]))
+@pytest.mark.parametrize("lag", marked(CONTINUED, quick=[0]))
 def test_a_lagged_run_continues_under_another_plan(pool, task, whole, tmp_path, lag):
     """The numbers are the same to summation order."""
     start = whole(lag) / "checkpoints/step_2"

@@ -142,17 +142,17 @@ def test_a_plan_changes_nothing(pool, task, plan, lag):
     assert_close(metrics, expected_metrics)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path, step):
+@pytest.mark.parametrize(
+    ("plan", "step"), marked([(None, 2), ("disjoint", 2), ("disjoint", 4)], quick=[0]))
+def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path, plan, step):
     """The same plan gives the same bits."""
-    pool.run(run, "2", "disjoint", task, tmp_path / "whole")
+    pool.run(run, "2", plan, task, tmp_path / "whole")
     expected = untimed(tmp_path / "whole/metrics.jsonl")
     start = tmp_path / f"whole/checkpoints/step_{step}"
     rates = Manifest.load(start).run["state"]["pass_rates"]
     assert any(passed == total > 0 for passed, total in rates.values())
     again = tmp_path / f"again_{step}"
-    pool.run(run, "2", "disjoint", task, again, start)
+    pool.run(run, "2", plan, task, again, start)
     assert untimed(again / "metrics.jsonl") == expected
     ends = [
         Manifest.load(out / f"checkpoints/step_{STEPS}").run["state"]["pass_rates"]

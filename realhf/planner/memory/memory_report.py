@@ -80,4 +80,4 @@ def host_sentences(check: MemoryCheck) -> list[str]:
 
 
 def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g}" if size >= 1e7 else f"{size / 1e9:.1g}"
+    return f"{size / 1e9:.3g}" if size >= 1e7 else "<0.01"

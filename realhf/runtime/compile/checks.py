@@ -325,7 +325,7 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
         return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
     except ValueError as error:
         readers = _readers_of(error.column, graph) if isinstance(error, MissingColumnError) else []
-        read = f"; reward function {' and '.join(readers)} reads it" if readers else ""
+        read = f"; it is read by reward function {' and '.join(readers)}" if readers else ""
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}{read}") from error
 
 

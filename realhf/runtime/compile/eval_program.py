@@ -67,7 +67,8 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
         _check_deciding_reward(eval_set)
         rows = checks.check_rows(evaluation.dataset, eval_set.field, graph)
         with_answers = with_record(
-            graph, rows, samples_per_prompt=eval_set.group_size, keeps_all=not eval_set.reads_pairs)
+            graph, rows, samples_per_prompt=eval_set.group_size, keeps_all=not eval_set.reads_pairs,
+            log=experiment.rollouts)
         sets.append(replace(eval_set, graph=with_answers))
     return sets
 

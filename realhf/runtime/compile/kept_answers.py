@@ -8,6 +8,7 @@ from realhf.calls import GenerateOutputs, HostFunction
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
 from realhf.data.responses import response_lengths
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.settings.rollout_log import RolloutLog
 
 RECORD = "eval_record"
 """The call that keeps the answers."""
@@ -22,11 +23,13 @@ _NAMES = {REWARD_SCORES: "scores", REWARD_EXTRA: "extra"}
 
 
 def with_record(
-    graph: DataflowGraph, rows: Sequence[Mapping[str, Any]], *, samples_per_prompt: int, keeps_all: bool
+    graph: DataflowGraph, rows: Sequence[Mapping[str, Any]],
+    *, samples_per_prompt: int, keeps_all: bool, log: RolloutLog,
 ) -> DataflowGraph:
     """Return the graph with a last call that keeps the answers, if it scores answers.
 
-    `rows` are those of the dataset. Without `keeps_all`, only the first answer to each prompt is kept.
+    `rows` are those of the dataset. Without `keeps_all`, only the first answer to each prompt is kept. `log`
+    says how long the values of columns may be.
     """
     if graph.producer("score") is None:
         return graph
@@ -40,7 +43,7 @@ def with_record(
     by_reward = [key for key in _NAMES if graph.producer(key) is not None]
     keep = KeepAnswers(
         samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), columns=(*shown, *columns),
-        mask=mask, finished=finished, answer_of=_answer_of(graph))
+        mask=mask, finished=finished, answer_of=_answer_of(graph), log=log)
     lengths = () if mask is None or finished is None else (mask, finished)
     keys = ("prompt", *shown, *columns, DATASET_ROW, "completion", "score", *by_reward, *lengths)
     record = FunctionCall(RECORD, "host", keys, work=HostFunction(keep))
@@ -73,6 +76,7 @@ class KeepAnswers:
     mask: str | None = None  # Keys of the response mask, and of whether the response has ended.
     finished: str | None = None
     answer_of: Any = None
+    log: RolloutLog = RolloutLog()
 
     def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
         indices = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
@@ -84,9 +88,10 @@ class KeepAnswers:
             if key in batch.fields:
                 self._add(answers, _NAMES.get(key, key), batch[key])
         if self.columns:
-            values = zip(*(batch[key] for key in self.columns), strict=True)
+            rows = zip(*(batch[key] for key in self.columns), strict=True)
             names = [column_of(key) for key in self.columns]
-            self._add(answers, "columns", [dict(zip(names, row, strict=True)) for row in values])
+            self._add(answers, "columns", [
+                dict(zip(names, map(self.log.shortened_value, row), strict=True)) for row in rows])
         if self.mask is not None and self.finished is not None:
             self._add(answers, "length", response_lengths(batch[self.mask]))
             self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])

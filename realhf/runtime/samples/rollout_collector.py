@@ -4,7 +4,6 @@ No samples are sent for this. The rank that scored an answer describes its score
 its length, and the rank that reads the dataset its prompt; rank 0 merges these (see `rollout_file.merged`).
 """
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
@@ -107,21 +106,14 @@ class RolloutCollector:
             prompt = prompt_of(batch.ids[i], self._group_size)
             described.append({
                 "prompt_number": prompt, "followed": self._kept[prompt],
-                "dataset_row": batch[DATASET_ROW][i], "prompt": self._shortened(batch["prompt"][i]),
-                "columns": {column_of(key): self._shortened(batch[key][i]) for key in self._columns
+                "dataset_row": batch[DATASET_ROW][i], "prompt": self._log.shortened_value(batch["prompt"][i]),
+                "columns": {column_of(key): self._log.shortened_value(batch[key][i]) for key in self._columns
                             if isinstance(batch[key], list)}})
         return described
 
-    def _shortened(self, value: Any) -> Any:
-        """Return a JSON value, or its text without the middle if it is too long."""
-        if isinstance(value, str):
-            return self._log.shortened(value)
-        text = json.dumps(value, ensure_ascii=False)
-        return value if len(text) <= self._log.max_characters else self._log.shortened(text)
-
     def _logged(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that reward functions have logged for a sample."""
-        return {name: _rounded(value) if isinstance(value, float) else self._shortened(value)
+        return {name: _rounded(value) if isinstance(value, float) else self._log.shortened_value(value)
                 for name, value in values.items()}
 
     def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
