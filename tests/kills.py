@@ -91,7 +91,7 @@ class Workers:
         self._processes: list[Any] = []
         self.had_to_be_ended = False
         """Whether other ranks than those killed have not ended by themselves."""
-        for stacks, variables in zip(self._stacks, _environments(num_ranks), strict=True):
+        for stacks, variables in zip(self._stacks, worker_environments(num_ranks), strict=True):
             stacks.unlink(missing_ok=True)
             process = context.Process(target=_work, args=(arguments, variables, self.log, stacks))
             process.start()
@@ -151,7 +151,7 @@ class Workers:
                 os.kill(process.pid, number)
 
 
-def _environments(num_ranks: int) -> Iterator[dict[str, str]]:
+def worker_environments(num_ranks: int) -> Iterator[dict[str, str]]:
     """Yield the variables by which torchrun tells each worker its place; none for a single one."""
     if num_ranks == 1:
         yield {}

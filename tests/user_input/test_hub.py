@@ -1,10 +1,12 @@
 """Models and data sets by their names, from a hub on this machine and with real processes."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from realhf.user_input.hub import HubName, parse_hub_name
 from tests.cli_tools import REPO
 from tests.docs_pages import commands, fences
 from tests.hub import Hub, Repository, gsm8k_repository, gsm8k_rows, hub, model_repository
+from tests.kills import worker_environments
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -230,20 +233,25 @@ def test_ranks_with_different_commits_do_not_start(tmp_path):
     old = repository.commit
     rows = "".join(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n" for _ in range(4))
     (tmp_path / "rows.jsonl").write_text(rows)
-    text = EXPERIMENT.replace('"openai/gsm8k"', repr(str(tmp_path / "rows.jsonl")))
-    own_cache = f"import os\nos.environ['HF_HOME'] = {str(tmp_path)!r} + '/' + os.environ.get('RANK', '0')\n"
+    here = f"{str(tmp_path / 'rows.jsonl')!r}"
+    text = re.sub(r'"openai/gsm8k", name="main", split="[^"]*"', lambda _: here, EXPERIMENT)
     experiment = tmp_path / "gsm8k.py"
-    experiment.write_text(own_cache + text)
+    experiment.write_text(text)
     fetch = f"from realhf.user_input.hub import find_model\nfind_model({MODEL!r}, weights=True)"
     with hub([repository]) as server:
         python(server, tmp_path / "0", fetch)
         repository.update({"README.md": b"# Another commit\n"})
         python(server, tmp_path / "1", fetch)
-        done = realhf(server, tmp_path, "run", experiment, "--nproc", 2, "--out", tmp_path / "run")
-    assert done.returncode == 2
+        words = ("run", experiment, "--nproc", 2, "--out", tmp_path / "run")
+        with ThreadPoolExecutor() as threads:
+            ranks = [
+                threads.submit(realhf, server, tmp_path / variables["RANK"], *words, **variables)
+                for variables in worker_environments(2)]
+        done, other = (rank.result() for rank in ranks)
+    assert done.returncode == other.returncode == 2
     both = f"{old} on rank 0 and {repository.commit} on rank 1"
     sentence = f"the hosts' caches have different commits of {MODEL}, {both}: name one of them, as in"
-    assert f"realhf: {sentence} {MODEL}@{repository.commit}\n" in done.stderr
+    assert f"realhf: {sentence} {MODEL}@{repository.commit}\n" in done.stderr + other.stderr
 
 
 def test_what_cannot_be_found_is_said_in_one_sentence(server, tmp_path):
