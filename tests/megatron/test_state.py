@@ -43,7 +43,7 @@ def assert_state_is_right(ranks, native, spec, *, layout, dtype="float32"):
         for kind in ("weights", "master")
     )
     assert owned * 2 == held or "e2" in layout  # Two replicas; experts over ep have one.
-    tolerance = 1e-4 if dtype == "float32" else 0.1
+    tolerance = 1e-4 if dtype == "float32" else 0.25  # Rounding may send a token to another expert.
     for kind in ("exp_avg", "exp_avg_sq"):  # (An update by a gradient near 0 may have either sign.)
         ours = joined(spec, [rank[kind] for rank in ranks])
         theirs = joined(spec, [native[kind]])
