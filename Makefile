@@ -1,5 +1,5 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
-# make test                           sets up .venv and runs the tests (about 5 minutes on two cores)
+# make test                           sets up .venv and runs the tests (5 to 9 minutes on two cores)
 # make test-all                       all cases of large tables and the slow tests, too (over an hour)
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
