@@ -10,17 +10,17 @@ from tests.two_hosts import two_hosts_or_skip
 
 def test_two_hosts_give_the_metrics_of_two_local_processes(grpo_run, tmp_path):
     experiment, plan, local = grpo_run
-    _compare(experiment, plan, local, tmp_path / "run", per_host=1)
+    _assert_equal_runs(experiment, plan, local, tmp_path / "run", per_host=1)
 
 
 @pytest.mark.slow
 def test_two_hosts_give_the_metrics_of_four_local_processes(tmp_path):
     make_grpo_run(tmp_path, GRPO_LAYOUTS)
     files = [tmp_path / name for name in ("tiny_experiment.py", "plan.yaml", "run")]
-    _compare(*files, tmp_path / "over_hosts", per_host=2)
+    _assert_equal_runs(*files, tmp_path / "over_hosts", per_host=2)
 
 
-def _compare(experiment, plan, local, out, *, per_host):
+def _assert_equal_runs(experiment, plan, local, out, *, per_host):
     job = ["-m", "realhf", "run", experiment, "--plan", plan, "--out", out, "--seed", 3]
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts_or_skip())

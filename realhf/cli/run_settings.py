@@ -21,7 +21,7 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run made prompts (fields of a DatasetConfig) and sampled answers (fields of a SamplingConfig).
+    """The settings with which a run made prompts (of DatasetConfig) and sampled answers (of SamplingConfig).
 
     They are the settings of one of its held-out sets, or of training if it has none.
     """

@@ -24,7 +24,7 @@ class Operands(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What is updated together: whole slices, and the norms and biases among them.
+    """The slices that one update changes, and the norms and biases among them.
 
     The values of `fixed` stay. Afterwards, `targets`, which are the model's own parameters, get those of the
     slices.

@@ -44,7 +44,7 @@ class PartsProgram:
 
 @dataclass(frozen=True)
 class Observations:
-    """What to record of a run's calls besides times and metrics; an evaluation records none of it."""
+    """The records of a run's calls besides times and metrics; an evaluation makes none of them."""
 
     flops: Mapping[str, ModelFlops] = field(default_factory=dict)
     """Role -> its model's FLOPs; they are counted for the calls of these roles."""
