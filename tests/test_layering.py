@@ -1,4 +1,4 @@
-"""The structure of the package: imports go strictly downward, light modules load no torch, small files."""
+"""The structure of the package: imports go strictly downward, light modules load no torch."""
 
 import ast
 import subprocess
@@ -57,7 +57,6 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
-MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 50_450
 
 
 @cache
@@ -205,12 +204,6 @@ def test_import_and_help_leave_torch_alone():
         imported = [line.split("|")[-1].strip() for line in result.stderr.splitlines()]
         assert result.returncode == 0, result.stderr
         assert "realhf" in imported and "torch" not in imported
-
-
-def test_files_and_package_stay_small():
-    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {str(path): n for path, n in lines.items() if n > MAX_FILE_LINES} == {}
-    assert sum(lines.values()) < MAX_PACKAGE_LINES
 
 
 def test_a_name_of_a_type_has_one_meaning():
