@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.signals import AIMED, disturb
 from realhf.cli.job import WORKER_NAME
 from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
 from tests.samples import marked
@@ -66,3 +67,19 @@ def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, 
         assert wait_until(lambda: not command.processes(), seconds=10)
     assert code == 1 and f"realhf: ended by {number.name}\n" in err and "the last checkpoint is" in err, err
     assert list((out / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    marked(
+        [(moment, number) for moment in AIMED for number in (signal.SIGINT, signal.SIGTERM)], quick=[0, 3, 7]
+    ),
+)
+def test_no_signal_is_lost(moment, number, tmp_path):
+    """benchmarks/signals.py sends hundreds at random moments."""
+    experiment = write_experiment(tmp_path, steps=6, checkpoint_every=2, eval_dataset=None)
+    result = disturb(
+        experiment, tmp_path / "run", num_ranks=2, number=number, wait=moment, jitter=0.0, to_group=True)
+    assert result.faults == [], (result.faults, result.text)
+    is_done = (tmp_path / "run/summary.json").exists()
+    assert is_done or result.code == 1 and f"realhf: ended by {number.name}\n" in result.text, result.text
