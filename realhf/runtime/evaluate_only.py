@@ -13,7 +13,7 @@ from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_vocabulary, warnings_of
 from realhf.runtime.evaluations import Evaluations, SetRecord, main_metric, report
 from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.records.answer_files import AnswerFiles
+from realhf.runtime.records.recorder import AnswerFiles
 from realhf.runtime.weights.model_store import ModelStore
 
 

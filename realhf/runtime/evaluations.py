@@ -25,8 +25,7 @@ from realhf.runtime.compile.warnings import check_lengths
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.inputs import PartsProgram, RankState
-from realhf.runtime.records.recorder import merge_metrics
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.step_record import StepRecord, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"

@@ -14,8 +14,8 @@ from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.compute_meter import ComputeMeter
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import Recorder, merge_metrics
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.recorder import Recorder
+from realhf.runtime.records.step_record import StepRecord, merge_metrics
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""
