@@ -128,7 +128,7 @@ class SampleAdvantages:
         scores, shaping = self.inputs.shaped_scores(batch)
         penalties_T, kl = self.reward_kl.penalties(batch, context)
         left_out_T, ages = self.inputs.left_out(batch, context)
-        metrics = rollout_metrics(batch) | shaping | kl | ages
+        metrics = rollout_metrics(batch, group_size=self.group_size) | shaping | kl | ages
         columns: dict[str, Any] = {}
         if self.filters or compares_groups(self.baseline, self.normalize):
             self._require_whole_groups(batch.ids)

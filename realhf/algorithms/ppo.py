@@ -113,6 +113,7 @@ class TokenAdvantages:
 
     config: AdvantageConfig
     inputs: AdvantageInputs = field(default_factory=AdvantageInputs)
+    group_size: int = 1  # Only for metrics.
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         c = self.config
@@ -120,7 +121,7 @@ class TokenAdvantages:
         if not len(batch):  # Filters have dropped all samples.
             empty = mask.like(batch["values"].values)
             return {"advantages": empty, "returns": empty}, {}
-        metrics = rollout_metrics(batch)
+        metrics = rollout_metrics(batch, group_size=self.group_size)
         scores, shaping = self.inputs.shaped_scores(batch)
         penalties_T, kl = c.penalties(batch, context)
         left_out_T, ages = self.inputs.left_out(batch, context)
@@ -182,7 +183,7 @@ class PPO(OnPolicy):
         require(not by_prompt, "loss.average", self.loss.average, "be sequence, token or constant for PPO")
         read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)
         learned = (*SEQUENCE, "values", "returns")
-        advantages = HostFunction(TokenAdvantages(self.advantage, inputs))
+        advantages = HostFunction(TokenAdvantages(self.advantage, inputs, self.group_size))
         train = TrainStep(self.value_loss, self.num_minibatches, self.epochs)
         graph = graph_of(
             self.actor_generate(),

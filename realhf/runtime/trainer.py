@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, pe
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
-from realhf.runtime.execute.memory_meter import largest_by_call
+from realhf.runtime.execute.memory_meter import largest_by_call, largest_of_processes
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
@@ -97,6 +96,7 @@ class Trainer:
         if checkpoint is not None:
             restore(checkpoint, program, self._state, self._runner)
             self._first_step = checkpoint.manifest.step + 1
+        self._executor.memory.begin()
 
     def _check_vocabulary(self) -> None:
         largest = max(self._context.tokenizer.get_vocab().values())
@@ -195,11 +195,10 @@ class Trainer:
                 self._progress.stop()
 
     def _run(self) -> RunResult:
-        started = time.time()
         steps = self._program.experiment.steps
         if self._progress is not None:
             self._progress.start(self._loader, held_out=self._held_out)
-        if self._evaluates and self._first_step == 1:
+        if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
             self._journal.add(0, None, self._evaluations.run(), pauses=True)
         stopped_after = None
         self._decisions.begin(self._first_step)
@@ -220,7 +219,7 @@ class Trainer:
             return RunResult([], {}, stopped_after)
         if stopped_after is not None:
             self._stop_tracking("stopped")
-        summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
+        summary = {} if stopped_after is not None else self._finish()
         return RunResult(self._journal.history, summary, stopped_after)
 
     def _stop_tracking(self, ending: Ending) -> None:
@@ -299,16 +298,19 @@ class Trainer:
             with self._activity.doing(f"export of {name}"):
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 
-    def _finish(self, *, seconds: float) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         steps = self._program.experiment.steps
         history = self._journal.history
         summary: dict[str, Any] = {
             **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,
-            "seconds": seconds,
+            "seconds": self._journal.seconds,
+            "tokens": self._journal.tokens,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
-            "memory": largest_by_call(history)}
+            "memory": largest_by_call(history),
+            "process_memory": largest_of_processes(history) | {
+                "beside_models": self._executor.memory.beside_models}}
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]

@@ -123,8 +123,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
         ("num_generations_eval", "val_kwargs.n"), Ours(("eval_dataset.samples",), instead=_EVALUATION)),
     "val_max_samples": Ours(("eval_dataset.max_rows",)),
     **dict.fromkeys(("eval_steps", "test_freq"), Ours(("eval_every",))),
-    **dict.fromkeys(("eval_on_start", "val_before_train"), Ours(
-        instead="not needed: a run with eval_dataset is evaluated before its first step")),
+    **dict.fromkeys(("eval_on_start", "val_before_train"), Ours(("eval_at_start",))),
     # Runs, checkpoints and logs.
     **dict.fromkeys(("save_steps", "save_freq"), Ours(("checkpoint_every",))),
     **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep"), Ours(("keep_checkpoints",))),

@@ -21,8 +21,8 @@ from realhf.runtime.compile.sampling_checks import off_policy
 from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
-    "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
-    "log_every", "expected", "rollouts")
+    "steps", "eval_every", "eval_at_start", "export_every", "checkpoint_every", "keep_checkpoints",
+    "keep_checkpoint_every", "log_every", "expected", "rollouts")
 """Fields that a resumed run may change without training another model."""
 
 

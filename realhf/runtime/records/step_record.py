@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+_OF_CALLS = ("memory_bytes", "predicted_memory_bytes", "counted_bytes", "predicted_counted_bytes")
+_OF_PROCESSES = ("process_bytes", "predicted_process_bytes")
+"""Sizes in events, see MemoryMeter: those of the call, and those of the process."""
 _OF_ROLES = ("realloc", "offload")
 """Kinds of events that are named after a role; the others are named after a call."""
 
@@ -43,7 +46,7 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     for name, value, weight in (metric for record in records for metric in record.metrics):
         parts.setdefault(name, []).append((value, weight))
     merged = {name: _merged(name, part) for name, part in parts.items()}
-    tokens: dict[str, int] = {}
+    tokens: dict[str, dict[str, int]] = {}
     seconds: dict[tuple[str, int], float] = {}
     for event in (e for record in records for e in record.events if e["kind"] != "move"):
         name = event["name"]
@@ -53,22 +56,38 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         else:  # A step may run a call several times.
             run = (name, event["rank"])
             seconds[run] = seconds.get(run, 0.0) + event["end"] - event["start"]
-        for name_of in ("memory_bytes", "predicted_memory_bytes"):
-            if name_of in event:
-                key = f"perf/{name_of}/{name}"
-                merged[key] = max(merged.get(key, 0.0), float(event[name_of]))
+        sizes = {f"perf/{size}/{name}": size for size in _OF_CALLS}
+        sizes |= {f"perf/{size}": size for size in _OF_PROCESSES}
+        for key, size in sizes.items():
+            if size in event:
+                merged[key] = max(merged.get(key, 0.0), float(event[size]))
         if event["kind"] == "realloc":
             total = f"realloc_bytes/{name}"
             merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
             over = f"realloc_over_bound/{name}"
             merged[over] = max(merged.get(over, 1.0), event["over_bound"])  # Computed, not measured.
-        elif event["kind"] == "train_step":
-            tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
+        elif "num_tokens" in event:
+            of_kind = tokens.setdefault(event["kind"], {})
+            of_kind[name] = of_kind.get(name, 0) + event["num_tokens"]
     for (name, _), spent in seconds.items():
         merged[f"timing_s/{name}"] = max(merged.get(f"timing_s/{name}", 0.0), spent)
-    if tokens:
-        merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
+    for kind, of_kind in tokens.items():
+        merged |= _tokens(kind, of_kind, {name: merged[f"timing_s/{name}"] for name in of_kind})
     return merged | _bandwidths(records) | _waits(records)
+
+
+def _tokens(kind: str, tokens: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the tokens that the calls of a kind have sampled or trained on, and how many in a second.
+
+    The seconds are those of the calls alone. Tokens on which several roles train count once.
+    """
+    if kind == "generate":
+        total = sum(tokens.values())
+        rate = total / max(sum(seconds.values()), 1e-9)
+        return {"tokens/generated": float(total), "perf/generated_tokens_per_s": rate}
+    most = max(tokens, key=lambda name: (tokens[name], seconds[name]))
+    rate = tokens[most] / max(seconds[most], 1e-9)
+    return {"tokens/trained": float(tokens[most]), "perf/trained_tokens_per_s": rate}
 
 
 def _merged(name: str, part: Sequence[tuple[float, float]]) -> float:
