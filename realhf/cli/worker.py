@@ -132,7 +132,7 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # Without checkpoints, a signal ends the run at once.
-    with StopSignals(*signals, announces=world.rank == 0) as stop:
+    with StopSignals(*signals) as stop:
         trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
         begun.append(out)  # Errors raised above leave nothing to resume.
         result = trainer.run()

@@ -5,26 +5,29 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 _DELAY_SECONDS = 1.0
-"""Time after which a signal is announced; a launcher also sends it to end workers that have lost a peer."""
+"""Time after which SIGTERM is announced: a launcher also sends it to end workers that have lost a peer. The
+answer to SIGINT, which a person sends, comes at once."""
 
 
 class StopSignals:
     """A context in which the first signal asks the run to stop, and a second ends the process.
 
-    A second signal ends it at once, even if the main thread waits for other ranks: Python's handler in C
-    writes the numbers of signals to a socket, to which a thread listens.
+    Before `begin` there is nothing to save, and the first signal ends the run by KeyboardInterrupt. A second
+    signal ends it at once, even if the main thread waits for other ranks: Python's handler in C writes the
+    numbers of signals to a socket, to which a thread listens.
     """
 
-    def __init__(self, *signals: signal.Signals, announces: bool) -> None:
-        """Take the signals to handle; `announces`: this process tells the user what happens."""
+    def __init__(self, *signals: signal.Signals) -> None:
         self._signals = signals
         self.requested: str | None = None
         """Name of the signal that has asked the run to stop."""
-        self._announces = announces
+        self._answer: Callable[[], str] | None = None
+        self._has_begun = False
         self._is_over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -34,7 +37,7 @@ class StopSignals:
         sender.setblocking(False)
         self._ends = (receiver, sender)
         self._wakeup_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._ignore) for number in self._signals}
+        self._before = {number: signal.signal(number, self._in_main_thread) for number in self._signals}
         threading.Thread(target=self._listen, args=(receiver,), name="signals", daemon=True).start()
         return self
 
@@ -49,8 +52,18 @@ class StopSignals:
         for end in self._ends[::-1]:  # The listener ends when the sender is closed.
             end.close()
 
-    def _ignore(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing in the main thread: the listener acts on the signal."""
+    def begin(self, answer: Callable[[], str] | None) -> None:
+        """Let signals stop the run after a step from now on, because a first step begins.
+
+        `answer` returns what this process then tells the user; with None it tells nothing.
+        """
+        self._answer = answer
+        self._has_begun = True
+
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        """End a run that has not begun; otherwise the listener acts on the signal."""
+        if not self._has_begun:
+            raise KeyboardInterrupt(f"ended by {signal.Signals(number).name} before the first step")
 
     def _listen(self, receiver: socket.socket) -> None:
         while numbers := _received(receiver):
@@ -62,14 +75,13 @@ class StopSignals:
         if self.requested is not None:
             os._exit(128 + number)
         self.requested = number.name
-        if self._announces:
-            threading.Thread(target=self._announce, daemon=True).start()
+        if self._has_begun and self._answer is not None:
+            threading.Thread(target=self._tell, args=(number, self._answer), daemon=True).start()
 
-    def _announce(self) -> None:
-        if not self._is_over.wait(_DELAY_SECONDS):
-            print(
-                "realhf: the run saves a checkpoint after this step or the next and ends; "
-                "a second ends it at once", file=sys.stderr, flush=True)
+    def _tell(self, number: signal.Signals, answer: Callable[[], str]) -> None:
+        delay = _DELAY_SECONDS if number == signal.SIGTERM else 0.0
+        if not self._is_over.wait(delay):
+            print(f"realhf: {number.name}: {answer()}", file=sys.stderr, flush=True)
 
 
 def _received(receiver: socket.socket) -> bytes:

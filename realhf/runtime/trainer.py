@@ -201,6 +201,10 @@ class Trainer:
         if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
             self._journal.add(0, None, self._evaluations.run(), pauses=True)
         stopped_after = None
+        if self._stop is not None:
+            with self._activity.doing("waits for the other ranks"):
+                self._world.control.barrier()  # So that a signal finds all of them at one place.
+            self._stop.begin(self._answer_to_signal if self._is_main else None)
         self._decisions.begin(self._first_step)
         for step in range(self._first_step, steps + 1):
             self._complete_step(step, is_last=step == steps)
@@ -221,6 +225,15 @@ class Trainer:
             self._stop_tracking("stopped")
         summary = {} if stopped_after is not None else self._finish()
         return RunResult(self._journal.history, summary, stopped_after)
+
+    def _answer_to_signal(self) -> str:
+        """Return what follows a signal, for the user; another thread calls this."""
+        steps = self._program.experiment.steps
+        step = max(self._context.step, self._first_step) + (self._world.size > 1)  # See StepDecisions.
+        when = f"step {step}" if step < steps else f"the last step, {steps}"
+        now = str(self._activity)
+        sentence = f"the run saves a checkpoint after {when}, and ends; a second signal ends it at once"
+        return f"{sentence} ({now})" if now else sentence
 
     def _stop_tracking(self, ending: Ending) -> None:
         if self._recorder is not None:

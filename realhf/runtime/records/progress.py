@@ -68,8 +68,12 @@ _WIDEST = 10_000
 _EVAL = "eval/"
 _MAIN = ("score", "loss")
 """The main metric of a held-out set: the first of these that it has."""
-_SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
+_SHORT = {
+    "response_length/mean": "length", "response_length/clip_ratio": "cut off",
+    "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 """Short names of metrics of evaluations."""
+_UNSHOWN = ("mean@", "rewards/chosen", "rewards/rejected", "mean_reward")
+"""Beginnings of metrics of evaluations that tell no more than others: `mean@k` is the score."""
 _STEPS_OF_FAULTS = 3
 """Number of successive steps after which the user is warned that nothing is learned."""
 _PATIENCE_SECONDS = 30.0
@@ -305,7 +309,7 @@ def evaluation_lines(
     lines = []
     for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
         of_set = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shown = {name: x for name, x in of_set.items() if not name.startswith("mean@")}  # It is the score.
+        shown = {name: x for name, x in of_set.items() if not name.startswith(_UNSHOWN)}
         main = next((name for name in _MAIN if name in shown), "")
         texts = []
         for name, value in shown.items():
@@ -325,10 +329,13 @@ def memory_lines(process: Mapping[str, float], calls: Mapping[str, Mapping[str, 
         beside = "" if predicted is None else f", {format_bytes(predicted)} predicted"
         others = f"{format_bytes(process['beside_models'])} of it beside the models"
         lines.append(f"memory of a process: {format_bytes(peak)} measured at its peak ({others}){beside}")
+    counted = {call: sizes["counted"] for call, sizes in calls.items() if "counted" in sizes}
     for call, sizes in calls.items():
-        shown = [f"{format_bytes(size)} {how}" for how, size in sizes.items()]
-        what = "weights, gradients, optimizer and cache" if "counted" in sizes else "memory of a rank"
-        lines.append(f"  {what} in {call}: {', '.join(shown)}")
+        shown = ", ".join(f"{format_bytes(size)} {how}" for how, size in sizes.items())
+        if call not in counted:
+            lines.append(f"memory of a rank in {call}: {shown}")
+        elif call == max(counted, key=counted.__getitem__):
+            lines.append(f"  weights, gradients, optimizer and cache in {call}, where they are most: {shown}")
     return lines
 
 
