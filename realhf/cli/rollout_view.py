@@ -181,7 +181,7 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
         mean = sum(scores) / len(scores) if scores else None
         means += [] if mean is None else [mean]
         num_cut = sum(row.get("finished") is False for row in answers)
-        cells = [
+        cells: list[RenderableType] = [
             _shown(step), str(len(answers)), _shown(mean), _bar(mean, low, high),
             _shown(min(scores, default=None)), _shown(max(scores, default=None)),
             _shown(sum(lengths) / len(lengths) if lengths else None), str(num_cut) if num_cut else ""]

@@ -113,7 +113,8 @@ class Evaluations:
         records = []
         for eval_set in self._sets:
             of_set = f" of {eval_set.name}" if eval_set.name else ""
-            activity.step = f"evaluation{of_set} after step {self._context.step}"
+            after = f" after step {self._context.step}" if self._context.step else ""
+            activity.step = f"evaluation{of_set}{after}"
             prompts = self._prompts[eval_set.name]
             executor = self._executors[eval_set.name]
             self._context.answers = []

@@ -10,6 +10,7 @@ from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
+from realhf.evaluation.sets import named_sets
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.models.model_config import ModelConfig
@@ -37,7 +38,7 @@ def warnings_of(
     parts = [("dataset", program.graph, rows)]
     sets = program.evaluations
     parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
-    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += off_policy(program.graph)
     if rows is not None:
         warnings += _repeated_rows(program, rows)
@@ -181,6 +182,16 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
         yield (
             f"batch_size is {size}, and there are {count} rows in dataset: "
             "each step has some rows more than once")
+
+
+def _unevaluated(program: Program) -> Iterator[str]:
+    """Yield a warning if nothing is computed for some held-out rows."""
+    evaluated = {eval_set.name for eval_set in program.evaluations}
+    if unused := [name for name in named_sets(program.experiment.eval_dataset) if name not in evaluated]:
+        lacks_function = getattr(program.experiment, "eval_function", program) is None
+        mend = "give eval_function, which scores the answers" if lacks_function else "define eval_graph()"
+        which = "".join(f".{name}" for name in unused[:1] if name)
+        yield f"eval_dataset{which} is given, and nothing evaluates it: {mend}"
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
