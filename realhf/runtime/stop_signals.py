@@ -81,7 +81,7 @@ class StopSignals:
     def _tell(self, number: signal.Signals, answer: Callable[[], str]) -> None:
         delay = _DELAY_SECONDS if number == signal.SIGTERM else 0.0
         if not self._is_over.wait(delay):
-            print(f"realhf: {number.name}: {answer()}", file=sys.stderr, flush=True)
+            print(f"realhf: {answer()}", file=sys.stderr, flush=True)
 
 
 def _received(receiver: socket.socket) -> bytes:
