@@ -81,7 +81,7 @@ def test_the_measured_memory_is_that_of_the_process():
     shown = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True)
     now, peak_before, during, mapped, after, peak = map(int, shown.stdout.split())
     assert during - now == pytest.approx(300 << 20, rel=0.02) and mapped == pytest.approx(during, rel=0.01)
-    assert abs(after - now) < 10 << 20 and peak >= during and peak - peak_before > 200 << 20
+    assert abs(after - now) < 10 << 20 and peak > 0.99 * during and peak - peak_before > 200 << 20
 
 
 def test_the_last_lines_tell_measured_from_counted():

@@ -6,7 +6,12 @@ import time
 
 import pytest
 
+from realhf.checkpoint.names import find_checkpoints
+from realhf.dist.world import World
+from realhf.runtime.compile.program import compile_program
 from realhf.runtime.stop_signals import StopSignals
+from realhf.runtime.trainer import Trainer
+from tests.runtime.tiny import make_experiment, write_task
 
 
 def _until_printed(capsys, *, seconds):
@@ -57,3 +62,28 @@ def test_a_rank_without_an_answer_stops_silently(capsys):
         stop.begin(None)
         os.kill(os.getpid(), signal.SIGINT)
         assert _until_printed(capsys, seconds=0.3)[0] == "" and stop.requested == "SIGINT"
+
+
+def test_the_answer_names_the_step_after_which_the_run_ends(tmp_path, capsys):
+    """The reward function of the second step sends the signal, and waits until it is answered."""
+    calls = []
+    printed = []
+
+    def interrupting(completions):
+        calls.append(len(completions))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            printed.append(_until_printed(capsys, seconds=5)[0])
+        return [float(len(text)) for text in completions]
+
+    changes = {"steps": 5, "eval_dataset": None, "checkpoint_every": 4}
+    experiment = make_experiment("grpo", write_task(tmp_path), **changes)
+    experiment.reward_function = interrupting
+    program = compile_program(experiment, None, world_size=1)
+    with StopSignals(signal.SIGINT) as stop:
+        result = Trainer(program, World(), out=tmp_path / "run", stop=stop, quiet=True).run()
+    assert result.stopped_after == 2 and len(calls) == 2
+    assert list(find_checkpoints(tmp_path / "run" / "checkpoints")) == [2]
+    (sentence,) = printed
+    ends = "the run saves a checkpoint after step 2, and ends; a second signal ends it at once"
+    assert sentence.startswith(f"realhf: {ends} (step 2/5: reward_forward, ")

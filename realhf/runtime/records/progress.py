@@ -113,7 +113,7 @@ class Progress:
 
     def watch(self) -> None:
         """Show from now on what rank 0 is doing."""
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._shown)
             self._live.start()
         else:
