@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -47,14 +49,29 @@ def test_sigterm_is_answered_later_as_a_launcher_may_end_this_worker_by_it(capsy
     assert _until_printed(capsys, seconds=1.5)[0] == "", "the run was over before"
 
 
-def test_before_the_first_step_a_signal_ends_the_run(capsys):
-    with (
-        pytest.raises(KeyboardInterrupt, match="ended by SIGTERM before the first step"),
-        StopSignals(signal.SIGTERM),
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-    assert capsys.readouterr().err == ""
+PHASES = """
+import os, signal, sys, time
+from realhf.runtime.stop_signals import StopSignals
+from realhf.signals import signals_end_the_process
+both = signal.SIGINT, signal.SIGTERM
+with signals_end_the_process(*both), StopSignals(*both) as stop:
+    for number in map(int, sys.argv[2:]):
+        if sys.argv[1] == "training" and stop.requested is None:
+            stop.begin(lambda: "the run ends")
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(("phase", "numbers", "said"), [
+    ("starting", [signal.SIGTERM], ["realhf: ended by SIGTERM"]),
+    ("training", [signal.SIGINT, signal.SIGTERM], ["realhf: the run ends", "realhf: ended by SIGTERM"]),
+])  # fmt: skip
+def test_what_ends_the_process_at_once(phase, numbers, said):
+    """Before the first step any signal does, because there is nothing to save; later a second one."""
+    words = [sys.executable, "-c", PHASES, phase, *map(str, map(int, numbers))]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()) == (1, said)
 
 
 def test_a_rank_without_an_answer_stops_silently(capsys):
