@@ -38,6 +38,7 @@ class StopSignals:
     ) -> None:
         self._is_over.set()
         self._stack.close()
+        self._answer = None  # It holds the trainer, whose threads end when nobody holds it.
 
     def begin(self, answer: Callable[[], str] | None) -> None:
         """Take the signals from now on, because the first step begins.

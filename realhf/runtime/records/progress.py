@@ -116,6 +116,7 @@ class Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._shown)
             self._live.start()
+            self._console.show_cursor(True)  # A run that is killed cannot show it again.
         else:
             self._last_line = time.monotonic()
             Thread(target=self._watch, name="progress", daemon=True).start()
