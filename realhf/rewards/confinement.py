@@ -26,7 +26,7 @@ _NEW_USER_NAMESPACE = 0x10000000
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # Offsets in the data that a filter reads.
 _THREAD = 0x10000 | 0x400
 """Bits of clone() for a thread (CLONE_THREAD) with the open files of the process (CLONE_FILES)."""
@@ -44,7 +44,7 @@ of a process that is alone with its files never conflict, and the kernel keeps a
 _PRCTLS = (15, 16)
 """Allowed: set and read the name of a thread."""
 _MADVICES = (0, 1, 2, 3, 4, 8, 14, 15)
-"""Allowed: how memory will be used, that its contents are no longer needed, and huge pages."""
+"""Allowed: how memory will be used, that its contents are no longer needed, and huge pages (of no effect)."""
 _SHARED_MAP, _ANONYMOUS_MAP, _HUGE_MAP = 0x01, 0x20, 0x40000
 """Bits of mmap(). Shared anonymous memory stays until its last page is unmapped, so what a process has mapped
 does not bound it."""
@@ -86,10 +86,15 @@ sendmmsg 307 269, recvmsg 47 212, recvmmsg 299 243, setsockopt 54 208
 _MISSING = "openat2 437 437, clone3 435 435, fallocate 285 47"
 _NEWEST = 450
 """The newest system call when these tables were written. The sandbox has none of those that are newer."""
-CALLS = {"ALLOWED": _ALLOWED, "WRITES": _ALLOWED_WRITES, "CHECKED": _CHECKED, "PROCESSES": _PROCESSES,
-         "NETWORK": _NETWORK, "MISSING": _MISSING}
-"""Groups of system calls, each with its name and its numbers on x86_64 and aarch64. Calls that no group has
-are refused: a kernel has several hundred, and some of them keep memory that no limit counts."""
+_CALLS = {"ALLOWED": _ALLOWED, "WRITES": _ALLOWED_WRITES, "CHECKED": _CHECKED, "PROCESSES": _PROCESSES,
+          "NETWORK": _NETWORK, "MISSING": _MISSING}
+"""Groups of system calls, each with its name and its numbers on x86_64 and aarch64.
+
+ALLOWED calls do what a program needs; WRITES are allowed where Landlock keeps them to the code's folder;
+CHECKED ones depend on their arguments. All others are refused: a kernel has several hundred, gets more, and
+many keep memory that no limit counts. PROCESSES, NETWORK and MISSING only choose the errors of some of those,
+which tell the reason, or let the C library use an older call.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -224,7 +229,7 @@ def system_calls(machine: str) -> dict[str, dict[str, int]] | None:
         return None
     column = 1 + list(_AUDIT_ARCH).index(machine)
     groups: dict[str, dict[str, int]] = {}
-    for group, text in CALLS.items():
+    for group, text in _CALLS.items():
         rows = [entry.split() for entry in text.split(",")]
         groups[group] = {row[0]: int(row[column]) for row in rows if row[column] != "-"}
     return groups
@@ -287,7 +292,7 @@ def _checks(*, writes: bool) -> dict[str, _Program]:
 
 
 def _refuse(number: int) -> tuple[int, int, int, int]:
-    """Return the instruction that lets a call fail with an error, or succeed without an effect if it is 0."""
+    """Return the instruction that lets a call fail with an error, or do nothing and succeed if it is 0."""
     return (_RETURN, 0, 0, _ERRNO | number)
 
 
@@ -302,7 +307,7 @@ def _argument(index: int, *, mask: int = 0xFFFFFFFF) -> _Program:
 def _if(test: int, operands: Sequence[int], action: tuple[int, int, int, int]) -> _Program:
     """Take the action if the loaded argument passes the test with any operand, else go on."""
     tests = [(test, len(operands) - i, 0, operand) for i, operand in enumerate(operands)]
-    return [*tests, (0x05, 0, 0, 1), action]
+    return [*tests, (_JUMP, 0, 0, 1), action]
 
 
 def _if_not(test: int, operands: Sequence[int], action: tuple[int, int, int, int]) -> _Program:
