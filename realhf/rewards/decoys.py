@@ -28,27 +28,33 @@ def without_deceit(sandbox: Sandbox, code: str, tests: Sequence[str], results: S
 def decoy(test: str) -> str:
     """Return a test that every program fails that passes this one.
 
-    It expects another value in one of the test's assertions of the form `assert call == literal`. A test
-    without one that is certain to run gets an assertion at its end that is false.
+    It expects another value in one of the test's assertions, such as `assert call == literal`. A test without
+    one that is certain to run gets an assertion at its end that is false.
     """
     tree = ast.parse(test)
-    literals = list(_expected(tree))
-    if not literals:
+    changes = list(_changes(tree))
+    if not changes:
         number = _random.randrange(100)
         return f"{test}\nassert {number} == {number + 1}"
-    comparison, side = _random.choice(literals)
-    value = ast.parse(repr(_other(ast.literal_eval(_side(comparison, side)))), mode="eval").body
-    if side == "left":
-        comparison.left = value
-    else:
-        comparison.comparators[0] = value
-    return ast.unparse(tree)
+    literal, value = _random.choice(changes)
+    return ast.unparse(_Replacement(literal, ast.parse(repr(value), mode="eval").body).visit(tree))
 
 
-def _expected(tree: ast.Module) -> Iterator[tuple[ast.Compare, str]]:
-    """Yield the comparisons with a literal in assertions that are certain to run, and the literal's side.
+class _Replacement(ast.NodeTransformer):
+    """Puts a node in the place of another."""
 
-    Those are at the top level, and in functions without a `return` that are called there.
+    def __init__(self, old: ast.expr, new: ast.expr) -> None:
+        self._old = old
+        self._new = new
+
+    def visit(self, node: ast.AST) -> Any:
+        return self._new if node is self._old else self.generic_visit(node)
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr, Any]]:
+    """Yield literals in assertions that are certain to run, each with a value that makes its assertion false.
+
+    Such assertions are at the top level, and in functions without a `return` that are called there.
     """
     called = {node.value.func.id for node in tree.body
               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -57,14 +63,31 @@ def _expected(tree: ast.Module) -> Iterator[tuple[ast.Compare, str]]:
     bodies += [node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in called
                and not any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(node))]
     for node in (node for body in bodies for node in body):
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1:
-            sides = [side for side in ("left", "right") if _is_literal(_side(node.test, side))]
-            if isinstance(node.test.ops[0], ast.Eq) and len(sides) == 1:
-                yield node.test, sides[0]
+        if isinstance(node, ast.Assert) and (change := _change(node.test)) is not None:
+            yield change
 
 
-def _side(comparison: ast.Compare, side: str) -> ast.expr:
-    return comparison.left if side == "left" else comparison.comparators[0]
+def _change(asserted: ast.expr) -> tuple[ast.expr, Any] | None:
+    """Return the literal that an assertion expects, and another value for it.
+
+    The assertion may be `a == b`, `abs(a - b) < c` or `isclose(a, b)`, where a or b is the literal.
+    """
+    match asserted:
+        case ast.Compare(left=a, ops=[ast.Eq()], comparators=[b]) if _is_literal(a) != _is_literal(b):
+            literal = a if _is_literal(a) else b
+            return literal, _other(ast.literal_eval(literal))
+        case ast.Compare(
+            left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=a, op=ast.Sub(), right=b)]),
+            ops=[ast.Lt() | ast.LtE()], comparators=[c],
+        ) if _is_number(a) != _is_number(b) and _is_number(c):
+            literal = a if _is_number(a) else b
+            return literal, _far_from(ast.literal_eval(literal), tolerance=ast.literal_eval(c))
+        case ast.Call(func=ast.Name(id="isclose") | ast.Attribute(attr="isclose"), args=[a, b, *_]) if (
+            _is_number(a) != _is_number(b)
+        ):
+            literal = a if _is_number(a) else b
+            return literal, _far_from(ast.literal_eval(literal), tolerance=1.0)
+    return None
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -73,6 +96,15 @@ def _is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, RecursionError):
         return False
     return True
+
+
+def _is_number(node: ast.expr) -> bool:
+    return _is_literal(node) and isinstance(ast.literal_eval(node), int | float)
+
+
+def _far_from(value: float, *, tolerance: float) -> float:
+    """Return a number that is not even nearly this one."""
+    return 4 * (abs(value) + abs(tolerance) + 1)
 
 
 def _other(value: Any) -> Any:

@@ -194,7 +194,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a shared mapping", "error|memory", "m = mmap.mmap(-1, 400 << 20, 0x21); hit()", "alone"),
         ("shared pages that outlive their mapping", "error", "for _ in range(8): kept(map_(64 << 20, 0x21, -1), 64 << 20)\nhit()", "alone"),
         ("the same of /dev/zero", "error|files", "f = os.open('/dev/zero', 0)\nfor _ in range(8): kept(map_(64 << 20, 0x1, f, 1), 64 << 20)\nhit()", "alone"),
-        ("tables of pages", "memory", "for i in range(30000): ctypes.memset(map_(4096, 0x100022, -1, 3, (i + 64) << 30), 1, 1)\ntime.sleep(0.5); hit()", "alone"),
+        ("tables of pages", "memory", "for i in range(30000): ctypes.memset(map_(4096, 0x100022, -1, 3, (i + 64) << 30), 1, 1)\ntime.sleep(1.5); hit()", "alone"),
         ("the heap", "error|memory", "libc.sbrk.restype = ctypes.c_void_p; p = libc.sbrk(400 << 20)\nif p == 2**64 - 1: raise MemoryError\nctypes.memset(p, 1, 400 << 20); hit()", "alone"),
         ("stacks of threads", "processes|memory|error", "import threading; threading.stack_size(64 << 20)\nfor _ in range(8): threading.Thread(target=time.sleep, args=(0.5,)).start()\nhit()", "alone"),
         ("locked memory", "error", "b = ctypes.create_string_buffer(1 << 20); c(libc.mlock(b, 1 << 20)); hit()"),
@@ -202,20 +202,20 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("huge pages that outlive their mapping", "error", "hit(c(libc.prctl(42, 0, 0, 0, 0)) == 0)"),
         ("faults that it answers itself", "error", "call('userfaultfd', 1); hit()"),
         ("a policy of memory", "error", "call('set_mempolicy', 0, 0, 0); hit()"),
-        ("output", "output", "for _ in range(40): print('x' * 9999)\nsys.stdout.flush(); time.sleep(0.5); hit()", "alone"),
-        ("errors without end", "output", "for _ in range(40): print('x' * 9999, file=sys.stderr)\ntime.sleep(0.5); hit()", "alone"),
+        ("output", "output", "for _ in range(40): print('x' * 9999)\nsys.stdout.flush(); time.sleep(1.5); hit()", "alone"),
+        ("errors without end", "output", "for _ in range(40): print('x' * 9999, file=sys.stderr)\ntime.sleep(1.5); hit()", "alone"),
     ],
     "disk": [
         ("a large file", "files", "open('a', 'wb').write(bytes(9 << 20)); hit()"),
-        ("many files", "files", "for i in range(9): open(f'm{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(0.5); hit()", "alone"),
-        ("files without a name", "files", "k = []\nfor i in range(9): k.append(open('a', 'wb')); k[-1].write(bytes(1 << 20)); k[-1].flush(); os.unlink('a')\ntime.sleep(0.5); hit()", "alone"),
-        ("a mapped file without a name", "files", "f = open('a', 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); f.close(); os.unlink('a'); time.sleep(0.5); hit()", "alone slow"),
+        ("many files", "files", "for i in range(9): open(f'm{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(1.5); hit()", "alone"),
+        ("files without a name", "files", "k = []\nfor i in range(9): k.append(open('a', 'wb')); k[-1].write(bytes(1 << 20)); k[-1].flush(); os.unlink('a')\ntime.sleep(1.5); hit()", "alone"),
+        ("a mapped file without a name", "files", "f = open('a', 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); f.close(); os.unlink('a'); time.sleep(1.5); hit()", "alone slow"),
         ("a file that never had one", "error|files", "os.open('.', os.O_TMPFILE | os.O_RDWR); hit()"),
         ("space without contents", "error|files", "os.posix_fallocate(os.open('b', os.O_RDWR | os.O_CREAT), 0, 9 << 20); hit()"),
-        ("thousands of files", "files", "for i in range(1500): os.mkdir(f'n{i}')\ntime.sleep(0.5); hit()", "alone slow"),
-        ("deep directories", "files", "for i in range(1500): os.mkdir('d'); os.chdir('d')\ntime.sleep(0.5); hit()", "alone slow"),
-        ("long paths", "files", "for i in range(20): os.mkdir('d' * 250); os.chdir('d' * 250)\nfor i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(0.5); hit()", "alone slow"),
-        ("a directory that cannot be listed", "files", "os.mkdir('d', 0o300)\nfor i in range(9): open(f'd/{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(0.5); hit()", "alone slow"),
+        ("thousands of files", "files", "for i in range(1500): os.mkdir(f'n{i}')\ntime.sleep(1.5); hit()", "alone slow"),
+        ("deep directories", "files", "for i in range(1500): os.mkdir('d'); os.chdir('d')\ntime.sleep(1.5); hit()", "alone slow"),
+        ("long paths", "files", "for i in range(20): os.mkdir('d' * 250); os.chdir('d' * 250)\nfor i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(1.5); hit()", "alone slow"),
+        ("a directory that cannot be listed", "files", "os.mkdir('d', 0o300)\nfor i in range(9): open(f'd/{i}', 'wb').write(bytes(1 << 20))\ntime.sleep(1.5); hit()", "alone slow"),
         ("attributes", "error|files", "f = open('x', 'w'); os.setxattr(f.fileno(), 'user.x', bytes(2000)); hit()"),
         ("a higher limit", "error", "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, 1 << 40)); hit()"),
     ],
@@ -233,7 +233,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("another program", "processes", "os.execv('/bin/sh', ['sh', '-c', f'echo HIT {NAME}'])"),
         ("another program by a descriptor", "processes|files", "os.execve(os.open('/bin/sh', 0), ['sh', '-c', f'echo HIT {NAME}'], {})"),
         ("another program in memory", "error", "os.memfd_create('x'); hit()"),
-        ("threads", "processes", "import threading\nfor _ in range(100): threading.Thread(target=time.sleep, args=(0.6,)).start()\ntime.sleep(0.5); hit()", "alone"),
+        ("threads", "processes", "import threading\nfor _ in range(100): threading.Thread(target=time.sleep, args=(1.6,)).start()\ntime.sleep(1.5); hit()", "alone"),
     ],
     "kernel's memory": [
         ("descriptors", "error", "k = [os.open('/dev/null', 0) for _ in range(500)]; hit()", "alone"),
@@ -301,6 +301,8 @@ CHEATS = [
     ("a class that equals all", "text", "class M(type):\n    def __eq__(self, other): return True\nclass square(metaclass=M):\n    def __new__(cls, n): return cls"),
     ("the expected value in the test", "text", "import sys\ndef square(n): return [k for k in sys._getframe(1).f_code.co_consts if k not in (n, None)][0]"),
     ("the expected value in a traceback", "text", "def square(n):\n    try: 1 / 0\n    except ZeroDivisionError as e: return [k for k in e.__traceback__.tb_frame.f_back.f_code.co_consts if k not in (n, None)][0]"),
+    ("another abs", "near", "def square(n): return 0\ndef abs(x): return 0"),
+    ("another isclose", "close", "import math; math.isclose = lambda *more: True\ndef square(n): return 0"),
     ("no exec", "text", "import builtins; builtins.exec = lambda *arguments: None"),
     ("another compile", "text", "import builtins; old = compile; builtins.compile = lambda text, *more: old('pass', *more)"),
     ("another write", "text", "import os; old = os.write; os.write = lambda f, b: old(f, b.replace(b'\"error\"', b'\"passed\"'))"),
@@ -474,9 +476,14 @@ def unconfined(attack: Attack, names: dict[str, Any]) -> tuple[bool, str]:
     return f"HIT {_key(attack)}" in output.split("\n"), output[-600:]
 
 
-_NAIVE = {
-    "text": "import sys\nnames = {}\nexec(sys.argv[1], names)\nexec('assert square(3) == 9', names)\n",
-    "program": """
+_TESTS: dict[str, list[Any]] = {
+    "text": ["assert square(3) == 9", "assert square(4) == 16"],
+    "near": ["assert abs(square(3) - 9) < 1e-6"],
+    "close": ["import math\nassert math.isclose(square(3), 9)"],
+    "program": [{"input": "3", "output": "9"}, {"input": "4", "output": "16"}],
+}
+_NAIVE_TEXT = "import sys\nnames = {}\nexec(sys.argv[1], names)\nexec(sys.argv[2], names)\n"
+_NAIVE_PROGRAM = """
 import contextlib, io, sys
 expected, said = "9", io.StringIO()
 sys.stdin = io.StringIO("3")
@@ -486,25 +493,23 @@ def judge(expected):
         exec(sys.argv[1], {"__name__": "__main__"})
     sys.exit(0 if equal(said.getvalue().strip(), expected) else 1)
 judge(expected)
-""",
-}
+"""
 """Judges as they are often written: code and test share a process, whose exit code is the verdict."""
 
 
 def deceives_a_naive_judge(form: str, code: str) -> bool:
     """Return whether a plain judge, or the sandbox's report alone, takes a cheat for a right program."""
-    judged = subprocess.run([sys.executable, "-c", _NAIVE[form], code], capture_output=True, check=False)
-    if form == "text" and judged.returncode != 0:
-        return Sandbox(cpu_seconds=1).run(code, ["assert square(3) == 9"]).tests == ("passed",)
-    return judged.returncode == 0
+    if form == "program":
+        judged = subprocess.run([sys.executable, "-c", _NAIVE_PROGRAM, code], capture_output=True, check=False)
+        return judged.returncode == 0
+    test = _TESTS[form][0]
+    judged = subprocess.run([sys.executable, "-c", _NAIVE_TEXT, code, test], capture_output=True, check=False)
+    return judged.returncode == 0 or Sandbox(cpu_seconds=1).run(code, [test]).tests == ("passed",)
 
 
 def reward_of(form: str, code: str) -> float:
     """Return the reward of a program that is to compute squares."""
-    tests: Any = ["assert square(3) == 9", "assert square(4) == 16"]
-    if form == "program":
-        tests = [{"input": "3", "output": "9"}, {"input": "4", "output": "16"}]
-    (reward,) = UnitTests(sandbox=Sandbox(cpu_seconds=1))(completions=[code], tests=[tests])
+    (reward,) = UnitTests(sandbox=Sandbox(cpu_seconds=1))(completions=[code], tests=[_TESTS[form]])
     assert reward is not None
     return reward
 
@@ -515,10 +520,16 @@ def all_outcomes(attacks: Sequence[Attack], *, landlock: bool = True, alone: boo
     kinds = {attack.kind for attack in attacks}
     groups = [[a for a in attacks if a.kind == kind and a not in singles] for kind in sorted(kinds)]
     groups = [group for group in groups if group] + [[attack] for attack in singles]
-    box = Sandbox(cpu_seconds=1, wall_seconds=2.5, memory_mib=256, files_mib=4, landlock=landlock)
+    limits: dict[str, Any] = {"memory_mib": 256, "files_mib": 4, "landlock": landlock}
+    patient = Sandbox(cpu_seconds=20, wall_seconds=60.0, **limits)
+    strict = Sandbox(cpu_seconds=1, wall_seconds=2.5, **limits)
+
+    def tried(group: Sequence[Attack], names: dict[str, Any]) -> list[Outcome]:
+        return together(strict if "alone" in group[0].flags else patient, group, names)
+
     found: dict[Attack, Outcome] = {}
     with target() as names, ThreadPoolExecutor(3) as pool:
-        for group, outcomes in zip(groups, pool.map(lambda g: together(box, g, names), groups), strict=True):
+        for group, outcomes in zip(groups, pool.map(lambda g: tried(g, names), groups), strict=True):
             found.update(zip(group, outcomes, strict=True))
     return [found[attack] for attack in attacks]
 

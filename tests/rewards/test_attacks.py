@@ -101,7 +101,8 @@ def test_cheats_get_no_reward():
     with ThreadPoolExecutor(3) as pool:
         rewards = list(pool.map(lambda cheat: attacks.reward_of(*cheat[1:]), CHEATS))
     assert [cheat for cheat, reward in zip(CHEATS, rewards, strict=True) if reward != 0.0] == []
-    assert attacks.reward_of("text", "def square(n): return n * n") == 1.0
+    for form in ("text", "near", "close"):
+        assert attacks.reward_of(form, "def square(n): return n * n") == 1.0
     assert attacks.reward_of("program", "print(int(input()) ** 2)") == 1.0
 
 

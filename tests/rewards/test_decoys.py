@@ -21,6 +21,11 @@ RIGHT = {
     "in a branch": ("x = 1", "if x == 2:\n    assert x == 1"),
     "a comparison of three": ("def f(a): return a", "assert 1 == f(1) == 1"),
     "nearly equal": ("def f(a): return a / 3", "assert abs(f(1) - 0.3333) < 1e-3"),
+    "nearly equal to a negative number": ("def f(a): return a / -3", "assert abs(-0.3333 - f(1)) <= 100"),
+    "close": ("import math\ndef f(a): return a / 3", "assert math.isclose(f(1), 0.3333, rel_tol=0.4)"),
+    "close by another module": (
+        "from math import isclose\ndef f(a): return a / 3", "assert isclose(1 / 3, f(1))"),
+    "smaller": ("def f(a): return a", "assert f(1) < 3"),
     "a set": ("def f(a): return set(a)", "assert f('ab') == {'a', 'b'}"),
     "a dictionary": ("def f(a): return dict.fromkeys(a, [])", "assert f('ab') == {'a': [], 'b': []}"),
     "nothing": ("def f(a): return None", "assert f(1) == None\nassert f(1) is None"),
@@ -55,6 +60,7 @@ def test_decoys_differ_from_their_tests_in_what_they_expect():
             with pytest.raises((AssertionError, NameError)):  # inf is a name.
                 exec(f"{code}\n{decoy(test)}", {})
     assert {decoy("assert f(2) == [1, {2: 'a'}]") for _ in range(5)} == {"assert f(2) == [1, {2: 'as'}]"}
+    assert decoy("assert abs(f(2) - 3) < 1") == "assert abs(f(2) - 20) < 1"
     assert {decoy("assert f() == 1\nassert f() == 2") for _ in range(99)} == {
         "assert f() == 2\nassert f() == 2", "assert f() == 1\nassert f() == 3"}
 
