@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from realhf.errors import UserError
 from realhf.rewards.answers import text_of
+from realhf.rewards.decoys import without_deceit
 from realhf.rewards.sandbox import Sandbox
 from realhf.user_input.field_types import check_types, require
 
@@ -28,7 +29,9 @@ class UnitTests:
     objects, the code runs as a program that reads `input` from standard input, and must print `output`;
     spaces at the ends of lines do not count. Both run in a sandbox.
 
-    Code can deceive a test that runs in its namespace, by looking for it; it cannot deceive one with output.
+    Code that has passed a text runs again with a text that is changed to be wrong: if it passes that too, it
+    has deceived the test, and the reason is `deceived`. Code can still deceive a test that runs in its
+    process in other ways; it cannot deceive one with output.
     """
 
     tests_key: str = "tests"  # The column with the tests.
@@ -78,7 +81,7 @@ class UnitTests:
             return []
         several = [tests] if isinstance(tests, str | Mapping) else tests
         if isinstance(several, list) and all(isinstance(test, str) for test in several):
-            return list(self.sandbox.run(code, several).tests)
+            return without_deceit(self.sandbox, code, several, self.sandbox.run(code, several).tests)
         if isinstance(several, list) and all(_is_program_test(test) for test in several):
             return [self._program_result(code, test) for test in several]
         raise UserError(f"UnitTests: column {self.tests_key!r} has {str(tests)[:80]!r}: it must be {_FORM}")
