@@ -7,7 +7,6 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from realhf.data.responses import response_lengths
-from realhf.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +74,9 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         return {}
     score = batch["score"].double()
     failed = score.isnan()
-    if failed.all():
-        raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
+    if failed.all():
+        return failures | length_metrics(batch)
     score = score[~failed]
     return failures | _reward_logs(batch) | {
         "reward/mean": score.mean().item(),

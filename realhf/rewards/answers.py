@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from realhf.user_input.field_types import check_types, require
 
+_THINKING_ENDS = "</think>"
+
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion, which may be a list of chat messages."""
+    """Return the text of a completion, which may be a list of chat messages. Its lines end in "\\n" alone."""
     if isinstance(completion, str):
-        return completion
-    return "".join(str(message.get("content") or "") for message in completion)
+        return completion.replace("\r\n", "\n")
+    return "".join(_content(message) for message in completion).replace("\r\n", "\n")
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") for part in content)
+
+
+def after_thinking(text: str) -> str:
+    """Return what follows the last `</think>` of a text: thinking is no part of the answer."""
+    return text.rpartition(_THINKING_ENDS)[2]
 
 
 def _compiled(pattern: str, name: str) -> re.Pattern[str]:
@@ -36,7 +51,8 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 class ExactMatch:
     """A reward of 1 if the answer is the text in a column, else 0.
 
-    Spaces at both ends do not count. The reward does not apply to rows in which the column is null.
+    Spaces at both ends do not count, nor does what comes before a `</think>`. The reward does not apply to
+    rows in which the column is null.
     """
 
     answer_key: str = "answer"  # The column with the right answer.
@@ -62,12 +78,13 @@ class ExactMatch:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion."""
         answers = [self.answer_of(text_of(completion)) for completion in completions]
-        return [None if right is None else float(answer == (self._normal(str(right)) or None))
+        return [None if right is None else float(answer == (self._normal(text_of(str(right))) or None))
                 for answer, right in zip(answers, columns[self.answer_key], strict=True)]
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text; None if there is none, or an empty one."""
-        text = completion if self._pattern is None else _last(self._pattern, completion)
+        given = after_thinking(text_of(completion))
+        text = given if self._pattern is None else _last(self._pattern, given)
         return None if text is None else self._normal(text) or None
 
     def _normal(self, text: str) -> str:
