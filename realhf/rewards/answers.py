@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from realhf.user_input.field_types import check_types, require
 
-_THINKING_ENDS = "</think>"
+THINKING_ENDS = "</think>"
 
 
 def text_of(completion: Any) -> str:
@@ -30,7 +30,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def after_thinking(text: str) -> str:
     """Return what follows the last `</think>` of a text: thinking is no part of the answer."""
-    return text.rpartition(_THINKING_ENDS)[2]
+    return text.rpartition(THINKING_ENDS)[2]
 
 
 def _compiled(pattern: str, name: str) -> re.Pattern[str]:
@@ -60,6 +60,7 @@ class ExactMatch:
     """A regular expression, such as `<answer>(.*?)</answer>`. The answer is the first group of its last match
     in the completion, or the whole match without groups. None: the whole completion is the answer."""
     ignore_case: bool = False
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "exact_match"
 
     def __post_init__(self) -> None:
@@ -132,6 +133,21 @@ class FormatReward:
         check_types(self, "FormatReward.")
         named = bool(self.tags) and all(re.fullmatch(r"[\w-]+", tag) for tag in self.tags)
         require(named, "FormatReward.tags", self.tags, "have the names of tags, without brackets")
+
+    @property
+    def looks_for(self) -> tuple[str, ...]:
+        """The texts that completions must have."""
+        opening = self.tags[1:] if self.opened else self.tags
+        return (*(f"<{tag}>" for tag in opening), *(f"</{tag}>" for tag in self.tags))
+
+    def doubt(self, prompt: str) -> str | None:
+        """Return what seems wrong if a prompt reads so to the model; None: nothing."""
+        first = f"<{self.tags[0]}>"
+        is_open = prompt.rstrip().endswith(first)
+        if is_open == self.opened:
+            return None
+        ends = "ends" if is_open else "does not end"
+        return f"the first prompt {ends} with {first}, and FormatReward.opened is {self.opened}"
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the reward of each completion."""

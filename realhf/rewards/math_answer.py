@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import after_thinking, text_of
+from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.user_input.field_types import check_types, require
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -43,6 +43,7 @@ class MathAnswer:
     """The reward if the right answer cannot be parsed; None: the reward does not apply."""
     timeout_seconds: float = 10.0  # Longest time of a comparison, counted on the processor.
     processes: int = 2  # Most processes that compare at the same time.
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "math_answer"
 
     def __post_init__(self) -> None:

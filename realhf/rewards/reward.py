@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
@@ -140,6 +141,26 @@ def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
     if not takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
         raise UserError(f"reward function {name} has no parameter `completions` or `completion_ids`: {_FORM}")
     return parameters
+
+
+def texts_in(function: RewardFunction) -> list[str]:
+    """Return the texts that a reward function may look for.
+
+    They are the constants of its code and of the functions in it, the texts and regular expressions among
+    its fields and the globals that it names, and what it lists as `looks_for`.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = [*vars(function).values(), *getattr(function, "looks_for", ())] if is_dataclass(function) else []
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if type(function).__module__.partition(".")[0] != __name__.partition(".")[0]:  # No shipped reward.
+        called = getattr(called, "__func__", called)
+        codes = [called.__code__] if hasattr(called, "__code__") else []
+        for code in codes:
+            constants = [constant for constant in code.co_consts if constant != called.__doc__]
+            codes += [constant for constant in constants if inspect.iscode(constant)]
+            found += [*constants, *(called.__globals__.get(name) for name in code.co_names)]
+    return [text for value in found if isinstance(text := getattr(value, "pattern", value), str)]
 
 
 def takes_any(parameters: Sequence[inspect.Parameter]) -> bool:

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from realhf.errors import UserError
-from realhf.rewards.answers import after_thinking, text_of
+from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.rewards.sandbox import Sandbox
 from realhf.user_input.field_types import check_types, require
 
@@ -48,6 +48,7 @@ class UnitTests:
     all_or_nothing: bool = False  # Whether the reward is 1 if all tests pass, else 0.
     sandbox: Sandbox = field(default_factory=Sandbox)
     concurrency: int = 8  # How many programs of a rank run at once.
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "unit_tests"
 
     def __post_init__(self) -> None:

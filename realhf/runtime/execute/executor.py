@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,7 @@ class Executor:
         self._context = state.context
         self._samples = state.samples
         self._outbox = state.outbox
+        self._update_lock = state.update_lock
         self._exchange = Exchange(state.world, state.outbox)
         self._program = program
         self._observed = observed or Observations()
@@ -247,7 +248,8 @@ class Executor:
             return
         if action.follow_rate is not None:
             self._wait(action.target_set)  # Copies in flight read values that now change.
-        is_new = self._models.start(action)
+        with self._update_lock if action.follow_rate is not None else nullcontext():
+            is_new = self._models.start(action)
         if action.ahead:
             return
         if is_new or self._program.is_evaluation:
@@ -314,7 +316,8 @@ class Executor:
         engine = self._models.engines[key]
         passes: dict[str, Any] = {"micro_batch_tokens": plan.micro_batch_tokens, "report": note}
         if call.kind == "train_step":
-            metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
+            with self._update_lock:
+                metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
             return CallResult(Batch([]), metrics)
         return CallResult(engine.forward(call, minibatches[0], **passes), {})
 
