@@ -314,7 +314,7 @@ class Checkpointer:
 
         `leads` is false on ranks that only stop because another one does.
         """
-        self.abandon()
+        self._finish_writing(_RESCUE_SECONDS if leads else _PATIENCE_SECONDS)
         end = max(self._ends.values(), key=lambda end: end.step, default=None)
         is_new = end is not None and end.step > self._saved_step
         if self._world.size > 1 and not self._world.activity.is_watched:
@@ -359,8 +359,8 @@ class Checkpointer:
 
         From then on, the rank updates nothing any more.
         """
-        self.abandon()
         deadline = time.monotonic() + _RESCUE_SECONDS
+        self._finish_writing(_RESCUE_SECONDS)
         while step not in self._ends and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         if not self._state.update_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -418,10 +418,15 @@ class Checkpointer:
                 self._writing.result()
             self._writing = None
 
-    def abandon(self) -> None:
-        """Wait shortly for the last checkpoint to be written; for runs that have failed."""
-        if self._writing is not None:
-            wait([self._writing], timeout=_PATIENCE_SECONDS)
+    def _finish_writing(self, seconds: float) -> None:
+        """Wait for the last checkpoint to be complete, or to have failed; for runs that have failed."""
+        if self._writing is None:
+            return
+        deadline = time.monotonic() + seconds
+        wait([self._writing], timeout=seconds)
+        directory = self._directory / (checkpoint_name(self._saved_step) + _UNFINISHED)
+        while directory.exists() and time.monotonic() < deadline:  # Other ranks have not written theirs.
+            time.sleep(_POLL_SECONDS)
 
 
 def _size(journal: "Future[int] | None", seconds: float | None) -> int:
