@@ -90,17 +90,17 @@ class AdvantageInputs:
         """Warn if the rewards of all samples of a step have failed; after too many such steps in a row, raise
         UserError. Checkpoints hold their number.
         """
-        if context is None or not batch["score"].isnan().all():
-            if context is not None:
-                context.state.pop(_FAILED_STEPS, None)
+        state = getattr(context, "state", {})
+        if not batch["score"].isnan().all():
+            state.pop(_FAILED_STEPS, None)
             return
-        earlier = context.state.get(_FAILED_STEPS, [])
+        earlier = state.get(_FAILED_STEPS, [])
         steps = [*earlier, *([] if context.step in earlier else [context.step])]
         if len(steps) > self.limits.max_failed_steps:
             raise UserError(
                 "the reward of every sample of the step has failed: none is left to train on; "
                 f"reward_limits.max_failed_steps allows {self.limits.max_failed_steps} such steps in a row")
-        context.state[_FAILED_STEPS] = steps
+        state[_FAILED_STEPS] = steps
         warn(f"the reward of every sample of step {context.step} has failed: these samples train nothing")
 
     def returns_of_tokens(self, batch: Batch) -> Tensor | float:

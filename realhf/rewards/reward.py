@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
@@ -32,6 +32,8 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
 """Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""
+_MAX_TEXTS = 1000
+"""Most texts of a collection that may be looked for."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 
 
@@ -151,7 +153,10 @@ def texts_in(function: RewardFunction) -> list[str]:
     """
     while isinstance(function, functools.partial):
         function = function.func
-    found = [*vars(function).values(), *getattr(function, "looks_for", ())] if is_dataclass(function) else []
+    found: list[Any] = []
+    if is_dataclass(function):
+        found += [getattr(function, field.name) for field in fields(function)]
+        found += getattr(function, "looks_for", ())
     called = function if inspect.isroutine(function) else type(function).__call__
     if type(function).__module__.partition(".")[0] != __name__.partition(".")[0]:  # No shipped reward.
         called = getattr(called, "__func__", called)
@@ -160,7 +165,15 @@ def texts_in(function: RewardFunction) -> list[str]:
             constants = [constant for constant in code.co_consts if constant != called.__doc__]
             codes += [constant for constant in constants if inspect.iscode(constant)]
             found += [*constants, *(called.__globals__.get(name) for name in code.co_names)]
-    return [text for value in found if isinstance(text := getattr(value, "pattern", value), str)]
+    return [text for value in found for text in _texts(value)]
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a text, the pattern of a regular expression, or those of a short collection."""
+    if isinstance(value, tuple | list | set | frozenset):
+        return [text for part in list(value)[:_MAX_TEXTS] for text in _texts(part)]
+    text = getattr(value, "pattern", value)
+    return [text] if isinstance(text, str) else []
 
 
 def takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
