@@ -46,6 +46,27 @@ def moody_reward(prompts, completions, completion_ids, answer):
 
 experiment.reward_function = moody_reward
 """
+MOODY_LOSS = """
+import json
+import os
+
+graph = experiment.graph()
+train = graph["actor_train"]
+
+class MoodyLoss(type(train.work.loss)):
+    def __call__(self, outputs, batch, totals):
+        calls.append(len(batch))
+        fails = Path(__file__).with_name("fails.json")
+        if fails.exists() and len(calls) >= 5 and int(os.environ["RANK"]) == 1:  # Two mini-batches in a step.
+            raise ArithmeticError("it is moody")
+        return super().__call__(outputs, batch, totals)
+
+calls = []
+work = replace(train.work, loss=MoodyLoss(train.work.loss.config))
+calls_of_graph = [replace(call, work=work) if call is train else call for call in graph.calls]
+graph = DataflowGraph(calls_of_graph, graph.inputs)
+experiment.graph = lambda: graph
+"""
 
 
 def tortured(case, directory, *, kills: int, seed: int = 0, **how) -> Tally:
@@ -95,6 +116,24 @@ def test_a_run_that_fails_saves_its_last_finished_step(tmp_path, kind, ranks):
         said = workers.log.read_text()
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_2"], said
     assert "moody_reward raised ConnectionError: the judge is away" in said and "Traceback" not in said
+    fails.unlink()
+    assert resumed(case, out, tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_a_loss_that_fails_on_one_rank_loses_no_step(tmp_path):
+    """The other rank waits for it in the middle of a train step, in which nothing has been updated yet."""
+    settings = {"checkpoint_every": "1h", "export_every": 0, "steps": 4}
+    case = make_case("grpo", 2, tmp_path / "case", body=MOODY_LOSS, **settings)
+    expected = uninterrupted(case, tmp_path / "whole")[0]
+    fails = tmp_path / "case/fails.json"
+    fails.write_text("{}")
+    out = tmp_path / "run"
+    with Workers([*case.words, "--out", out], 2, tmp_path) as workers:
+        assert set(workers.join()) <= {1, 2}, workers.log.read_text()
+        said = workers.log.read_text()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_2"], said
+    assert "it is moody" in said
     fails.unlink()
     assert resumed(case, out, tmp_path) == expected
 

@@ -357,22 +357,22 @@ class Checkpointer:
     def _rescued_part(self, step: int) -> dict[str, Any]:
         """Write this rank's part of the state after a step, when that has ended here.
 
-        From then on, the rank updates nothing any more.
+        The main thread may go on meanwhile. It counts an update before it changes anything, so that the copy
+        is one of the step's end if there is no update more after it has been made.
         """
         deadline = time.monotonic() + _RESCUE_SECONDS
         self._finish_writing(_RESCUE_SECONDS)
-        while step not in self._ends and time.monotonic() < deadline:
+        is_main = threading.current_thread() is threading.main_thread()
+        while step not in self._ends and not is_main and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if not self._state.update_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return {"fault": f"rank {self._world.rank} is in an update"}
         end = self._ends.get(step)
         if end is None:
             return {"fault": f"rank {self._world.rank} has not ended the step"}
         if self._writing is not None and not self._writing.done():
             return {"fault": f"rank {self._world.rank} still writes an earlier one"}
+        self._take_snapshot()
         if changed := [name for name, count in self._updates().items() if count != end.updates[name]]:
             return {"fault": f"{changed[0]} has been updated since"}
-        self._take_snapshot()
         about = self._write_part(self._rescue_directory(step), end, end.samples.pack())
         if self._world.rank == 0:
             about["history"] = _size(end.journal, _PATIENCE_SECONDS)

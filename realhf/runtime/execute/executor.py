@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,6 @@ class Executor:
         self._context = state.context
         self._samples = state.samples
         self._outbox = state.outbox
-        self._update_lock = state.update_lock
         self._exchange = Exchange(state.world, state.outbox)
         self._program = program
         self._observed = observed or Observations()
@@ -248,8 +247,7 @@ class Executor:
             return
         if action.follow_rate is not None:
             self._wait(action.target_set)  # Copies in flight read values that now change.
-        with self._update_lock if action.follow_rate is not None else nullcontext():
-            is_new = self._models.start(action)
+        is_new = self._models.start(action)
         if action.ahead:
             return
         if is_new or self._program.is_evaluation:
@@ -316,8 +314,7 @@ class Executor:
         engine = self._models.engines[key]
         passes: dict[str, Any] = {"micro_batch_tokens": plan.micro_batch_tokens, "report": note}
         if call.kind == "train_step":
-            with self._update_lock:
-                metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
+            metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
             return CallResult(Batch([]), metrics)
         return CallResult(engine.forward(call, minibatches[0], **passes), {})
 

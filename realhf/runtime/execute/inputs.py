@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 
 from realhf.data.batch import Batch
 from realhf.dist.group import Outbox
@@ -27,8 +26,6 @@ class RankState:
     context: HostContext
     samples: SampleStore = field(default_factory=SampleStore)
     outbox: Outbox = field(default_factory=Outbox)
-    update_lock: Lock = field(default_factory=Lock)
-    """Held while this rank updates parameters."""
 
 
 @dataclass(frozen=True)
