@@ -14,7 +14,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare", "signals"), 0),
+    **dict.fromkeys(("errors", "prepare", "signals", "time_limit"), 0),
     "user_input": 0.5,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,

@@ -8,7 +8,6 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from realhf.data.responses import response_lengths
-from realhf.errors import UserError
 from realhf.sample_ids import prompt_of
 
 if TYPE_CHECKING:
@@ -79,9 +78,9 @@ def rollout_metrics(batch: Batch, *, group_size: int = 1) -> dict[str, float]:
         return {}
     score = batch["score"].double()
     failed = score.isnan()
-    if failed.all():
-        raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
+    if failed.all():
+        return failures | length_metrics(batch)
     spread = _group_std(batch.ids, score.tolist(), group_size)
     score = score[~failed]
     return failures | _reward_logs(batch) | {

@@ -15,11 +15,14 @@ from realhf.rewards.reward import column_key
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.time_limit import time_limit
 
 _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""
 _SAMPLES = 4
 """Number of rows with which a reward function is called."""
+_TRIAL_SECONDS = 120.0
+"""Longest time of a trial of reward functions."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -107,8 +110,14 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
     end = [rows.tokenizer.eos_token_id or 0]
     ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
     columns = {name: [sample[column_key(name)] for sample in samples] for name in reward.columns}
+    names = ", ".join(scored.label for scored in reward.rewards)
+
+    def too_long() -> UserError:
+        return UserError(f"the rewards ({names}) have not returned within {_TRIAL_SECONDS:g} s")
+
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+        # Standard output is for the command's own answer.
+        with contextlib.redirect_stdout(sys.stderr), time_limit(_TRIAL_SECONDS, too_long):
             reward.scores(range(len(samples)), [sample["prompt"] for sample in samples], texts, ids, columns)
     except UserError as error:
         made_up = ", ".join(repr(text[:40]) for text in texts)

@@ -66,10 +66,25 @@ def unknown_token_id(tokenizer: Any) -> int | None:
 
     `tokenizer` is a LightTokenizer or one of transformers.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
+    backend = _backend(tokenizer)
     token = getattr(getattr(backend, "model", None), "unk_token", None)
     token_id = None if backend is None or token is None else backend.token_to_id(token)
     return None if token_id == tokenizer.eos_token_id else token_id
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of special tokens, which a decoded text without special tokens lacks.
+
+    `tokenizer` is a LightTokenizer or one of transformers.
+    """
+    backend = _backend(tokenizer)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return [token.content for _, token in sorted(added.items()) if token.special]
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Return the tokenizer of the library `tokenizers`; None if it has none."""
+    return getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from typing import Any
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.loader import Loader, MixedLoader, make_loader
+from realhf.dist.group import PeerError
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
+from realhf.errors import described as described_error
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
@@ -182,17 +184,25 @@ class Trainer:
             gc.freeze()  # From now on, garbage collection skips the objects that exist.
         try:
             return self._run()
-        except Exception:
+        except Exception as error:
             self._journal.abandon()
             self._stop_tracking("failed")
             if self._checkpointer is not None:
-                self._checkpointer.abandon()
+                self._rescue(error)
             raise
         finally:
             if not is_frozen:
                 gc.unfreeze()
             if self._progress is not None:
                 self._progress.stop()
+
+    def _rescue(self, error: Exception) -> None:
+        """Save the state after the last finished step, if this is possible, and keep the error as it is."""
+        assert self._checkpointer is not None
+        try:
+            self._checkpointer.rescue(leads=not isinstance(error, PeerError))
+        except Exception as failure:
+            warn(f"the state after the last finished step is not saved: {described_error(failure)}")
 
     def _run(self) -> RunResult:
         steps = self._program.experiment.steps
@@ -256,11 +266,23 @@ class Trainer:
         record = self._step(step)
         evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
-            evaluation = self._evaluations.run()
+            self._note_end(step)  # The evaluation may fail.
+            try:
+                evaluation = self._evaluations.run()
+            except Exception:
+                if self._world.size == 1:  # Of several ranks, rank 0 would wait for the others' records.
+                    self._journal.add(step, record)
+                    self._note_end(step)
+                raise
         exports = is_last or _is_multiple(step, experiment.export_every)
         self._journal.add(step, record, evaluation, pauses=exports or bool(evaluation))
+        self._note_end(step)
         if exports:
             self._export(step)
+
+    def _note_end(self, step: int) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.end_step(step, self._journal.last)
 
     def _save_or_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due; return whether the run is to end. All ranks agree on both."""
@@ -277,7 +299,7 @@ class Trainer:
                 "what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
-                self._checkpointer.save(step, self._journal.last)
+                self._checkpointer.save(step)
             self._journal.pause()
         return decision.stops
 

@@ -1,13 +1,14 @@
 """Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
+from realhf.data.light_tokenizer import special_tokens
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.evaluation.sets import named_sets
@@ -25,6 +26,15 @@ _SCHEDULE = (
     "steps", "eval_every", "eval_at_start", "export_every", "checkpoint_every", "keep_checkpoints",
     "keep_checkpoint_every", "log_every", "expected", "rollouts")
 """Fields that a resumed run may change without training another model."""
+
+
+@runtime_checkable
+class ScoredByRewards(Protocol):
+    """A host function that calls reward functions."""
+
+    def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]: ...
+
+    def doubts(self, prompt: str) -> Iterator[str]: ...
 
 
 def warnings_of(
@@ -47,6 +57,7 @@ def warnings_of(
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            warnings += _doubted_rewards(graph, where, part)
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part)]
     return list(dict.fromkeys(warnings))
@@ -173,6 +184,15 @@ def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield (
             f"{name}: {len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know, "
             f"first {rows.file_place_of(unknown[0])}: the model reads an unknown token")
+
+
+def _doubted_rewards(graph: DataflowGraph, name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about rewards that look for what completions cannot have."""
+    for call in graph.of_kind("host"):
+        if isinstance(call.work.function, ScoredByRewards):
+            yield from call.work.function.unseen(special_tokens(rows.tokenizer))
+            prompt = rows.tokenizer.decode(rows.rows[0]["prompt_ids"])
+            yield from (f"{name}: {sentence}" for sentence in call.work.function.doubts(prompt))
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
