@@ -154,7 +154,7 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
-    if count := rows.num_unlike_prompt:
+    if count := rows.oddities.num_unlike_prompt:
         yield (
             f"{name}: in {count} rows the chat template writes another beginning with the completion than "
             "for the prompt alone; the loss counts from the first token that differs")
