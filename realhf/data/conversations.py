@@ -44,6 +44,8 @@ def conversation_fault(
             shown = config.messages_key if row.get(IS_WHOLE) else column
             return f"{shown} has no message with the role assistant, so that nothing of it would be learned"
     prompt = row[config.prompt_key]
+    if not prompt and row.get(IS_WHOLE) and isinstance(prompt, list):
+        return f"{config.messages_key} has nothing before its only answer, so that there is no prompt"
     answers = [row[column] for column in completions] or [None]
     if isinstance(prompt, str) or row.get(IS_WHOLE) or prompt[-1].get("content") is not None:
         return None

@@ -25,7 +25,7 @@ class LightTokenizer:
         # The file may ask for both, but transformers pads and cuts a text only if it is told to.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
+        settings = _settings(path)
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
@@ -121,6 +121,23 @@ def _content(token: Any) -> str:
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a directory has a chat template."""
     return _chat_template(directory, _json_of(directory / "tokenizer_config.json"), "default") is not None
+
+
+def named_token(directory: Path, name: str) -> str | None:
+    """Return the text of a special token that a tokenizer's settings name, such as `pad_token`."""
+    token = _settings(directory).get(name)
+    return _content(token) if token else None
+
+
+def is_written(token: str, directory: Path) -> bool:
+    """Return whether a tokenizer writes a special token itself: bos, eos, or one of its chat template."""
+    templates = [_chat_template(directory, _settings(directory), name) for name in ("default", "tool_use")]
+    named = [named_token(directory, name) for name in ("bos_token", "eos_token")]
+    return token in named or any(token in template for template in templates if template)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    return _json_of(directory / "special_tokens_map.json") | _json_of(directory / "tokenizer_config.json")
 
 
 def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str | None:

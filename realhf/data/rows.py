@@ -162,12 +162,14 @@ class DatasetRows:
         if not self._columns:
             return None
         prompt = row[config.prompt_key]
-        one = config.messages_key if row.get(IS_WHOLE) and len(self._completions) == 1 else None
-        if fault := fault_of(one or config.prompt_key, prompt):
+        if row.get(IS_WHOLE) and len(self._completions) == 1:
+            if fault := fault_of(config.messages_key, row[config.messages_key]):
+                return fault
+        elif fault := fault_of(config.prompt_key, prompt):
             return fault
         for column in self._completions:
             beside = None if config.makes_chats else prompt
-            if fault := fault_of(one or column, row[column], prompt=beside):
+            if fault := fault_of(column, row[column], prompt=beside):
                 return fault
         if len({isinstance(row[column], str) for column in self._completions}) > 1:
             return f"of {' and '.join(self._completions)}, one is text and one a list of messages"

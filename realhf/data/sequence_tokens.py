@@ -6,13 +6,15 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.data.conversations import is_continued, joined
+from realhf.data.light_tokenizer import LightTokenizer, has_chat_template
 from realhf.errors import UserError
 
-Messages = list[dict[str, Any]]
+Chat = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 _ANCHORS = ("\n", "a", "=")
 """Texts before a completion that is tokenised apart from its prompt, so that it gets no space of its own."""
@@ -45,6 +47,8 @@ class Oddities:
     """The chat template writes an assistant's turn in another way when other messages follow."""
     num_torn: int = 0
     """A token would span the end of the prompt and the beginning of the completion."""
+    num_continued: int = 0
+    """The prompt ends with an assistant's message, and what follows is not known."""
 
 
 class TurnEnds(NamedTuple):
@@ -69,6 +73,26 @@ def turn_ends(tokenizer: Any, arguments: dict[str, Any]) -> TurnEnds:
             text = ""
         found.append(first_special(text.partition(_MARK)[2], specials))
     return TurnEnds(*found)
+
+
+def end_of_turn(directory: str) -> tuple[int, str] | None:
+    """Return the token with which the chat template of a tokenizer ends the assistant's turns, and its text.
+
+    Return None if there is no tokenizer.json or no template, or if it ends turns with no special token.
+    """
+    files = [*Path(directory).glob("*token*.json"), *Path(directory).glob("chat_template.*")]
+    return _end_of_turn(directory, tuple(sorted((path.name, path.stat().st_mtime_ns) for path in files)))
+
+
+@lru_cache(maxsize=8)
+def _end_of_turn(directory: str, files: tuple[tuple[str, int], ...]) -> tuple[int, str] | None:
+    """Return the same for a state of the files, which are given by name and time."""
+    if "tokenizer.json" not in dict(files) or not has_chat_template(Path(directory)):
+        return None
+    tokenizer = LightTokenizer(directory)
+    ends = turn_ends(tokenizer, {})
+    text = ends.last or ends.before_another
+    return None if text is None else (tokenizer.backend.token_to_id(text), text)
 
 
 def special_texts(tokenizer: Any) -> list[str]:
@@ -163,12 +187,12 @@ class ChatTokens:
     """Whether the assistant's turns alone are learned."""
     oddities: Oddities = field(default_factory=Oddities)
 
-    def prompt(self, messages: Messages, tools: Tools) -> list[int]:
+    def prompt(self, messages: Chat, tools: Tools) -> list[int]:
         """Return the tokens of a prompt that is to be answered, or continued if it ends with an answer."""
         return self.tokenizer.encode(self._prompt_text(messages, None, tools), add_special_tokens=False)
 
     def sequences(
-        self, prompt: Messages, completions: Sequence[Messages], tools: Tools, *, is_whole: bool
+        self, prompt: Chat, completions: Sequence[Chat], tools: Tools, *, is_whole: bool
     ) -> list[TokenizedSequence]:
         """Return the tokens of a prompt with each completion; the template writes both together.
 
@@ -188,7 +212,7 @@ class ChatTokens:
             for chat, text, first in zip(chats, texts, firsts, strict=True)]
 
     def _sequence(
-        self, chat: Messages, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
+        self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
     ) -> TokenizedSequence:
         """Return the tokens of a chat. Its completion has the messages from `first` on, and begins at the
         character `start`."""
@@ -215,7 +239,7 @@ class ChatTokens:
         return bool(_GENERATION.search(self.tokenizer.get_chat_template(tools=tools) or ""))
 
     def _turns(
-        self, chat: Messages, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
+        self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
     ) -> list[tuple[int, int]]:
         """Return the ranges of characters that the assistant's turns have in the text of a chat.
 
@@ -238,7 +262,7 @@ class ChatTokens:
         self.oddities.num_rewritten += is_rewritten
         return turns
 
-    def _beginning(self, before: Messages, text: str, tools: Tools) -> int | None:
+    def _beginning(self, before: Chat, text: str, tools: Tools) -> int | None:
         """Return where the turn after `before` begins; None if the text does not begin with `before`."""
         if not before:
             return None
@@ -247,7 +271,7 @@ class ChatTokens:
         is_same = common == len(asked) or common >= len(self._text(before, tools))
         return common if is_same else None
 
-    def _end(self, chat: Messages, text: str, tools: Tools) -> int | None:
+    def _end(self, chat: Chat, text: str, tools: Tools) -> int | None:
         """Return where the last turn of `chat` ends; None if the text does not begin with this chat.
 
         Some templates write the token that ends a turn only when a message follows.
@@ -259,7 +283,7 @@ class ChatTokens:
         is_late = not alone.rstrip().endswith(token) and text.startswith(token, len(alone))
         return len(alone) + len(token) * is_late
 
-    def _changed(self, chat: Messages, number: int, text: str, tools: Tools) -> tuple[int, int]:
+    def _changed(self, chat: Chat, number: int, text: str, tools: Tools) -> tuple[int, int]:
         """Return the range of a turn's content: it is where the text changes with the message.
 
         Raises UserError if other places change, too.
@@ -291,7 +315,7 @@ class ChatTokens:
         return special_texts(self.tokenizer)
 
     def _prompt_text(
-        self, prompt: Messages, completion: Messages | None, tools: Tools, *, is_whole: bool = False
+        self, prompt: Chat, completion: Chat | None, tools: Tools, *, is_whole: bool = False
     ) -> str:
         """Return the text of a prompt, up to where the completion begins."""
         if is_continued(prompt, completion) and not is_whole:
@@ -299,7 +323,7 @@ class ChatTokens:
         asks = completion is None or completion[0]["role"] == "assistant"
         return self._text(prompt, tools, add_generation_prompt=asks)
 
-    def _text(self, messages: Messages, tools: Tools, **how: bool) -> str:
+    def _text(self, messages: Chat, tools: Tools, **how: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **how, **self.arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from realhf.data.conversations import IS_WHOLE
+from realhf.data.conversations import IS_WHOLE, is_continued
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -204,8 +204,14 @@ class TokenizedRows:
         if kept is None:
             return None
         columns = completion_columns(self.config, self.keys)
+        if not columns and not isinstance(prompt, str):
+            self.oddities.num_continued += is_continued(prompt, None)
         samples: list[dict[str, Any]] = []
-        for i, (column, whole) in enumerate(zip(columns, self._sequences(row, prompt, columns), strict=True)):
+        try:
+            sequences = self._sequences(row, prompt, columns)
+        except UserError as error:
+            raise UserError(f"{self._file.place(number)}: {error}") from error
+        for i, (column, whole) in enumerate(zip(columns, sequences, strict=True)):
             prompt_length = whole.prompt_length
             if not any(whole.mask[prompt_length:]):
                 raise UserError(
