@@ -65,6 +65,11 @@ def is_continued(prompt: list[dict[str, Any]], completion: Any) -> bool:
     return is_open and (not isinstance(completion, list) or completion[0]["role"] == "assistant")
 
 
+def as_answer(completion: Any) -> Any:
+    """Return a completion of a chat as messages; one that is text is what the assistant says."""
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
 def joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the conversation of a prompt and a completion, which may continue the prompt's last message."""
     if not is_continued(prompt, completion):

@@ -187,9 +187,12 @@ class ChatTokens:
     """Whether the assistant's turns alone are learned."""
     oddities: Oddities = field(default_factory=Oddities)
 
-    def prompt(self, messages: Chat, tools: Tools) -> list[int]:
-        """Return the tokens of a prompt that is to be answered, or continued if it ends with an answer."""
-        return self.tokenizer.encode(self._prompt_text(messages, None, tools), add_special_tokens=False)
+    def prompt(self, messages: Chat, tools: Tools, *, completion: Chat | None = None) -> list[int]:
+        """Return the tokens of a prompt up to its completion, which continues a prompt that is no question.
+
+        A completion that is not known is an answer.
+        """
+        return self.tokenizer.encode(self._prompt_text(messages, completion, tools), add_special_tokens=False)
 
     def sequences(
         self, prompt: Chat, completions: Sequence[Chat], tools: Tools, *, is_whole: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from realhf.data.conversations import IS_WHOLE, is_continued
+from realhf.data.conversations import IS_WHOLE, as_answer, is_continued
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -19,7 +19,7 @@ from realhf.data.dataset import (
 )
 from realhf.data.light_tokenizer import unknown_token_id
 from realhf.data.rows import RowFault, spread
-from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens, TokenizedSequence
+from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
 from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
@@ -197,18 +197,28 @@ class TokenizedRows:
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             raise UserError(self._lacks_template(row[self.config.prompt_key]))
         tools = self._tools(row)
-        ids = self._texts.prompt(prompt) if isinstance(prompt, str) else self._chats.prompt(prompt, tools)
+        columns = completion_columns(self.config, self.keys)
+        completions = [row[column] for column in columns]
+        if isinstance(prompt, str):
+            ids = self._texts.prompt(prompt)
+        else:
+            completions = [as_answer(completion) for completion in completions]
+            ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
         kept = self._kept_of_prompt(ids, number)
         if kept is None:
             return None
-        columns = completion_columns(self.config, self.keys)
-        if not columns and not isinstance(prompt, str):
-            self.oddities.num_continued += is_continued(prompt, None)
+        if not completions:
+            self.oddities.num_continued += not isinstance(prompt, str) and is_continued(prompt, None)
+            return [{"prompt_ids": ids[kept]}]
         samples: list[dict[str, Any]] = []
+        is_whole = bool(row.get(IS_WHOLE))
         try:
-            sequences = self._sequences(row, prompt, columns)
+            if isinstance(prompt, str):
+                sequences = self._texts.sequences(prompt, completions, is_whole=is_whole)
+            else:
+                sequences = self._chats.sequences(prompt, completions, tools, is_whole=is_whole)
         except UserError as error:
             raise UserError(f"{self._file.place(number)}: {error}") from error
         for i, (column, whole) in enumerate(zip(columns, sequences, strict=True)):
@@ -228,18 +238,7 @@ class TokenizedRows:
             samples.append({
                 "prompt_ids": ids[kept], "sequence_ids": [*before, *learned], "response_mask": mask,
                 IS_CHOSEN: i == 0})
-        return samples or [{"prompt_ids": ids[kept]}]
-
-    def _sequences(self, row: dict[str, Any], prompt: Any, columns: Sequence[str]) -> list[TokenizedSequence]:
-        """Return the tokens of a row's prompt with each of its completions."""
-        if not columns:
-            return []
-        is_whole = bool(row.get(IS_WHOLE))
-        completions = [row[column] for column in columns]
-        if isinstance(prompt, str):
-            return self._texts.sequences(prompt, completions, is_whole=is_whole)
-        chats = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-        return self._chats.sequences(prompt, chats, self._tools(row), is_whole=is_whole)
+        return samples
 
     def _kept_of_prompt(self, ids: list[int], number: int) -> slice | None:
         """Return which tokens of a prompt are kept; None if its row is left out."""

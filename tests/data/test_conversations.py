@@ -277,8 +277,8 @@ def test_prompts_that_cannot_be_continued_and_rows_that_teach_nothing(tmp_path):
         ({"messages": [SYSTEM, user("Hi")]}, SEQUENCE, "messages has no message with the role assistant"),
         ({"prompt": SKY, "completion": [user("?")]}, SEQUENCE, "completion has no message with the role as"),
         ({"messages": [answer("Hi")]}, SEQUENCE, "messages has nothing before its only answer"),
-        ({"messages": [{"from": "human", "value": "Hi"}]}, SEQUENCE, "messages .*rename `from` to role"),
-        ({"text": "Hi"}, SEQUENCE, "no column 'prompt'; .*; prompt_key and messages_key say which to take"),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, SEQUENCE, "messages has .*rename `from` to role"),
+        ({"text": "Hi"}, SEQUENCE, "there is no column 'prompt'; .*; prompt_key and messages_key say"),
         ({"chosen": [user("a")], "rejected": [user("b")]}, PAIR, "there is no column 'prompt'"),
     ]:
         with pytest.raises(UserError, match=f"line 1: {sentence}"):
