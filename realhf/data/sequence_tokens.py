@@ -153,7 +153,8 @@ class TextTokens:
             raise UserError("the tokenizer has no eos token, in which completions end: set its eos_token")
         if len(ids) == prompt_length or ids[-1] != eos:
             ids = [*ids, eos]
-        return TokenizedSequence(ids, [0] * prompt_length + [1] * (len(ids) - prompt_length), prompt_length)
+        first = max(1, prompt_length)  # Nothing comes before the first token.
+        return TokenizedSequence(ids, [0] * first + [1] * (len(ids) - first), prompt_length)
 
     def _continuation(self, text: str) -> list[int]:
         """Return the tokens of a text that goes on from another, to which no space is added."""
