@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -49,6 +50,10 @@ class Oddities:
     """A token would span the end of the prompt and the beginning of the completion."""
     num_continued: int = 0
     """The prompt ends with an assistant's message, and what follows is not known."""
+    num_special: int = 0
+    """What a message says has a special token, such as one that ends turns."""
+    num_quoted: int = 0
+    """The arguments of a tool's call are JSON text, which the template quotes once more."""
 
 
 class TurnEnds(NamedTuple):
@@ -95,10 +100,14 @@ def _end_of_turn(directory: str, files: tuple[tuple[str, int], ...]) -> tuple[in
     return None if text is None else (tokenizer.backend.token_to_id(text), text)
 
 
-def special_texts(tokenizer: Any) -> list[str]:
-    """Return the tokens that the tokenizer finds in a text before it splits the rest, the longest first."""
+def special_texts(tokenizer: Any, *, alone: bool = True) -> list[str]:
+    """Return the tokens that the tokenizer finds in a text before it splits the rest, the longest first.
+
+    Without `alone`, leave out those that are text as other tokens are, such as <think>.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer.backend
-    tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
+    added = backend.get_added_tokens_decoder().values()
+    tokens = [token.content for token in added if alone or token.special]
     return sorted((token for token in tokens if token.strip()), key=len, reverse=True)
 
 
@@ -215,6 +224,20 @@ class ChatTokens:
             self._sequence(chat, text, tools, start=start, first=first, is_whole=is_whole)
             for chat, text, first in zip(chats, texts, firsts, strict=True)]
 
+    def look_at(self, prompt: Chat, completions: Sequence[Chat], tools: Tools) -> None:
+        """Count rows with messages that the model reads otherwise than they are meant."""
+        chats = [joined(prompt, completion) for completion in completions] or [prompt]
+        messages = [message for chat in chats for message in chat]
+        if any(_finds(self._special, message.get("content")) for message in messages):
+            self.oddities.num_special += 1
+        if any(_texts_of_arguments(message) for message in messages):
+            self.oddities.num_quoted += any(self._quotes_arguments(chat, tools) for chat in chats)
+
+    def _quotes_arguments(self, chat: Chat, tools: Tools) -> bool:
+        """Return whether the template writes JSON text of a tool call's arguments as a JSON string."""
+        text = self._text(chat, tools)
+        return any(json.dumps(written) in text for m in chat for written in _texts_of_arguments(m))
+
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
     ) -> TokenizedSequence:
@@ -311,6 +334,12 @@ class ChatTokens:
         return end + len(text[end:]) - len(text[end:].lstrip("\n"))
 
     @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """Matches the special tokens of texts, which are not those that merely have a token of their own."""
+        texts = special_texts(self.tokenizer, alone=False)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    @cached_property
     def _turn_ends(self) -> TurnEnds:
         return turn_ends(self.tokenizer, self.arguments)
 
@@ -330,6 +359,20 @@ class ChatTokens:
     def _text(self, messages: Chat, tools: Tools, **how: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **how, **self.arguments)
+
+
+def _texts_of_arguments(message: dict[str, Any]) -> list[str]:
+    """Return the arguments of a message's tool calls that are text instead of an object."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in calls]
+    return [f["arguments"] for f in functions if isinstance(f, dict) and isinstance(f.get("arguments"), str)]
+
+
+def _finds(pattern: re.Pattern[str] | None, content: Any) -> bool:
+    """Return whether a pattern matches in the content of a message: a text, or a list of parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return pattern is not None and any(isinstance(text, str) and pattern.search(text) for text in texts)
 
 
 def common_length(ours: Sequence[Any], theirs: Sequence[Any]) -> int:

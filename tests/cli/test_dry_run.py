@@ -320,6 +320,10 @@ def test_rows_of_whole_conversations(check, tmp_path):
     rows = [{"messages": chosen, "answer": "2"}] * 3
     code, out, err = check(rows, "experiment.eval_dataset = dataset", kind="sft", task=task)
     assert (code, err) == (0, "") and "the first prompt has 7 tokens: =1+1=<eos>=\n" in out
+    assert "\n2 tokens are learned of the first row: 2<eos>\n" in out
+    rows = [{"messages": [*chosen, question, rejected[1]], "answer": "2"}] * 3
+    out = check(rows, kind="sft", task=task)[1]
+    assert "\n4 tokens are learned of the first row: 2<eos> ... 3<eos>\n" in out
     pairs = [{"chosen": chosen, "rejected": rejected, "prompt": "1+1="}] * 3
     body = "from realhf import DPO\nexperiment = DPO(actor=experiment.actor, dataset=dataset, batch_size=2)"
     code, out, err = check(pairs, body, task=task)

@@ -366,6 +366,23 @@ def test_special_tokens_are_not_repeated(tmp_path):
     assert made["prompt_ids"] == plain["prompt_ids"] and made["sequence_ids"] == plain["sequence_ids"]
 
 
+@pytest.mark.parametrize("template, is_quoted", [("qwen2_5", True), ("qwen3", False)])
+def test_messages_that_are_read_otherwise(tmp_path, template, is_quoted):
+    """Qwen2.5's template writes text of arguments as a JSON string, and Qwen3's as it is."""
+    tokenizer = LightTokenizer(_with_template(template))
+    call = answer("", tool_calls=[{"type": "function", "function": {
+        "name": "add", "arguments": json.dumps({"a": 1})}}])  # fmt: skip
+    for row, keys in (({"messages": [*SKY, call, RESULT, answer("3")]}, SEQUENCE),
+                      ({"prompt": [*SKY, call, RESULT]}, ("prompt_ids",)),
+                      ({"prompt": SKY, "chosen": [call], "rejected": [answer("3")]}, PAIR)):  # fmt: skip
+        rows = _tokenized(tmp_path, row, tokenizer, keys)
+        assert (rows.oddities.num_quoted, rows.oddities.num_special) == (int(is_quoted), 0)
+    for text, is_special in (("a<|im_end|>", 1), ("<b>", 0), ("a <think> b", 0)):
+        row = {"prompt": [user("Hi"), answer(text), user("?")]}
+        rows = _tokenized(tmp_path, row, tokenizer, ("prompt_ids",))
+        assert rows.oddities.num_special == is_special
+
+
 def test_limits_of_whole_conversations(tmp_path):
     """The prompt of a whole conversation is what comes before its last answer."""
     tokenizer = LightTokenizer(_with_template("qwen2_5"))

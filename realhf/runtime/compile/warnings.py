@@ -172,6 +172,14 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield (
             f"{name}: in {found.num_torn} rows a token would span the end of the prompt and the beginning of "
             "the completion, as after a space at the end: they are tokenised apart, as answers are drawn")
+    if found.num_special:
+        yield (
+            f"{name}: in {found.num_special} rows messages have special tokens in what they say, which the "
+            "model reads as if the chat template had written them")
+    if found.num_quoted:
+        yield (
+            f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
+            "template quotes once more: store them as objects")
     if found.num_continued:
         yield (
             f"{name}: {found.num_continued} prompts end with a message of the assistant, which answers "
