@@ -3,6 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ class Trial(NamedTuple):
     warnings: list[str]
     num_rows: int | None = None
     first_prompt: "FirstPrompt | None" = None
+    first_learned: "FirstLearned | None" = None
+    """None also if completions are not learned."""
 
 
 class FirstPrompt(NamedTuple):
@@ -42,10 +46,26 @@ class FirstPrompt(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in self.text)
-        if len(shown) > _MAX_SHOWN:
-            shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
-        return f"the first prompt has {self.tokens} token{'s' * (self.tokens != 1)}: {shown}"
+        return f"the first prompt has {self.tokens} token{'s' * (self.tokens != 1)}: {_printable(self.text)}"
+
+
+class FirstLearned(NamedTuple):
+    """What is learned of the first training row; ` ... ` stands between answers, for what is not."""
+
+    text: str
+    tokens: int
+
+    def __str__(self) -> str:
+        are = "token is" if self.tokens == 1 else "tokens are"
+        return f"{self.tokens} {are} learned of the first row: {_printable(self.text)}"
+
+
+def _printable(text: str) -> str:
+    """Return a text in one line, control characters escaped, without the middle of a long one."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > _MAX_SHOWN:
+        shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
+    return shown
 
 
 def try_out(program: Program) -> Trial:
@@ -67,7 +87,20 @@ def try_out(program: Program) -> Trial:
     _try_rewards(sets)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
-    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first)
+    learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
+    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned)
+
+
+def _first_learned(
+    row: dict[str, Any], graph: DataflowGraph, tokenizer: LightTokenizer
+) -> FirstLearned | None:
+    """Return what of a row is learned; None if the graph does not learn the completions of rows."""
+    if "response_mask" not in graph.inputs:
+        return None
+    pairs = zip(row["sequence_ids"], row["response_mask"], strict=True)
+    ranges = [[token for token, _ in run] for mask, run in groupby(pairs, key=itemgetter(1)) if mask]
+    text = " ... ".join(map(tokenizer.decode, ranges))
+    return FirstLearned(text, sum(map(len, ranges)))
 
 
 def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:

@@ -22,7 +22,10 @@ class LightTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:  # The library has no more specific class.
             raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-        settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
+        # The file may ask for both, but transformers pads and cuts a text only if it is told to.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _settings(path)
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
@@ -43,22 +46,52 @@ class LightTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> dict[str, Any]:
+        """Return the tokens of a text, and for each of them the range of its characters."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def get_chat_template(self, *, tools: list[Any] | None = None) -> str | None:
+        """Return the chat template, for chats with tools that of its own if there is one."""
+        return self.chat_template if tools is None else self._tool_template or self.chat_template
+
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, tools: list[Any] | None = None,
-        add_generation_prompt: bool = False, return_dict: bool = True, **arguments: Any,
-    ) -> list[int]:
-        """Return the tokens of a chat; `arguments` are further ones of the template."""
+        add_generation_prompt: bool = False, continue_final_message: bool = False, tokenize: bool = True,
+        return_dict: bool = True, return_assistant_tokens_mask: bool = False, **arguments: Any,
+    ) -> Any:
+        """Return the text of a chat or its tokens; `arguments` are further ones of the template.
+
+        With `return_assistant_tokens_mask` and `return_dict` there is a mask of the tokens that the template
+        writes between {% generation %} and {% endgeneration %}, too.
+        """
         # Imported here, as it is slow and only chats need it.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.chat_template if tools is None else self._tool_template or self.chat_template
-        rendered = render_jinja_template(
-            [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt,
-            **{**self._special, **arguments})
-        return self.encode(rendered[0][0], add_special_tokens=False)
+        messages = [
+            {key: value for key, value in message.items() if value is not None} for message in messages]
+        rendered: Any = render_jinja_template(
+            [messages], tools=tools, chat_template=self.get_chat_template(tools=tools),
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            return_assistant_tokens_mask=return_assistant_tokens_mask, **{**self._special, **arguments})
+        (text,), spans = rendered
+        if not tokenize:
+            return text
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if not return_dict:
+            return encoding.ids
+        mask = [0] * len(encoding.ids)
+        for start, stop in spans[0] if spans else ():
+            if (first := encoding.char_to_token(start)) is not None:
+                last = encoding.char_to_token(stop - 1) if stop > start else first - 1
+                stop_token = len(mask) if last is None else last + 1
+                mask[first:stop_token] = [1] * max(0, stop_token - first)
+        return {"input_ids": encoding.ids, "assistant_masks": mask}
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
@@ -103,6 +136,23 @@ def _content(token: Any) -> str:
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a directory has a chat template."""
     return _chat_template(directory, _json_of(directory / "tokenizer_config.json"), "default") is not None
+
+
+def named_token(directory: Path, name: str) -> str | None:
+    """Return the text of a special token that a tokenizer's settings name, such as `pad_token`."""
+    token = _settings(directory).get(name)
+    return _content(token) if token else None
+
+
+def is_written(token: str, directory: Path) -> bool:
+    """Return whether a tokenizer writes a special token itself: bos, eos, or one of its chat template."""
+    templates = [_chat_template(directory, _settings(directory), name) for name in ("default", "tool_use")]
+    named = [named_token(directory, name) for name in ("bos_token", "eos_token")]
+    return token in named or any(token in template for template in templates if template)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    return _json_of(directory / "special_tokens_map.json") | _json_of(directory / "tokenizer_config.json")
 
 
 def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str | None:

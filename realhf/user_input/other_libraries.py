@@ -72,6 +72,8 @@ OTHER_NAMES: Mapping[str, Ours] = {
     "filter_overlong_prompts": Ours(("dataset.too_long",), "drop, the default, leaves long prompts out"),
     **dict.fromkeys(("truncation", "truncation_mode"), Ours(("dataset.too_long",))),
     "apply_chat_template_kwargs": Ours(("dataset.chat_template_kwargs",)),
+    "assistant_only_loss": Ours(("dataset.assistant_only",), "True is the default"),
+    "completion_only_loss": Ours(("dataset.assistant_only",), "prompts are never learned"),
     "shuffle_dataset": Ours(("dataset.shuffle",)),
     "train_max_samples": Ours(("dataset.max_rows",)),
     **dict.fromkeys(("train_files", "train_dataset"), Ours(("dataset.path",))),

@@ -9,6 +9,7 @@ from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
 from realhf.data.light_tokenizer import special_tokens
+from realhf.data.sequence_tokens import special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.evaluation.sets import named_sets
@@ -19,7 +20,7 @@ from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.sampling_checks import off_policy
+from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
@@ -52,14 +53,17 @@ def warnings_of(
     warnings += off_policy(program.graph)
     if rows is not None:
         warnings += _repeated_rows(program, rows)
+    warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
+        tokenizer = program.experiment.tokenizer_dir()
         warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        warnings += turn_end_warnings(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
             warnings += _doubted_rewards(graph, where, part)
             warnings += [*_beyond_positions(program.roles, graph, where, part),
-                      *_unknown_end(program.roles, graph, where, part)]
+                      *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
     return list(dict.fromkeys(warnings))
 
 
@@ -166,10 +170,52 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
-    if count := rows.num_unlike_prompt:
+    """Yield warnings about rows whose tokens are not what one may expect."""
+    found = rows.oddities
+    if found.num_unlike_prompt:
         yield (
-            f"{name}: in {count} rows the chat template writes another beginning with the completion than "
-            "for the prompt alone; the loss counts from the first token that differs")
+            f"{name}: in {found.num_unlike_prompt} rows the chat template writes another beginning with the "
+            "completion than for the prompt alone; the loss counts from the first token that differs")
+    if found.num_rewritten:
+        yield (
+            f"{name}: in {found.num_rewritten} rows the chat template writes answers in another way when "
+            "messages follow (many leave out earlier reasoning); the model learns what the whole chat has")
+    if found.num_torn:
+        yield (
+            f"{name}: in {found.num_torn} rows a token would span the end of the prompt and the beginning of "
+            "the completion, as after a space at the end: they are tokenised apart, as answers are drawn")
+    if found.num_special:
+        yield (
+            f"{name}: in {found.num_special} rows messages have special tokens in what they say, which the "
+            "model reads as if the chat template had written them")
+    if found.num_quoted:
+        yield (
+            f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
+            "template quotes once more: store them as objects")
+    if found.num_continued:
+        yield (
+            f"{name}: {found.num_continued} prompts end with a message of the assistant, which answers "
+            "continue: leave it out if it is an answer by itself")
+
+
+def _plain_texts(parts: list[tuple[str, TokenizedRows]]) -> Iterator[str]:
+    """Yield a warning about data sets of text prompts, if the tokenizer has a template for chats."""
+    names = [name for name, rows in parts if rows.config.chat is None and _has_plain_text(rows)]
+    if names:
+        yield (
+            f"{' and '.join(dict.fromkeys(names))}: prompts are text, and the tokenizer has a chat template, "
+            "which is not applied to them: chat=True makes chats of them, chat=False leaves them "
+            "(realhf eval: --chat or --no-chat)")
+
+
+def _has_plain_text(rows: TokenizedRows) -> bool:
+    """Return whether a prompt becomes no chat. Texts that a template has written have special tokens."""
+    template = rows.tokenizer.chat_template
+    if rows.config.makes_chats or template is None:
+        return False
+    prompts = [row["prompt"] for row in rows.rows if isinstance(row["prompt"], str)]
+    specials = [text for text in special_texts(rows.tokenizer) if text in str(template)]
+    return any(not any(text in prompt for text in specials) for prompt in prompts)
 
 
 def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
@@ -238,13 +284,15 @@ def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
 
 
 def _unknown_end(
-    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows, *, tokenizer: str
 ) -> Iterator[str]:
     """Yield warnings about completions that end in a token at which the model's answers do not end."""
     if "response_mask" not in rows.keys:
         return
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
         eos_ids = roles[role].config().eos_token_ids
+        if (end := unknown_turn_end(roles[role], tokenizer)) is not None:
+            eos_ids = (*eos_ids, end[0])
         ours = rows.tokenizer.eos_token_id
         sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
         ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in eos_ids]
