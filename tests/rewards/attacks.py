@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from realhf.rewards.sandbox import Sandbox
-from realhf.rewards.unit_tests import UnitTests
 
 
 @dataclass(frozen=True)
@@ -509,6 +508,8 @@ def deceives_a_naive_judge(form: str, code: str) -> bool:
 
 def reward_of(form: str, code: str) -> float:
     """Return the reward of a program that is to compute squares."""
+    from realhf.rewards.unit_tests import UnitTests  # Here, as the system's interpreter has no packages.
+
     (reward,) = UnitTests(sandbox=Sandbox(cpu_seconds=1))(completions=[code], tests=[_TESTS[form]])
     assert reward is not None
     return reward
