@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_object
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -74,12 +76,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return name of a tensor -> name of the file that holds it."""
-    try:
-        files = json.loads(index.read_text())["weight_map"]
-        assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
-        why = str(error) if isinstance(error, ValueError) else "it needs an object weight_map: tensor -> file"
-        raise ValueError(f"{index} is not an index of safetensors files: {why}") from error
+    files = read_object(index, most=MAX_TABLE_BYTES).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(
+            f"{index} is not an index of safetensors files: it needs an object weight_map: tensor -> file")
     if outside := [file for file in files.values() if Path(file).name != file]:
         raise ValueError(f"{index} names the file {outside[0]}: files must lie beside it")
     return files
@@ -88,7 +88,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file in their order; raise ValueError unless they fill the file exactly."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
@@ -100,9 +100,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        header = json.loads(text)
+        header = parse_json(text, "the header")
         assert isinstance(header, dict)
-    except (ValueError, AssertionError, RecursionError) as error:
+    except (ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length

@@ -1,9 +1,10 @@
 """LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from realhf.user_input.files import read_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -73,12 +74,7 @@ def unknown_token_id(tokenizer: Any) -> int | None:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    return read_object(path) if path.exists() else {}
 
 
 def _content(token: Any) -> str:
@@ -98,8 +94,8 @@ def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str 
     file = directory / "chat_template.jinja"
     if name != "default":
         file = directory / "additional_chat_templates" / f"{name}.jinja"
-    if file.is_file():
-        return file.read_text()
+    if file.exists():
+        return read_text(file)
     template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):  # There are several templates, each with a name.
         by_name = {entry["name"]: entry["template"] for entry in template}

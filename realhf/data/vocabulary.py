@@ -1,8 +1,10 @@
 """Compares the vocabularies of two tokenizers. Imports no torch."""
 
-import json
+import filecmp
 from functools import lru_cache
 from pathlib import Path
+
+from realhf.user_input.files import MAX_TABLE_BYTES, read_object
 
 
 def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
@@ -10,7 +12,7 @@ def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
 
     Added tokens, such as the padding token, and the sizes of the vocabularies may differ.
     """
-    if ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes():
+    if ours.samefile(theirs) or filecmp.cmp(ours, theirs, shallow=False):
         return None
     here, there = _vocabulary(ours), _vocabulary(theirs)
     for number in sorted(here.keys() & there.keys()):
@@ -25,8 +27,8 @@ def _vocabulary(path: Path) -> dict[int, str]:
 
     Raises ValueError, which names the file, if it is malformed.
     """
+    content = read_object(path, most=MAX_TABLE_BYTES)
     try:
-        content = json.loads(path.read_text())
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, list):  # It has pairs of a token and its score.
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
