@@ -89,11 +89,10 @@ def _read_checkpoint(words: list[str]) -> int:
     directory = Path(words[1])
     try:
         manifest = Manifest.load(directory)
-        faults = [check_file(directory, name, entry) for name, entry in manifest.files.items()]
+        for name in manifest.files:
+            check_file(directory, name, manifest)
     except ValueError as error:
-        faults = [str(error)]
-    if sentence := next(filter(None, faults), ""):
-        print(f"realhf: {one_line(sentence)}", file=sys.stderr)
+        print(f"realhf: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
