@@ -14,7 +14,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare"), 0),
+    **dict.fromkeys(("errors", "prepare", "job_process"), 0),
     "user_input": 0.5,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,
@@ -49,6 +49,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
     *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.resolved_roles"),
+    "realhf.job_process",
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),

@@ -196,7 +196,7 @@ def check_file(directory: Path, name: str, manifest: Manifest) -> None:
             size = os.fstat(file.fileno()).st_size
             if size != entry.num_bytes:
                 raise ValueError(f"{path} has {size} bytes instead of {entry.num_bytes}")
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:  # type: ignore[arg-type]
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise ValueError(f"{path} does not have the checksum in {MANIFEST}: it is damaged")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.data.dataset import completion_columns, load_rows
+from realhf.data.tokenizer_process import read_tokenizer
 from realhf.experiment import Expected, Experiment
 from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
@@ -101,8 +102,6 @@ def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:
 def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, float]:
     """Return the lengths of the dataset's prompts and completions, without chat templates, and how much the
     completions of a row resemble each other in length."""
-    from tokenizers import Tokenizer
-
     unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
                if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
     options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
@@ -115,7 +114,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path)
     texts: tuple[list[str], list[str]] = ([], [])
     inputs = experiment.graph().inputs
     for part, part_rows in zip(dataset.parts, rows, strict=True):

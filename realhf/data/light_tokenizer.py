@@ -1,9 +1,12 @@
 """LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from realhf.data.tokenizer_process import read_tokenizer
+from realhf.errors import UserError
 from realhf.user_input.files import read_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -16,15 +19,13 @@ class LightTokenizer:
     """
 
     def __init__(self, directory: str) -> None:
-        from tokenizers import Tokenizer  # Imported here, as only checks need it.
-
         path = Path(directory)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # The library has no more specific class.
-            raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-        settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
-        self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
+        self._tokenizer = read_tokenizer(path / "tokenizer.json")
+        settings_path = path / "tokenizer_config.json"
+        settings = _json_of(path / "special_tokens_map.json") | _json_of(settings_path)
+        self.special_tokens_map = {
+            name: _content(settings[name], f"{settings_path}: {name}")
+            for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
 
@@ -35,11 +36,11 @@ class LightTokenizer:
 
     @property
     def largest_id(self) -> int:
-        return max(self._tokenizer.get_vocab().values())
+        return max(self._tokenizer.get_vocab().values(), default=-1)
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return self._tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -47,19 +48,20 @@ class LightTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, tools: list[Any] | None = None,
-        add_generation_prompt: bool = False, return_dict: bool = True, **arguments: Any,
-    ) -> list[int]:
-        """Return the tokens of a chat; `arguments` are further ones of the template."""
-        # Imported here, as it is slow and only chats need it.
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str | None:
+        """Return the template of chats without or with tools."""
+        return self.chat_template if tools is None else self._tool_template or self.chat_template
 
-        template = self.chat_template if tools is None else self._tool_template or self.chat_template
-        rendered = render_jinja_template(
-            [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt,
-            **{**self._special, **arguments})
-        return self.encode(rendered[0][0], add_special_tokens=False)
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic of Rust in the `with` block, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library tokenizers has failed: {error}") from error
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
@@ -77,8 +79,11 @@ def _json_of(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+def _content(token: Any, where: str) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise UserError(f"{where} is no token: it must be text, or an object with its content")
+    return content
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -97,7 +102,10 @@ def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str 
     if file.exists():
         return read_text(file)
     template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(template, list):  # There are several templates, each with a name.
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        return by_name.get(name)
-    return template if name == "default" else None
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    for entry in named:  # There may be several templates, each with a name.
+        if isinstance(entry, dict) and entry.get("name") == name:
+            if not isinstance(entry.get("template"), str | None):
+                raise UserError(f"{directory}: the chat template {name!r} must be text")
+            return entry.get("template")
+    return None

@@ -16,8 +16,9 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
-from realhf.data.light_tokenizer import unknown_token_id
+from realhf.data.light_tokenizer import panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
+from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
@@ -55,6 +56,8 @@ class TokenizedRows:
         self.num_cut = 0
         self._shortest: int | None = None
         self._limit: tuple[int, str] | None = None
+        self._last_chat: str | None = None
+        """The place of the last chat that the chat template has rendered."""
         numbers = self._file.tried() if sample is None else spread(self.num_in_file, sample)
         tokenized = [(number, samples) for number in numbers if (samples := self._tokenize(number))]
         self.samples = [samples for _, samples in tokenized]
@@ -170,15 +173,20 @@ class TokenizedRows:
             self.num_unmapped += 1
             return None
         prompt = row[self.config.prompt_key]
+        is_chat = not isinstance(prompt, str) or self.config.makes_chats
         try:
-            samples = self._samples(row, number)
+            with panics_as_errors():
+                samples = self._samples(row, number)
         except UserError:
             raise
-        except Exception as error:  # A chat template may raise any exception.
-            how = "text" if isinstance(prompt, str) and not self.config.makes_chats else "chat"
+        except Exception as error:  # A tokenizer may raise any exception.
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            before = "" if self._last_chat is None else f"; the last good one is that of {self._last_chat}"
             raise UserError(
-                f"{self._file.place(number)}: the tokenizer refuses the {how}: "
-                f"{type(error).__name__}: {error}") from error
+                f"{self._file.place(number)}: the tokenizer refuses the {'chat' if is_chat else 'text'}: "
+                f"{kind}{error}{before if is_chat else ''}") from error
+        if is_chat:
+            self._last_chat = self._file.short_place(number)
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
         columns |= {"prompt": prompt, DATASET_ROW: self._first_row + number}
         return tuple(columns | sample for sample in samples) if samples is not None else None
@@ -304,9 +312,11 @@ class TokenizedRows:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
         *, add_generation_prompt: bool = False,
     ) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, return_dict=False,
-            **self.config.chat_template_kwargs)
+        text = render_chat(
+            self.tokenizer.get_chat_template(tools=tools), messages, tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self.tokenizer.special_tokens_map, **self.config.chat_template_kwargs})
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 class MixedRows:

@@ -8,8 +8,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from realhf.errors import UserError
 from realhf.user_input.units import format_bytes
@@ -28,7 +29,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """Open a file for reading. Raises OSError at once if it is no regular file.
 
     Without `follow`, a symbolic link is refused, too.
