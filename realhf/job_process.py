@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from realhf.user_input.units import format_bytes
+
 _ROOT = Path(__file__).parent.parent
 _START = "import sys; sys.path[0] = {root!r}; import {module} as m; m.{main}()"
 _READY = "ready\n"
@@ -62,7 +64,7 @@ class JobProcess:
     def _start(self) -> subprocess.Popen[str]:
         start = _START.format(root=str(_ROOT), module=self._module, main=self._main)
         command = [sys.executable, "-c", start, str(self._seconds), str(self._memory_bytes)]
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        environment = os.environ | {"PYTHONHASHSEED": "0", "RUST_BACKTRACE": "0"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True)
@@ -92,7 +94,8 @@ class JobProcess:
         self._process = None
         if code == -signal.SIGPROF:
             return f"it took more than {self._seconds:g} s of processor time"
-        return f"its process ended with code {code}"
+        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        return f"its process ended {how}; it may have {format_bytes(self._memory_bytes)} of memory"
 
 
 def serve(answer: Callable[[Any], Any]) -> None:

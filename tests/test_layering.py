@@ -14,8 +14,9 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare", "job_process"), 0),
+    **dict.fromkeys(("errors", "prepare"), 0),
     "user_input": 0.5,
+    "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,
     **dict.fromkeys(("dist", "data", "half_precision"), 2),

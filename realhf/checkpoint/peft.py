@@ -124,7 +124,7 @@ def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     """
     path = directory / _WEIGHTS_FILE
     shapes = tensor_shapes(spec)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{directory} has no {_WEIGHTS_FILE}; adapters are read from safetensors only")
     tensors = read_header(path)
     optional = {param.in_file.name for param in spec.params if param.short_name == SCORE}

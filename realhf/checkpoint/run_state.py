@@ -150,8 +150,8 @@ def _saved(entry: Mapping[str, Any]) -> Saved:
 
 
 def _check_piece(file: Any, region: Region, files: Mapping[str, FileEntry], where: str) -> None:
-    if file not in files:
-        raise ValueError(f"{where} is in the file {shown(file)}, which is not among files")
+    if not isinstance(file, str) or file not in files or not file.startswith("rank_"):
+        raise ValueError(f"{where} is in {shown(file)}, which is no file of tensors among files")
     for start, stop in region:
         is_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in (start, stop))
         if not is_whole or not 0 <= start < stop <= _MAX_COUNT:

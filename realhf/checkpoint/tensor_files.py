@@ -47,10 +47,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Raises ValueError that names the file, and the tensor if the error lies in one.
     """
-    if (directory / SINGLE).is_file():
+    if (directory / SINGLE).exists():
         return read_header(directory / SINGLE)
     index = directory / INDEX
-    if not index.is_file():
+    if not index.exists():
         if any(directory.glob("*.bin")):
             raise ValueError(
                 f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs "
@@ -61,7 +61,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     promised = _read_index(index)
     for file in dict.fromkeys(promised.values()):
         path = directory / file
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"{index} names the file {file}, which is missing")
         for name, tensor in read_header(path).items():
             if name not in promised:

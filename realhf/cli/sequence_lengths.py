@@ -112,7 +112,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
     path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
     tokenizer = read_tokenizer(path)
     texts: tuple[list[str], list[str]] = ([], [])

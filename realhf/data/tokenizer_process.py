@@ -61,7 +61,7 @@ def _failure(path: Path, size: int, modified: int) -> str:
     try:
         return str(process.answer(text))
     except JobEnded as error:
-        return f"a process that tried it has failed: {error}"
+        return f"a process that tried it has failed ({error})"
     finally:
         process.close()
 

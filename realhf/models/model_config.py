@@ -197,13 +197,13 @@ class ModelConfig:
         """
         path = resolve(name, kind="models", suffix=".json")
         path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        if not path.exists():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
         _refuse_run(path.parent)
         generation = None
         beside = path.parent / "generation_config.json"
-        if path.name == "config.json" and beside.is_file():
+        if path.name == "config.json" and beside.exists():
             generation = read_object(beside)
         hf = read_object(path, what="model config")
         try:
