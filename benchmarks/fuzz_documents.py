@@ -53,7 +53,7 @@ BOMBS = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.__class__.__mro__ }}",
     "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
     "{{ '%999999999d' | format(1) }}", "{% include '/etc/passwd' %}", "{{ raise_exception('\x1b[2J') }}",
-    "{{ '\ud800' }}", "{{ messages | tojson(indent=99999) }}", "{{ 'x' | indent(10 ** 10) }}",
+    "{{ '\\ud800' }}", "{{ messages | tojson(indent=99999) }}", "{{ 'x' | indent(10 ** 10) }}",
 ]
 """Chat templates without an end, or with much to write."""
 MODEL: dict[str, Any] = {

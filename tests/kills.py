@@ -64,7 +64,7 @@ _PHASES = {
 }
 """Module and function -> the phase of a thread that runs it; the first that is on its stack counts."""
 _FRAME = re.compile(r'File ".*?(\w+)\.py", line \d+ in (\w+)')
-_END_SECONDS = 90.0
+_END_SECONDS = 300.0
 """Time in which a worker must end."""
 _PATIENCE_SECONDS = 20.0
 """Time in which the other ranks should end by themselves after one has been killed."""

@@ -31,7 +31,7 @@ from realhf.errors import UserError
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.profile import Profile
-from realhf.user_input.files import MAX_LINE_BYTES, open_regular, read_bytes, read_json
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular, read_bytes, read_json
 from tests.cli_tools import REPO, write_experiment
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -181,7 +181,7 @@ def test_values_in_messages_are_cut(tmp_path, capsys):
     "template, what",
     [
         ("{{ 'a' * 10 ** 10 }}", "needs more than 1.07 GB of memory"),
-        ("{{ 'a' * 3 * 10 ** 7 }}", "writes more than 16.8 MB"),
+        ("{{ 'a' * 3 * 10 ** 7 }}", "writes more than 4 MB"),
         ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
          "it took more than 5 s of processor time"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -258,15 +258,15 @@ def test_a_row_of_60_mb_is_refused(tmp_path):
     long = "x" * (60 << 20)
     jsonl = tmp_path / "rows.jsonl"
     jsonl.write_text(json.dumps({"prompt": "a"}) + "\n\n" + json.dumps({"prompt": long}) + "\n")
-    with pytest.raises(UserError, match=f"{jsonl} line 3 has more than 16.8 MB"):
+    with pytest.raises(UserError, match=f"{jsonl} line 3 has more than 4 MB"):
         load_rows(DatasetConfig(str(jsonl)), ("prompt_ids",))
     parquet = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", long]}), parquet)
-    with pytest.raises(UserError, match=f"{parquet} row 1 has more than 16.8 MB|mean row has more than"):
+    with pytest.raises(UserError, match=f"{parquet} row 1 has more than 4 MB|mean row has more than"):
         load_rows(DatasetConfig(str(parquet)), ("prompt_ids",))
-    long = "x" * MAX_LINE_BYTES
+    long = "x" * MAX_ROW_BYTES
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", long, "b"]}), parquet)
-    with pytest.raises(UserError, match=f"{parquet} row 1 has more than 16.8 MB"):
+    with pytest.raises(UserError, match=f"{parquet} row 1 has more than 4 MB"):
         load_rows(DatasetConfig(str(parquet)), ("prompt_ids",))
 
 

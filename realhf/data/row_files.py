@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from realhf.errors import UserError
 from realhf.prepare import prepare_once
-from realhf.user_input.files import MAX_LINE_BYTES, open_regular
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular
 from realhf.user_input.units import format_bytes
 
 LARGE_BYTES = 64 << 20
@@ -77,7 +77,7 @@ class JsonlFile(RowFile):
         starts = self._index[0]
         start = int(starts[number])
         stop = int(starts[number + 1]) if number + 1 < len(starts) else self.num_bytes
-        data = os.pread(self._file.fileno(), min(stop - start, MAX_LINE_BYTES + 1), start)
+        data = os.pread(self._file.fileno(), min(stop - start, MAX_ROW_BYTES + 1), start)
         line = data[: data.find(b"\n") + 1 or None]  # Blank lines may follow.
         return self._parsed(line, self._line_number(number))
 
@@ -86,7 +86,7 @@ class JsonlFile(RowFile):
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
         with open_regular(self.name) as file:
-            lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
+            lines = iter(partial(file.readline, MAX_ROW_BYTES + 1), b"")
             not_blank = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
             for number, line in islice(not_blank, count):
                 yield self._parsed(line, number)
@@ -142,12 +142,12 @@ class JsonlFile(RowFile):
 def _is_blank(file: BufferedReader, start: int) -> bool:
     """Return whether the line from byte `start` on is blank; one of more than the legal length is not."""
     file.seek(start)
-    return not file.readline(MAX_LINE_BYTES + 1).strip()
+    return not file.readline(MAX_ROW_BYTES + 1).strip()
 
 
 def _require_short(num_bytes: int, where: str) -> None:
-    if num_bytes > MAX_LINE_BYTES:
-        raise UserError(f"{where} has more than {format_bytes(MAX_LINE_BYTES)}: a row may have at most that")
+    if num_bytes > MAX_ROW_BYTES:
+        raise UserError(f"{where} has more than {format_bytes(MAX_ROW_BYTES)}: a row may have at most that")
 
 
 class ArrowFile(RowFile):
@@ -170,9 +170,12 @@ class ArrowFile(RowFile):
         which = int(np.searchsorted(self._ends, number, side="right"))
         batch = self._batches[which]
         row = batch.slice(number - int(self._ends[which]) + batch.num_rows, 1)
-        if batch.nbytes > MAX_LINE_BYTES:
+        if batch.nbytes > MAX_ROW_BYTES:
             _require_short(row.nbytes, f"dataset {self.name} {self.place(number)}")
-        return row.to_pylist()[0]
+        try:
+            return row.to_pylist()[0]
+        except (ValueError, OSError, OverflowError) as error:  # The bytes of a value are not of its type.
+            raise UserError(f"dataset {self.name} {self.place(number)} cannot be read: {error}") from error
 
     def place(self, number: int) -> str:
         return f"row {self._start + number}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
-from realhf.user_input.files import MAX_LINE_BYTES, MAX_TABLE_BYTES, read_text
+from realhf.user_input.files import MAX_ROW_BYTES, MAX_TABLE_BYTES, read_text
 from realhf.user_input.units import format_bytes
 
 _CHAT_SECONDS = 5.0
@@ -131,6 +131,6 @@ def _rendered(render: Callable[..., Any], job: dict[str, Any]) -> dict[str, str]
         return {"error": f"the chat template needs more than {format_bytes(_CHAT_BYTES)} of memory"}
     except Exception as error:  # A template may raise any exception.
         return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    if len(texts[0]) > MAX_LINE_BYTES:
-        return {"error": f"the chat template writes more than {format_bytes(MAX_LINE_BYTES)}"}
+    if len(texts[0]) > MAX_ROW_BYTES:
+        return {"error": f"the chat template writes more than {format_bytes(MAX_ROW_BYTES)}"}
     return {"text": texts[0]}

@@ -19,8 +19,10 @@ MAX_SETTINGS_BYTES = 16 << 20
 """Most bytes of a file of settings, such as config.json."""
 MAX_TABLE_BYTES = 256 << 20
 """Most bytes of a JSON file with long tables: a tokenizer.json, an index of weights, or a manifest."""
+MAX_ROW_BYTES = 4_000_000
+"""Most bytes of a row of a data set, and of its chat: a million tokens have about as many."""
 MAX_LINE_BYTES = 16 << 20
-"""Most bytes of a row of a data set, or of a line of another file with one JSON object per line."""
+"""Most bytes of a line of another file with one JSON object per line."""
 _MAX_DIGITS = 300
 """Most digits of a whole number in a settings file: every number is then a finite float, too."""
 _KINDS = {
