@@ -297,7 +297,7 @@ class SavedTensors:
         """Return a tensor of a file, mapped into memory: its pages are read when they are used."""
         if file not in self._files:
             path = self._directory / file
-            with path.open("rb") as opened:
+            with open_regular(path, follow=False) as opened:
                 self._files[file] = read_header(path), mmap(opened.fileno(), 0, access=ACCESS_COPY)
         headers, memory = self._files[file]
         stored = headers[tensor]

@@ -35,7 +35,7 @@ from realhf.runtime.execute.inputs import RankState
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
-from realhf.user_input.files import read_bytes
+from realhf.user_input.files import open_regular, read_bytes
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"
@@ -230,7 +230,7 @@ class Checkpointer:
     ) -> None:
         """Write the manifest, and give the directory its final name."""
         files = {name: FileEntry(*entry) for rank in ranks for name, entry in rank["entries"].items()}
-        with (self._directory.parent / METRICS).open("rb") as metrics:
+        with open_regular(self._directory.parent / METRICS) as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
         counts: dict[str, Sequence[int]] = {}
         for rank in ranks:

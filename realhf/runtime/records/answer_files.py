@@ -31,13 +31,14 @@ class AnswerFiles:
 
     def _copy(self, earlier: Path) -> None:
         """Copy the answers of the run that this one continues in another directory."""
-        for path in [*self._files(earlier), *earlier.glob(_LAST)]:
+        for path in filter(Path.is_file, [*self._files(earlier), *earlier.glob(_LAST)]):
             target = self._directory / path.relative_to(earlier)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
 
     def _files(self, directory: Path) -> list[Path]:
-        return [path for path in sorted((directory / _ALL).rglob("step_*.jsonl")) if _step(path) >= 0]
+        paths = sorted((directory / _ALL).rglob("step_*.jsonl"))
+        return [path for path in paths if _step(path) >= 0 and path.is_file()]
 
     def write(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Write the answers of the evaluation after a step, by set, each file at once or not at all.

@@ -59,7 +59,7 @@ class RolloutFile:
         self._path = path
         self._max_bytes = max_bytes
         self._sizes = Counter[_Kind]()
-        if earlier is not None and earlier.exists() and not path.exists():
+        if earlier is not None and earlier.is_file() and not path.exists():
             shutil.copyfile(earlier, path)
         if path.exists():
             for kind, line in _lines(path):
