@@ -53,15 +53,19 @@ class LightTokenizer:
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
 
+class TokenizerPanicError(UserError):
+    """The library `tokenizers` has failed in a way that it does not expect."""
+
+
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Turn a panic of Rust in the `with` block, which is no Exception, into a ValueError."""
+    """Turn a panic of Rust in the `with` block, which is no Exception, into a TokenizerPanicError."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the library tokenizers has failed: {error}") from error
+        raise TokenizerPanicError(f"the library tokenizers has failed: {error}") from error
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:

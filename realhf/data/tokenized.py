@@ -16,7 +16,7 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
-from realhf.data.light_tokenizer import panics_as_errors, unknown_token_id
+from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
@@ -177,10 +177,10 @@ class TokenizedRows:
         try:
             with panics_as_errors():
                 samples = self._samples(row, number)
-        except UserError:
-            raise
         except Exception as error:  # A tokenizer may raise any exception.
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            if isinstance(error, UserError) and not isinstance(error, TokenizerPanicError):
+                raise
+            kind = "" if isinstance(error, TokenizerPanicError) or type(error) is ValueError else f"{type(error).__name__}: "
             before = "" if self._last_chat is None else f"; the last good one is that of {self._last_chat}"
             raise UserError(
                 f"{self._file.place(number)}: the tokenizer refuses the {'chat' if is_chat else 'text'}: "
