@@ -180,11 +180,12 @@ class TokenizedRows:
         except Exception as error:  # A tokenizer may raise any exception.
             if isinstance(error, UserError) and not isinstance(error, TokenizerPanicError):
                 raise
-            kind = "" if isinstance(error, TokenizerPanicError) or type(error) is ValueError else f"{type(error).__name__}: "
-            before = "" if self._last_chat is None else f"; the last good one is that of {self._last_chat}"
-            raise UserError(
-                f"{self._file.place(number)}: the tokenizer refuses the {'chat' if is_chat else 'text'}: "
-                f"{kind}{error}{before if is_chat else ''}") from error
+            says_all = type(error) in (ValueError, TokenizerPanicError)
+            what = str(error) if says_all else f"{type(error).__name__}: {error}"
+            if is_chat and self._last_chat is not None:
+                what += f"; the last good one is that of {self._last_chat}"
+            how = "chat" if is_chat else "text"
+            raise UserError(f"{self._file.place(number)}: the tokenizer refuses the {how}: {what}") from error
         if is_chat:
             self._last_chat = self._file.short_place(number)
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
