@@ -24,7 +24,9 @@ from fuzz_run import run_case  # noqa: E402
 
 sys.path.remove(BENCHMARKS)
 NUM_CASES = {
-    "override": 10, "model config": 30, "profile file": 25, "tokenizer": 12, "special file": 30, "long row": 2}
+    "override": 10, "model config": 30, "profile file": 25, "tokenizer": 12, "special file": 30,
+    "long row": 2,
+}
 SECONDS = 60.0
 MOVE = ["realloc", "--model", "tiny", "--src", "t2@0-1", "--dst", "d2@0-1"]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.errors import cut
 from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_object
 
 SINGLE = "model.safetensors"
@@ -21,6 +22,7 @@ _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+_MAX_NAME_BYTES = 255
 _MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -80,9 +82,14 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(
             f"{index} is not an index of safetensors files: it needs an object weight_map: tensor -> file")
-    if outside := [file for file in files.values() if Path(file).name != file]:
-        raise ValueError(f"{index} names the file {outside[0]}: files must lie beside it")
+    if outside := [file for file in files.values() if Path(file).name != file or not _is_name(file)]:
+        raise ValueError(f"{index} names the file {cut(outside[0])}: files must lie beside it")
     return files
+
+
+def _is_name(file: str) -> bool:
+    """Return whether a file can have this name."""
+    return "\0" not in file and len(file.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

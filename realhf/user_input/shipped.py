@@ -12,7 +12,7 @@ from realhf.user_input.files import read_text
 from realhf.user_input.hub import find_model, parse_hub_name
 
 _PACKAGE = Path(__file__).parent.parent
-_MAX_YAML_BYTES = 1 << 20
+_MAX_YAML_BYTES = 1 << 18
 _MAX_DIGITS = 300
 
 

@@ -411,6 +411,10 @@ INDICES = {
         lambda names: {"weight_map": names | {"lm_head.weight": "norm.safetensors"}},
         "index.json promises tensor lm_head.weight in norm.safetensors, where it is not",
     ),
+    "a long name": (
+        lambda names: {"weight_map": names | {"lm_head.weight": "x" * 3000}},
+        "xxx: files must lie beside it",
+    ),
     "outside": (
         lambda names: {"weight_map": names | {"lm_head.weight": "../gone.safetensors"}},
         "index.json names the file ../gone.safetensors: files must lie beside it",
