@@ -82,6 +82,27 @@ def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
         _run(*ip, "link", "set", "lo", "up")
 
 
+@contextmanager
+def stranger_of(host: Host) -> Iterator[Host]:
+    """Make a third host, joined to the first by a link of its own, which reaches all addresses of that."""
+    pid = os.getpid()
+    other = Host(f"realhf-{pid}-s", f"rh{pid}s", "10.203.78.2")
+    ip = ("ip", "-n", host.namespace)
+    try:
+        _run("ip", "netns", "add", other.namespace)
+        _run(*ip, "link", "add", f"rh{pid}t", "type", "veth", "peer", "name", other.interface)
+        _run(*ip, "link", "set", other.interface, "netns", other.namespace)
+        _run(*ip, "address", "add", "10.203.78.1/24", "dev", f"rh{pid}t")
+        _run(*ip, "link", "set", f"rh{pid}t", "up")
+        there = ("ip", "-n", other.namespace)
+        _run(*there, "address", "add", f"{other.address}/24", "dev", other.interface)
+        _run(*there, "link", "set", other.interface, "up")
+        _run(*there, "route", "add", f"{host.address}/32", "via", "10.203.78.1")
+        yield other
+    finally:
+        subprocess.run(["ip", "netns", "delete", other.namespace], capture_output=True, check=False)
+
+
 def _run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
 

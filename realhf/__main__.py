@@ -3,8 +3,11 @@
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 from collections.abc import MutableMapping
+
+from realhf.signals import signals_end_the_process
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -20,15 +23,19 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 def main() -> int:
-    """Run the command line and return its exit code, also if Ctrl-C comes while modules are loaded."""
+    """Run the command line and return its exit code. A signal ends it with a sentence, unless it trains."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has the signal, too, and says so.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        return _run()
+    with signals_end_the_process(signal.SIGINT, signal.SIGTERM):
+        return _run()
+
+
+def _run() -> int:
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
     set_allocator(os.environ)
-    try:
-        return importlib.import_module("realhf.cli.main").main()
-    except KeyboardInterrupt as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # Under torchrun the launcher prints it.
-            print(f"realhf: {str(error) or 'ended by SIGINT'}", file=sys.stderr)
-        return 1
+    return importlib.import_module("realhf.cli.main").main()
 
 
 if __name__ == "__main__":

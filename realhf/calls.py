@@ -272,8 +272,13 @@ class HostFunction(Work):
     decides: bool = False
     """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
     example: Any = None  # A decision for trying out the step program without data.
+    timeout_seconds: float | None = 1800.0
+    """Longest time of a call; None: no limit. The limit interrupts Python code, waits and system calls."""
 
     def __post_init__(self) -> None:
+        if self.timeout_seconds is not None:
+            rule = "be above 0, or None for no limit"
+            require(self.timeout_seconds > 0, "HostFunction.timeout_seconds", self.timeout_seconds, rule)
         if self.decides and self.splittable:
             raise ValueError("a HostFunction that decides needs all samples: it cannot be splittable")
 
@@ -309,7 +314,7 @@ class Loss(ABC):
     @abstractmethod
     def totals(self, batch: Batch) -> dict[str, float]:
         """Return counts whose sums over the mini-batch normalise the loss, such as the number of response
-        tokens."""
+        tokens. A mini-batch in which all of them are 0 has nothing to learn, and there is no update."""
 
     @abstractmethod
     def __call__(

@@ -158,6 +158,7 @@ class Experiment:
     """Whether two runs under one plan, on equal machines, agree bit for bit. Generating calls then need
     `work_stealing=False` and `kv_cache_gib`; kernels are deterministic ones, which may be slower."""
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
+    eval_at_start: bool = True  # Whether there is an evaluation before the first step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
     checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
     """Checkpoints for `realhf run --resume`; there is one after the last step, too. 0: none at all."""

@@ -168,15 +168,22 @@ class Command:
         raise ProcessLookupError(f"there is no worker of rank {rank}")
 
 
-def torchrun_on(hosts: Sequence[Host], *words: Any, per_host: int) -> list[Command]:
-    """One torchrun on each host, which run `words` together."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(hosts), "--rdzv-id", "test"]
-    torchrun += ["--nproc-per-node", per_host, "--rdzv-backend", "c10d"]
-    torchrun += ["--rdzv-endpoint", f"{hosts[0].address}:29400"]
+def torchrun_on(
+    hosts: Sequence[Host], *words: Any, per_host: int, rendezvous: str = "static"
+) -> list[Command]:
+    """One torchrun on each host, which run `words` together; the rendezvous is "static" or "c10d"."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(hosts)]
+    torchrun += ["--nproc-per-node", per_host]
+    if rendezvous == "static":
+        torchrun += ["--master-addr", hosts[0].address, "--master-port", 29400]
+    else:
+        endpoint = f"{hosts[0].address}:29400"
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"]
     commands = []
     for i, host in enumerate(hosts):
-        # All namespaces have this machine's name, so torchrun is told who it is.
-        identity = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(i == 0)}"]
+        identity = ["--node-rank", i]
+        if rendezvous == "c10d":  # All namespaces have this machine's name, so torchrun is told who it is.
+            identity = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(i == 0)}"]
         variables = {"GLOO_SOCKET_IFNAME": host.interface}
         commands.append(Command(*host.inside, *torchrun, *identity, *words, **variables))
     return commands

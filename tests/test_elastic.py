@@ -33,7 +33,8 @@ def test_a_lost_host(tmp_path):
     metrics = out / "metrics.jsonl"
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts_or_skip())
-        commands = [stack.enter_context(c) for c in torchrun_on(hosts, *elastic, *job, per_host=2)]
+        started = torchrun_on(hosts, *elastic, *job, per_host=2, rendezvous="c10d")
+        commands = [stack.enter_context(command) for command in started]
 
         def has_begun():
             return metrics.exists() and metrics.read_text().count("\n") > 5

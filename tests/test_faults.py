@@ -10,6 +10,7 @@ import signal
 import time
 
 import pytest
+import yaml
 
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
@@ -25,6 +26,46 @@ def slow_reward(prompts, completions, completion_ids, answer):
     return [float(len(ids)) for ids in completion_ids]
 
 experiment.reward_function = slow_reward
+"""
+
+
+MOODY_REWARD = """
+import json
+import os
+
+calls = []
+
+def moody_reward(prompts, completions, completion_ids, answer):
+    calls.append(len(prompts))
+    fails = Path(__file__).with_name("fails.json")
+    if fails.exists():
+        about = json.loads(fails.read_text())
+        if len(calls) >= about["at"] and int(os.environ["RANK"]) in about["ranks"]:
+            raise ConnectionError("the judge is away")
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+experiment.reward_function = moody_reward
+"""
+MOODY_LOSS = """
+import json
+import os
+
+graph = experiment.graph()
+train = graph["actor_train"]
+
+class MoodyLoss(type(train.work.loss)):
+    def __call__(self, outputs, batch, totals):
+        calls.append(len(batch))
+        fails = Path(__file__).with_name("fails.json")
+        if fails.exists() and len(calls) >= 5 and int(os.environ["RANK"]) == 1:  # Two mini-batches in a step.
+            raise ArithmeticError("it is moody")
+        return super().__call__(outputs, batch, totals)
+
+calls = []
+work = replace(train.work, loss=MoodyLoss(train.work.loss.config))
+calls_of_graph = [replace(call, work=work) if call is train else call for call in graph.calls]
+graph = DataflowGraph(calls_of_graph, graph.inputs)
+experiment.graph = lambda: graph
 """
 
 
@@ -53,6 +94,48 @@ def test_runs_survive_many_kills(tmp_path, kind, num_ranks):
     tally = tortured(make_case(kind, num_ranks, tmp_path / "case"), tmp_path, kills=15, seed=1)
     assert (tally.differences, tally.kills) == ([], 15)
     assert max(tally.repeated) <= 2
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [
+    ("grpo", (0,)), *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in [
+        ("grpo", (1,)), ("grpo", (0, 1)), ("async", (0,)), ("async", (0, 1))])])  # fmt: skip
+def test_a_run_that_fails_saves_its_last_finished_step(tmp_path, kind, ranks):
+    """One of two ranks, or both, fail in step 3; what continues then is what nothing has ended."""
+    case = make_case(
+        kind, 2, tmp_path / "case", body=MOODY_REWARD, checkpoint_every="1h", export_every=0, steps=4)
+    plan = tmp_path / "case/plan.yaml"
+    layouts = yaml.safe_load(plan.read_text())
+    layouts["calls"]["reward_forward"] = {"layout": "d2@0-1" if ranks == (0, 1) else f"d1@{ranks[0]}"}
+    plan.write_text(yaml.safe_dump(layouts))
+    expected = uninterrupted(case, tmp_path / "whole")[0]
+    fails = tmp_path / "case/fails.json"
+    fails.write_text(json.dumps({"at": 4, "ranks": ranks}))  # After the evaluation before step 1.
+    out = tmp_path / "run"
+    with Workers([*case.words, "--out", out], 2, tmp_path) as workers:
+        assert set(workers.join()) <= {1, 2}, workers.log.read_text()
+        said = workers.log.read_text()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_2"], said
+    assert "moody_reward raised ConnectionError: the judge is away" in said and "Traceback" not in said
+    fails.unlink()
+    assert resumed(case, out, tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_a_loss_that_fails_on_one_rank_loses_no_step(tmp_path):
+    """The other rank waits for it in the middle of a train step, in which nothing has been updated yet."""
+    settings = {"checkpoint_every": "1h", "export_every": 0, "steps": 4}
+    case = make_case("grpo", 2, tmp_path / "case", body=MOODY_LOSS, **settings)
+    expected = uninterrupted(case, tmp_path / "whole")[0]
+    fails = tmp_path / "case/fails.json"
+    fails.write_text("{}")
+    out = tmp_path / "run"
+    with Workers([*case.words, "--out", out], 2, tmp_path) as workers:
+        assert set(workers.join()) <= {1, 2}, workers.log.read_text()
+        said = workers.log.read_text()
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_2"], said
+    assert "it is moody" in said
+    fails.unlink()
+    assert resumed(case, out, tmp_path) == expected
 
 
 @pytest.fixture(scope="module")

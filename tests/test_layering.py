@@ -14,7 +14,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare"), 0),
+    **dict.fromkeys(("errors", "prepare", "signals", "time_limit"), 0),
     "user_input": 0.5,
     "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
@@ -55,7 +55,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init", "eval")),
-    "realhf.cli.run_settings",
+    *("realhf.cli.run_settings", "realhf.cli.launch", "realhf.cli.fork_server", "realhf.signals"),
     *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""

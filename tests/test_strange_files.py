@@ -188,11 +188,12 @@ def test_values_in_messages_are_cut(tmp_path, capsys):
         ("{{ raise_exception('no') }}", "TemplateError: no"),
         ("{{ messages.append(1) }}", "SecurityError"),
     ])  # fmt: skip
-def test_chat_templates_have_limits(template, what):
-    settings = {"tools": None, "add_generation_prompt": True, "variables": {}}
+def test_chat_templates_have_limits(template, what, task):
+    (task / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=what):
-        render_chat(template, CHAT, **settings)
-    assert render_chat("{{ messages[0].content }}", CHAT, **settings) == "1+1="  # The next one is served.
+        render_chat(LightTokenizer(str(task)), CHAT)
+    (task / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert render_chat(LightTokenizer(str(task)), CHAT) == ("1+1=", [])  # The next one is served.
 
 
 def test_the_last_good_chat_is_named(task, tmp_path):

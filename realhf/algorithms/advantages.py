@@ -17,7 +17,8 @@ from realhf.algorithms.responses import normalized, per_token, response_sums, ro
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
 from realhf.data.responses import response_lengths
-from realhf.errors import UserError
+from realhf.errors import UserError, warn
+from realhf.rewards.limits import RewardLimits
 from realhf.rewards.shaping import ScoreShaping, name_of
 from realhf.sample_ids import prompt_of
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Baseline = Literal["none", "group_mean", "leave_one_out", "greedy"]
 Normalize = Literal["none", "group", "batch", "tokens"]
 Deviation = Literal["population", "sample"]
+_FAILED_STEPS = "reward/failed_steps"
+"""Key of the host state: the last steps in a row in which all rewards have failed."""
 _CORRECTION = {"population": 0, "sample": 1}
 
 
@@ -58,6 +61,7 @@ class AdvantageInputs:
     token_returns: bool = False  # Whether the batch has `token_returns`, which are added to the advantages.
     age_limit: AgeLimit | None = None
     reward_logs: tuple[str, ...] = ()  # Columns of rewards that are only for metrics.
+    limits: RewardLimits = field(default_factory=RewardLimits)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -77,10 +81,27 @@ class AdvantageInputs:
     def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Return the scores after shaping, and metrics."""
         shaped = self.shaped(batch["score"], batch["response_mask"], batch["finished"])
-        if self.score_shaping is None:
-            return shaped, {}
         scores = shaped[~shaped.isnan()]
+        if self.score_shaping is None or not len(scores):
+            return shaped, {}
         return shaped, {"reward/shaped_mean": scores.double().mean().item()}
+
+    def check_failures(self, batch: Batch, context: Any) -> None:
+        """Warn if the rewards of all samples of a step have failed; after too many such steps in a row, raise
+        UserError. Checkpoints hold their number.
+        """
+        state = getattr(context, "state", {})
+        if not batch["score"].isnan().all():
+            state.pop(_FAILED_STEPS, None)
+            return
+        earlier = state.get(_FAILED_STEPS, [])
+        steps = [*earlier, *([] if context.step in earlier else [context.step])]
+        if len(steps) > self.limits.max_failed_steps:
+            raise UserError(
+                "the reward of every sample of the step has failed: none is left to train on; "
+                f"reward_limits.max_failed_steps allows {self.limits.max_failed_steps} such steps in a row")
+        state[_FAILED_STEPS] = steps
+        warn(f"the reward of every sample of step {context.step} has failed: these samples train nothing")
 
     def returns_of_tokens(self, batch: Batch) -> Tensor | float:
         """Return the discounted sums of per-token rewards, if there are any."""
@@ -125,10 +146,11 @@ class SampleAdvantages:
         if not len(batch):  # Filters have dropped all samples.
             counts = {"prompt_tokens": mask.values[:0]} if self.counts_prompt_tokens else {}
             return {"advantages": mask, KEEP: [], **counts}, {}
+        self.inputs.check_failures(batch, context)
         scores, shaping = self.inputs.shaped_scores(batch)
         penalties_T, kl = self.reward_kl.penalties(batch, context)
         left_out_T, ages = self.inputs.left_out(batch, context)
-        metrics = rollout_metrics(batch) | shaping | kl | ages
+        metrics = rollout_metrics(batch, group_size=self.group_size) | shaping | kl | ages
         columns: dict[str, Any] = {}
         if self.filters or compares_groups(self.baseline, self.normalize):
             self._require_whole_groups(batch.ids)

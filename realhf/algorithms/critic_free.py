@@ -76,7 +76,8 @@ class CriticFree(OnPolicy):
 
     def _advantages_call(self) -> FunctionCall:
         inputs = AdvantageInputs(
-            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs())
+            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
+            self.reward_limits)
         by_prompt = self.loss.average == "prompt"
         function = SampleAdvantages(
             self.group_size, self.baseline, self.normalize, self.deviation, inputs, self.reward_kl,

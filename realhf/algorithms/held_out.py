@@ -65,7 +65,7 @@ def scored_answers(
     written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
     columns = reward_columns(function, extra_columns(held_out.dataset))
     call = RewardCall(function, columns, sequence=HELD_OUT_ANSWER)
-    reward = HostFunction(call, splittable=True)
+    reward = HostFunction(call, splittable=True, timeout_seconds=None)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
         FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward))

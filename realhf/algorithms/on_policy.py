@@ -165,7 +165,7 @@ class OnPolicy(Experiment):
     def _reward_call(self, function: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
         columns = reward_columns(function, extra_columns(dataset))
         call = RewardCall(function, columns, self.reward_limits)
-        work = HostFunction(call, splittable=True)
+        work = HostFunction(call, splittable=True, timeout_seconds=None)  # Each reward has its own limit.
         return FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=work)
 
     def reward_logs(self) -> tuple[str, ...]:

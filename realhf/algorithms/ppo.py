@@ -113,6 +113,7 @@ class TokenAdvantages:
 
     config: AdvantageConfig
     inputs: AdvantageInputs = field(default_factory=AdvantageInputs)
+    group_size: int = 1  # Only for metrics.
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         c = self.config
@@ -120,7 +121,8 @@ class TokenAdvantages:
         if not len(batch):  # Filters have dropped all samples.
             empty = mask.like(batch["values"].values)
             return {"advantages": empty, "returns": empty}, {}
-        metrics = rollout_metrics(batch)
+        self.inputs.check_failures(batch, context)
+        metrics = rollout_metrics(batch, group_size=self.group_size)
         scores, shaping = self.inputs.shaped_scores(batch)
         penalties_T, kl = c.penalties(batch, context)
         left_out_T, ages = self.inputs.left_out(batch, context)
@@ -140,10 +142,11 @@ class TokenAdvantages:
         more_N = batch["token_returns"].values[chosen_T] if self.inputs.token_returns else 0.0
         advantage_N = (advantages_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
         return_N = (returns_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
-        kept_N = return_N[~left_out_N]
-        variance = kept_N.var(correction=0).clamp(min=1e-12)
-        residual = (kept_N - values_N[~left_out_N]).var(correction=0) / variance
-        metrics |= shaping | kl | ages | {"critic/explained_variance": 1.0 - residual.item()}
+        metrics |= shaping | kl | ages
+        if len(kept_N := return_N[~left_out_N]):
+            variance = kept_N.var(correction=0).clamp(min=1e-12)
+            residual = (kept_N - values_N[~left_out_N]).var(correction=0) / variance
+            metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:
             advantage_N = normalized(advantage_N)
         columns = {"advantages": advantage_N, "returns": return_N}
@@ -177,12 +180,13 @@ class PPO(OnPolicy):
 
     def graph(self) -> DataflowGraph:
         inputs = AdvantageInputs(
-            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs())
+            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
+            self.reward_limits)
         by_prompt = self.loss.average == "prompt"
         require(not by_prompt, "loss.average", self.loss.average, "be sequence, token or constant for PPO")
         read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)
         learned = (*SEQUENCE, "values", "returns")
-        advantages = HostFunction(TokenAdvantages(self.advantage, inputs))
+        advantages = HostFunction(TokenAdvantages(self.advantage, inputs, self.group_size))
         train = TrainStep(self.value_loss, self.num_minibatches, self.epochs)
         graph = graph_of(
             self.actor_generate(),

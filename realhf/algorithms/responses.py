@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from realhf.data.responses import response_lengths
-from realhf.errors import UserError
+from realhf.sample_ids import prompt_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,24 +66,37 @@ def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Ten
     return (values - numbers.mean()) / (numbers.std(correction=correction) + eps)
 
 
-def rollout_metrics(batch: Batch) -> dict[str, float]:
+def rollout_metrics(batch: Batch, *, group_size: int = 1) -> dict[str, float]:
     """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`.
 
-    If it has the columns of `REWARD_LOGS`, there are the means of all rewards over the samples to which they
+    With several samples to each prompt, `reward/group_std` is the mean of the deviations within groups: the
+    spread from which the model learns, while `reward/std` has the differences between prompts as well. If the
+    batch has the columns of `REWARD_LOGS`, there are the means of all rewards over the samples to which they
     apply, too.
     """
     if not len(batch):
         return {}
     score = batch["score"].double()
     failed = score.isnan()
-    if failed.all():
-        raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
+    if failed.all():
+        return failures | length_metrics(batch)
+    spread = _group_std(batch.ids, score.tolist(), group_size)
     score = score[~failed]
     return failures | _reward_logs(batch) | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
-        **length_metrics(batch)}
+        **spread, **length_metrics(batch)}
+
+
+def _group_std(ids: Sequence[int], scores: Sequence[float], group_size: int) -> dict[str, float]:
+    """Return the mean over prompts of the deviation of their scores, without failed ones."""
+    groups: dict[int, list[float]] = {}
+    for sample, score in zip(ids, scores, strict=True):
+        if not isnan(score):
+            groups.setdefault(prompt_of(sample, group_size), []).append(score)
+    deviations = [pstdev(group) for group in groups.values() if len(group) > 1]
+    return {"reward/group_std": fmean(deviations)} if deviations else {}
 
 
 def _reward_logs(batch: Batch) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from realhf.algorithms.held_out import held_out_loss, scored_answers
 from realhf.algorithms.on_policy import SEQUENCE, graph_of
 from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, TrainStep
-from realhf.data.dataset import extra_columns
+from realhf.data.dataset import may_have_completions
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import RewardFunctions
@@ -65,8 +65,7 @@ class SFT(Experiment):
         held_out = self.evaluation
         answers = scored_answers(
             self.reward_function, self.sampling, held_out, tokenizer=self.tokenizer_dir())
-        columns = extra_columns(held_out.dataset)  # None are known if a plan is made without the data.
-        if answers and columns and held_out.dataset.completion_key not in columns:
+        if answers and not may_have_completions(held_out.dataset):
             return graph_of(*answers)
         forward = FunctionCall(
             "actor_forward", "forward", SEQUENCE, ("logprobs",), role="actor", work=LogProbs())

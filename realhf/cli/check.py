@@ -52,6 +52,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
                   "counts": counts}
         if trial.first_prompt is not None:
             answer["first_prompt"] = trial.first_prompt._asdict()
+        if trial.first_learned is not None:
+            answer["first_learned"] = trial.first_learned._asdict()
         print(json.dumps(answer | ({"memory": memory_report.document(proof)} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
@@ -60,8 +62,9 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
     print("\n".join(sentences(counts)))
-    if trial.first_prompt is not None:
-        print(trial.first_prompt)
+    for shown in (trial.first_prompt, trial.first_learned):
+        if shown is not None:
+            print(shown)
     if proof is not None:
         peak = proof.fullest
         has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"

@@ -37,7 +37,7 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
         "own_step_program": experiment.has_own_program,
         "calls": {call.name: _of_call(program, call) for call in program.graph.order},
         "roles": {name: _of_role(program, name, role) for name, role in program.roles.items()},
-        "evaluations": _times(experiment.eval_every, experiment.steps) + 1 if program.evaluations else 0,
+        "evaluations": _num_evaluations(program),
         "exports": _times(experiment.export_every, experiment.steps),
         "checkpoint_every": experiment.checkpoint_every,
         "checkpoints": _num_checkpoints(program)}
@@ -157,6 +157,14 @@ def _num_checkpoints(program: Program) -> int | None:
     if seconds:
         return None
     return _times(period, program.experiment.steps) if period else 0
+
+
+def _num_evaluations(program: Program) -> int:
+    """Return the number of evaluations of the run."""
+    experiment = program.experiment
+    if not program.evaluations:
+        return 0
+    return _times(experiment.eval_every, experiment.steps) + experiment.eval_at_start
 
 
 def _call_words(call: dict[str, Any]) -> str:

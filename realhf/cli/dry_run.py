@@ -3,6 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +17,14 @@ from realhf.rewards.reward import column_key
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.time_limit import time_limit
 
 _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""
 _SAMPLES = 4
 """Number of rows with which a reward function is called."""
+_TRIAL_SECONDS = 120.0
+"""Longest time of a trial of reward functions."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -30,6 +35,8 @@ class Trial(NamedTuple):
     warnings: list[str]
     num_rows: int | None = None
     first_prompt: "FirstPrompt | None" = None
+    first_learned: "FirstLearned | None" = None
+    """None also if completions are not learned."""
 
 
 class FirstPrompt(NamedTuple):
@@ -39,10 +46,26 @@ class FirstPrompt(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in self.text)
-        if len(shown) > _MAX_SHOWN:
-            shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
-        return f"the first prompt has {self.tokens} token{'s' * (self.tokens != 1)}: {shown}"
+        return f"the first prompt has {self.tokens} token{'s' * (self.tokens != 1)}: {_printable(self.text)}"
+
+
+class FirstLearned(NamedTuple):
+    """What is learned of the first training row; ` ... ` stands between answers, for what is not."""
+
+    text: str
+    tokens: int
+
+    def __str__(self) -> str:
+        are = "token is" if self.tokens == 1 else "tokens are"
+        return f"{self.tokens} {are} learned of the first row: {_printable(self.text)}"
+
+
+def _printable(text: str) -> str:
+    """Return a text in one line, control characters escaped, without the middle of a long one."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > _MAX_SHOWN:
+        shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
+    return shown
 
 
 def try_out(program: Program) -> Trial:
@@ -64,7 +87,20 @@ def try_out(program: Program) -> Trial:
     _try_rewards(sets)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
-    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first)
+    learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
+    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned)
+
+
+def _first_learned(
+    row: dict[str, Any], graph: DataflowGraph, tokenizer: LightTokenizer
+) -> FirstLearned | None:
+    """Return what of a row is learned; None if the graph does not learn the completions of rows."""
+    if "response_mask" not in graph.inputs:
+        return None
+    pairs = zip(row["sequence_ids"], row["response_mask"], strict=True)
+    ranges = [[token for token, _ in run] for mask, run in groupby(pairs, key=itemgetter(1)) if mask]
+    text = " ... ".join(map(tokenizer.decode, ranges))
+    return FirstLearned(text, sum(map(len, ranges)))
 
 
 def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
@@ -107,8 +143,14 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
     end = [rows.tokenizer.eos_token_id or 0]
     ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
     columns = {name: [sample[column_key(name)] for sample in samples] for name in reward.columns}
+    names = ", ".join(scored.label for scored in reward.rewards)
+
+    def too_long() -> UserError:
+        return UserError(f"the rewards ({names}) have not returned within {_TRIAL_SECONDS:g} s")
+
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+        # Standard output is for the command's own answer.
+        with contextlib.redirect_stdout(sys.stderr), time_limit(_TRIAL_SECONDS, too_long):
             reward.scores(range(len(samples)), [sample["prompt"] for sample in samples], texts, ids, columns)
     except UserError as error:
         made_up = ", ".join(repr(text[:40]) for text in texts)

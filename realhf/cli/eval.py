@@ -26,10 +26,9 @@ from realhf.cli.job import LOCAL_LAUNCHER, Job, is_worker
 from realhf.cli.overrides import override
 from realhf.cli.run_settings import OF_CHATS, RunSettings, find_run, read_settings
 from realhf.data.dataset import DatasetConfig, extra_columns
-from realhf.data.light_tokenizer import has_chat_template
-from realhf.data.rows import first_row, is_of_hub
-from realhf.errors import UserError, one_line, warn
-from realhf.evaluation.sets import Evaluation, metric_prefix, named_sets
+from realhf.data.rows import is_of_hub
+from realhf.errors import UserError, one_line
+from realhf.evaluation.sets import Evaluation, metric_prefix
 from realhf.experiment import Experiment, Role
 from realhf.models.lora import LoraConfig
 from realhf.plan import ExecutionPlan
@@ -111,7 +110,7 @@ def run(options: Namespace, words: Sequence[str]) -> int:
     if out is not None and (not is_worker() or os.environ["RANK"] == "0"):
         _check_out(out)
     if not is_worker() or (os.environ["RANK"] == "0" and LOCAL_LAUNCHER not in os.environ):
-        _say(target_model, options)
+        _say(target_model)
     if is_worker() or num_ranks == 1:
         job = Job(program, name, out, 600.0, None, options.traceback)
         return importlib.import_module("realhf.cli.worker").evaluate(job, as_json=options.json)
@@ -161,8 +160,6 @@ class _FromModel:
 
     experiment: Experiment
     notes: tuple[str, ...] = ()
-    is_plain: bool = False
-    """Whether the target is a model without a run, so that its prompts have no known form."""
 
 
 def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
@@ -208,7 +205,7 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
         dataset=first.dataset, eval_dataset=held_out, seed=options.seed or 0,
         sampling=first.sampling or SamplingConfig(), actor=_role(options.target, role),
         reward_function=reward)
-    return _FromModel(experiment, tuple(dict.fromkeys(notes)), is_plain=run is None)
+    return _FromModel(experiment, tuple(dict.fromkeys(notes)))
 
 
 def _reward(text: str, answer_key: str) -> Any:
@@ -246,21 +243,10 @@ def _sampling(
     return from_run, from_run | from_options
 
 
-def _say(target_model: _FromModel, options: Namespace) -> None:
-    """Print which settings come from the run, or a warning that a chat model gets raw text."""
+def _say(target_model: _FromModel) -> None:
+    """Print which settings come from the run."""
     for note in target_model.notes:
         print(f"realhf: {one_line(note)}", file=sys.stderr, flush=True)
-    if not target_model.is_plain or options.chat is not None:
-        return
-    for evaluation in named_sets(target_model.experiment.eval_dataset).values():
-        config = evaluation.dataset
-        if config.makes_chats or not isinstance((first_row(config) or {}).get(config.prompt_key), str):
-            continue
-        if has_chat_template(Path(target_model.experiment.tokenizer_dir())):
-            warn(
-                f"{options.target} has a chat template, and the prompts of {config.path} are text, "
-                "to which it is not applied: --chat makes chats of them, --no-chat leaves them")
-            return
 
 
 def _option(match: re.Match[str]) -> str:

@@ -1,131 +1,186 @@
-"""Starts local workers through torch's elastic launcher.
+"""Starts local workers, and ends with them. Free of torch.
 
-The workers are forked from one process that has imported what they all need: they start sooner than programs
-of their own, and share the memory of the libraries.
+Torch's elastic launcher does the same for several hosts (torchrun), but the processes of its rendezvous read
+pickles from a port that is open to the network. Here nothing listens but the workers' store, on the loopback
+interface, and no object is unpickled.
 """
 
-import ctypes
-import faulthandler
-import logging
-import multiprocessing
-import multiprocessing.forkserver
+import json
+import math
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
-import traceback
+import time
 import uuid
 from collections.abc import Sequence
-from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from realhf.cli.job import LOCAL_LAUNCHER, WORKER_NAME
-from realhf.cli.main import main
+from realhf.cli.fork_server import Channel
+from realhf.cli.job import LOCAL_LAUNCHER
 from realhf.errors import UserError
+from realhf.signals import ENDING, SignalPipe, blocked
 
-PRELOAD = (
-    "realhf.cli.worker",
-    "realhf.cli.launch",
-    "torch.fx.experimental.symbolic_shapes",  # The first backward pass imports it.
-    "transformers.models.auto.tokenization_auto",
-)
-"""What all workers import. None of it may ask for devices: CUDA cannot be used in a fork of a process that
-has initialized it."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_NAME = 15  # From Linux's prctl.h.
-_SAVING_SECONDS = 24 * 3600
-"""Time that workers may take for their step and its checkpoint after a first signal; a second ends them."""
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from realhf.cli.fork_server import serve; "
+    "serve(*map(int, sys.argv[2:]))")
+_GRACE_SECONDS = 0.1
+"""Time after the first failure in which other workers may fail for reasons of their own."""
 
 
 def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
     """Run a command on `num_ranks` local workers, which start again up to `restarts` times if one fails.
 
-    Return 0 if all succeed, 2 if a worker ended with 2 (wrong input of the user), else 1.
+    Return 0 if all succeed, 2 if a worker ended with 2 (wrong input of the user), else 1. The first of ENDING
+    that comes asks the workers to save and end; a second one ends them at once.
     """
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # Each logger has its own level.
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, monitor_interval=0.1,
-        shutdown_timeout=_SAVING_SECONDS, signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-        start_method="forkserver")
-    os.environ[LOCAL_LAUNCHER] = "1"
-    _start_fork_server()
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        _require_loopback()
-        elastic_launch(config, _work)(*argv)
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-        for rank, code in causes.items():
-            if code < 0:  # A signal ended the worker; the launcher itself ends the others by SIGTERM.
-                ended = f"was ended by {signal.Signals(-code).name}; the run stops"
-                if code == -signal.SIGKILL:
-                    ended += " (killed from outside, or by the launcher as it did not stop with the others)"
-                print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
-            elif code not in (1, 2):  # Our own workers say why they end with these.
-                ended = f"ended with exit code {code} and without a word: something has called os._exit"
-                print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
-        return 2 if 2 in codes.values() else 1
-    except SignalException as error:
-        name = "SIGTERM" if str(error) == "SIGTERM" else error.sigval.name  # See _interrupt.
-        print(f"realhf: ended by {name}", file=sys.stderr)
-        return 1
-    return 0
+    with SignalPipe(ENDING) as signals:
+        run = _LocalRun(argv, num_ranks, signals, _open_store_port())
+        code = 1
+        try:
+            if run.wait_for_server():
+                for restart in range(restarts + 1):
+                    run.start(restart)
+                    code = run.wait()
+                    if code == 0 or run.interrupted is not None:
+                        break
+        finally:
+            run.end()
+    if code and run.interrupted is not None:
+        print(f"realhf: ended by {run.interrupted.name}", file=sys.stderr, flush=True)
+    return code
 
 
-def _start_fork_server() -> None:
-    """Start the process from which workers are forked.
+class _LocalRun:
+    """The workers of a launcher, and the server that forks them.
 
-    It ignores signals that a terminal or a supervisor sends to all processes of a job: workers still need it
-    while they save.
+    `interrupted` is the first signal that has asked this process to end.
     """
-    multiprocessing.set_forkserver_preload(list(PRELOAD))
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
-    multiprocessing.forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+
+    def __init__(
+        self, argv: Sequence[str], num_ranks: int, signals: SignalPipe, listener: socket.socket
+    ) -> None:
+        self._argv = list(argv)
+        self._num_ranks = num_ranks
+        self._signals = signals
+        self._run_id = uuid.uuid4().hex
+        self._port = listener.getsockname()[1]
+        self.interrupted: signal.Signals | None = None
+        ours, theirs = socket.socketpair()
+        descriptors = [theirs.fileno(), listener.fileno()]
+        with blocked(ENDING):  # So the server never gets them.
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVE, json.dumps(sys.path), *map(str, descriptors)],
+                stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True)
+        theirs.close()
+        listener.close()
+        self._channel = Channel(ours)
+        self._sources: list[Any] = [signals.receiver, self._channel]
+
+    def start(self, restart: int) -> None:
+        """Start all workers, for the first time or again."""
+        size = str(self._num_ranks)
+        shared = {
+            LOCAL_LAUNCHER: "1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": self._run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        ranks = map(str, range(self._num_ranks))
+        workers = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+        self._channel.send({"start": workers, "argv": self._argv})
+
+    def wait_for_server(self) -> bool:
+        """Return whether the server can fork workers; if not, a signal has come first, or it has ended."""
+        ready, _, _ = select.select(self._sources, [], [])
+        if self._signals.receiver in ready:
+            self.interrupted = next(iter(self._signals.read()), None)
+            return self.interrupted is None and self.wait_for_server()
+        return self._receive() is not None
+
+    def wait(self) -> int:
+        """Wait until all workers have ended; return the exit code.
+
+        If one fails, end the others and say why.
+        """
+        codes: dict[int, int] = {}
+        causes: dict[int, int] = {}
+        deadline = math.inf
+        is_killed = False
+        while len(codes) < self._num_ranks:
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select(self._sources, [], [], seconds)
+            if self._signals.receiver in ready and self._is_second_signal():
+                deadline = 0.0
+            if self._channel in ready:
+                if (answers := self._receive()) is None:
+                    return 1
+                codes.update(ended := {answer["rank"]: answer["code"] for answer in answers})
+                if not is_killed:
+                    causes.update({rank: code for rank, code in ended.items() if code})
+            # Asked to end, workers that train still save. Others die by the signal, and the run cannot go on.
+            has_failed = causes if self.interrupted is None else min(codes.values(), default=0) < 0
+            if has_failed and deadline == math.inf:
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if not is_killed and time.monotonic() >= deadline:
+                is_killed = True
+                deadline = math.inf if causes else deadline
+                self._channel.send({"signal": int(signal.SIGKILL)})
+        if self.interrupted is None:
+            for rank, code in causes.items():
+                _say_why(rank, code)
+        if is_killed and self.interrupted is not None:
+            return 1
+        return 0 if not causes else 2 if 2 in causes.values() else 1
+
+    def end(self) -> None:
+        """End the server, and with it the store."""
+        self._server.kill()
+        self._server.wait()
+
+    def _receive(self) -> list[dict[str, int]] | None:
+        """Return the server's answers; None if it has ended."""
+        try:
+            return self._channel.receive()
+        except EOFError:
+            sentence = "realhf: the process that forks workers was ended from outside"
+            print(sentence, file=sys.stderr, flush=True)
+            return None
+
+    def _is_second_signal(self) -> bool:
+        """Ask the workers to save and end; or return True if they have been asked before."""
+        for number in self._signals.read():
+            if self.interrupted is not None:
+                return True
+            self.interrupted = number
+            self._channel.send({"signal": int(signal.SIGINT)})
+        return False
 
 
-def _work(*argv: str) -> None:
-    """Be a worker that executes `realhf` with these arguments, and end the process with its exit code."""
-    os.setsid()  # Signals come from the launcher alone.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{WORKER_NAME}{os.environ['RANK']}".encode(), 0, 0, 0)
-    faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
-    sys.argv = ["realhf", *argv]
+def _say_why(rank: int, code: int) -> None:
+    """Say how a worker has ended that cannot have said it itself."""
+    if code < 0:
+        ended = f"was ended by {signal.Signals(-code).name}; the run stops"
+        if code == -signal.SIGKILL:
+            ended += " (from outside: the system does so when memory runs out)"
+    elif code in (1, 2):  # Our own workers say why they end with these.
+        return
+    else:
+        ended = f"ended with exit code {code} and without a word: something has called os._exit"
+    print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr, flush=True)
+
+
+def _open_store_port() -> socket.socket:
+    """Return a socket on which the workers' store listens: on a free port, for this machine alone.
+
+    Raises UserError if no connection can be made to it.
+    """
     try:
-        code = main()
-    except KeyboardInterrupt:  # The launcher prints it.
-        code = 1
-    except Exception:  # The launcher would keep it to itself.
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    if code:
-        sys.exit(code)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Pass SIGTERM on to the workers as SIGINT; the launcher uses SIGTERM for those that have lost a peer."""
-    raise SignalException("SIGTERM", signal.SIGINT)
-
-
-def _require_loopback() -> None:
-    """Raise UserError unless a port can be opened on localhost, over which local workers connect."""
-    try:
-        with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname()):
-            pass
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        with socket.create_connection(listener.getsockname()):
+            return listener
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(

@@ -9,6 +9,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -21,6 +22,11 @@ _BAR_WIDTH = 10
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _SPARE = 12
 """Least width of a column of texts, in cells."""
+_TEXTS = 60
+"""Least width of prompt and completion together in a table of answers, unless they are shorter."""
+_WIDEST = 10_000
+_NARROW = 72
+"""Width below which the table of a story has fewer columns."""
 _TREND = 60
 """Most steps in the line of a trend."""
 
@@ -72,8 +78,26 @@ class _Excerpt:
         return Measurement(_SPARE, max(_SPARE, cell_len(self.text)))
 
 
-def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
-    """Print one line per answer, and a last line that says how many there are."""
+def show_rows(console: Console, rows: Sequence[Row], *, note: str) -> None:
+    """Print the answers, and a last line that says how many there are.
+
+    They are a table with a line for each, or where that would leave too little room for the texts, the
+    prompts with the answers below them.
+    """
+    table = _table(rows)
+    longest = [max((cell_len(excerpt(text, _TEXTS)) for text in texts), default=0) for texts in (
+        map(last_message, rows), (str(row.get("completion", "")) for row in rows))]
+    needed = min(_TEXTS, sum(longest))
+    unlimited = console.options.update(max_width=_WIDEST)
+    if Measurement.get(console, unlimited, table).minimum - 2 * _SPARE + needed <= console.width:
+        console.print(table)
+    else:
+        _print_below_prompts(console, rows)
+    console.print(Text(note, style="dim"), soft_wrap=True)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Return a table with one line per answer."""
     rewards = reward_names(rows)
     low, high = _score_range(rows)
     numbers = [*(["set"] if any(row.get("set") for row in rows) else []), "step", "row"]
@@ -84,11 +108,11 @@ def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
     table.add_column("completion", ratio=3)
     table.add_column("score", justify="right", no_wrap=True)
     for name in rewards:
-        table.add_column(Text(printable(name, one_line=True)), justify="right", overflow="fold")
+        table.add_column(Text(printable(name, one_line=True)), justify="right", no_wrap=True)
     table.add_column("length", justify="right", no_wrap=True)
     previous: Any = None
     for row in rows:
-        place = [row.get(name) for name in ("set", "step", "dataset_row", "prompt")]
+        place = _prompt_of(row)
         repeated = "dim" if place == previous else ""
         previous = place
         cells: list[RenderableType] = [
@@ -98,8 +122,29 @@ def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
             _score(row, low, high), *(_shown(number_of(row, f"rewards.{name}")) for name in rewards),
             _length(row)]
         table.add_row(*cells)
-    console.print(table)
-    console.print(Text(note, style="dim"), soft_wrap=True)
+    return table
+
+
+def _print_below_prompts(console: Console, rows: Sequence[Row]) -> None:
+    """Print each prompt once, and below it the answers and the facts about them."""
+    low, high = _score_range(rows)
+    previous: Any = None
+    for row in rows:
+        if (place := _prompt_of(row)) != previous:
+            previous = place
+            console.print(Text(f"{_place(row, with_sample=False)}", style="bold"))
+            console.print(_indented(_Excerpt(last_message(row), "cyan"), 2))
+        console.print(_indented(_Excerpt(str(row.get("completion", ""))), 4))
+        console.print(_indented(Text(" · ", style="dim").join(_facts(row, low, high)), 6))
+
+
+def _indented(text: RenderableType, width: int) -> Padding:
+    return Padding(text, (0, 0, 0, width))
+
+
+def _prompt_of(row: Row) -> list[Any]:
+    """Return what the answers to one prompt in one step have in common."""
+    return [row.get(name) for name in ("set", "step", "dataset_row", "prompt")]
 
 
 def show_in_full(console: Console, rows: Sequence[Row], *, note: str) -> None:
@@ -122,11 +167,11 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
     title = Text(place, style="not dim")
     console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
-    for name in ("step", "answers", "mean score"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, width=_BAR_WIDTH)
-    for name in ("worst", "best", "length", "cut"):
-        table.add_column(name, justify="right", no_wrap=True)
+    is_narrow = console.width < _NARROW
+    names = ["step", "answers", "mean score", "", "worst", "best", "length", "cut"]
+    for name in ["step", "mean score"] if is_narrow else names:
+        justify: Any = "right" if name else "left"
+        table.add_column(name, justify=justify, no_wrap=True, width=None if name else _BAR_WIDTH)
     table.add_column("best answer", ratio=1)
     means: list[float] = []
     for step, answers in story:
@@ -136,11 +181,12 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
         mean = sum(scores) / len(scores) if scores else None
         means += [] if mean is None else [mean]
         num_cut = sum(row.get("finished") is False for row in answers)
-        table.add_row(
+        cells: list[RenderableType] = [
             _shown(step), str(len(answers)), _shown(mean), _bar(mean, low, high),
             _shown(min(scores, default=None)), _shown(max(scores, default=None)),
-            _shown(sum(lengths) / len(lengths) if lengths else None), str(num_cut) if num_cut else "",
-            _Excerpt(str(best.get("completion", ""))))
+            _shown(sum(lengths) / len(lengths) if lengths else None), str(num_cut) if num_cut else ""]
+        cells = [cells[0], cells[2]] if is_narrow else cells
+        table.add_row(*cells, _Excerpt(str(best.get("completion", ""))))
     console.print(table)
     if means:
         shown = means[:: -(-len(means) // _TREND)]
@@ -166,9 +212,10 @@ def show_stories(console: Console, stories: Sequence[Row], *, note: str) -> None
     console.print(Text(note, style="dim"), soft_wrap=True)
 
 
-def _place(row: Row) -> str:
-    """Return where an answer comes from, for the title of its panel."""
-    names = (("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
+def _place(row: Row, *, with_sample: bool = True) -> str:
+    """Return where an answer comes from, or with others of its prompt without its sample."""
+    names = [("set", "set"), ("step", "step"), ("row", "dataset_row")]
+    names += [("sample", "sample")] if with_sample else []
     fields = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
     return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in fields)
 

@@ -1,6 +1,7 @@
 """`realhf rollouts`: shows the answers that a run has kept. Free of torch."""
 
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from realhf.cli.rollout_rows import (
     require_fields,
     sort_rows,
 )
-from realhf.cli.rollout_view import excerpt, show_in_full, show_stories, show_story, show_table
+from realhf.cli.rollout_view import excerpt, show_in_full, show_rows, show_stories, show_story
 from realhf.errors import UserError
 
 HELP = "read the answers of a run: filter, sort, show in full, follow one prompt over the steps"
@@ -33,6 +34,8 @@ EXAMPLES = (
 )
 _LIMIT = 20
 _SORT = "-step"
+_PIPE_WIDTH = 160
+"""Columns of tables where no terminal says how many it has."""
 _MAX_NAMED = 5
 """Most prompts that a message about an ambiguous story names."""
 
@@ -84,7 +87,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     note = f"{len(shown)} of {len(matching)} matching answers; {source} has {len(rows)}"
     if len(shown) < len(matching):
         note += " (--limit 0 shows all)"
-    show = show_in_full if options.full else show_table
+    show = show_in_full if options.full else show_rows
     show(_console(), shown, note=note)
     return 0
 
@@ -100,7 +103,8 @@ def _check_options(options: Namespace, unknown: Sequence[str]) -> None:
 
 
 def _console() -> Console:
-    return Console(file=sys.stdout, highlight=False, markup=False)
+    is_pipe = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(file=sys.stdout, highlight=False, markup=False, width=_PIPE_WIDTH if is_pipe else None)
 
 
 def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.status import Status
 
+from realhf.signals import end_by_signal
 from realhf.user_input.units import format_seconds
 
 _REPORT_SECONDS = 5.0
@@ -77,12 +78,13 @@ class SearchWatch:
         return self._requested is not None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if not self._has_plan:
-            raise KeyboardInterrupt(f"ended by {name} before there was a plan")
-        if self._requested is not None:
-            raise KeyboardInterrupt(f"ended by {name}; no plan is taken")
-        self._requested = signal.Signals(number)
+        if self._has_plan and self._requested is None:
+            self._requested = signal.Signals(number)
+            return
+        if self._status is not None:
+            self._status.stop()
+        more = "; no plan is taken" if self._has_plan else " before there was a plan"
+        end_by_signal(signal.Signals(number), more)
 
     def _state(self, best: float, bound: float, seconds: float) -> str:
         if not math.isfinite(best):

@@ -4,8 +4,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from realhf.data.dataset import completion_columns, load_rows
-from realhf.data.tokenizer_process import read_tokenizer
+from realhf.data.dataset import IS_CHOSEN, completion_columns, load_rows
+from realhf.data.light_tokenizer import LightTokenizer
 from realhf.experiment import Expected, Experiment
 from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
@@ -107,21 +107,22 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
     hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
     dataset = experiment.dataset
+    inputs = experiment.graph().inputs
+    keys = [key for key in ("prompt_ids", "sequence_ids", IS_CHOSEN) if key == "prompt_ids" or key in inputs]
     try:
-        rows = [load_rows(part, ("prompt_ids",))[:_ROWS] for part in dataset.parts]
+        rows = [load_rows(part, keys)[:_ROWS] for part in dataset.parts]
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
-    path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
-    tokenizer = read_tokenizer(path)
+    directory = experiment.tokenizer_dir()
+    if not (Path(directory) / "tokenizer.json").exists():
+        raise ValueError(f"tokenizer {directory!r} has no tokenizer.json; {hint}")
+    tokenizer = LightTokenizer(directory)
     texts: tuple[list[str], list[str]] = ([], [])
-    inputs = experiment.graph().inputs
     for part, part_rows in zip(dataset.parts, rows, strict=True):
         completions = completion_columns(part, inputs) or [part.completion_key]
         for column_texts, keys in zip(texts, ([part.prompt_key], completions), strict=True):
             column_texts += [_text(row[key]) for row in part_rows for key in keys if key in row]
-    prompts, responses = ([len(tokenizer.encode(text).ids) for text in column or [""]] for column in texts)
+    prompts, responses = ([len(tokenizer.encode(text)) for text in column or [""]] for column in texts)
     longest = min(max(prompts), dataset.max_prompt_tokens)
     per_row = len(completion_columns(dataset.parts[0], inputs)) or 1
     by_row = [responses[i : i + per_row] for i in range(0, len(responses), per_row)]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
+from realhf.data.conversations import find_conversation
 from realhf.data.dataset import DatasetConfig, read_rows
 from realhf.errors import UserError
 
@@ -37,11 +38,14 @@ def tiny_model(
 
     Raises UserError if there are no such rows, or if they lack a column that the template reads.
     """
+    config = DatasetConfig(data, max_rows=_MOST_ROWS, prompt_key=prompt_key)
+    completions = _COLUMNS.get(template, ())
     try:
-        rows = read_rows(DatasetConfig(data, max_rows=_MOST_ROWS))
+        rows = read_rows(config)
     except ValueError as error:
         raise UserError(f"--data{str(error).removeprefix('dataset').removeprefix('.path')}") from error
-    completions = _COLUMNS.get(template, ())
+    for row in rows:
+        find_conversation(row, config, completions=completions, fills_nulls=data.endswith(".parquet"))
     options = {prompt_key: "prompts with --prompt-key"}
     if template == "grpo":
         options[answer_key] = "answers with --answer-key"
@@ -59,13 +63,13 @@ def tiny_model(
     new_tokens = min(max(answers, default=0) + 1, _LONGEST_ANSWER)
     characters = {c for row in texts for text in row for c in text} | set(digits)
     vocabulary = (*_SPECIAL, *sorted(characters | set(_OF_TEMPLATE if is_chat else "")))
-    config = json.loads(files["model/config.json"]) | {
+    fields = json.loads(files["model/config.json"]) | {
         "vocab_size": len(vocabulary), "max_position_embeddings": max(64, longest + new_tokens + 64)}
     settings = json.loads(files["model/tokenizer_config.json"]) | {"unk_token": "<unk>"}
     if is_chat:
         settings["chat_template"] = _CHAT_TEMPLATE
     tokenizer = _tokenizer(json.loads(files["model/tokenizer.json"]), vocabulary)
-    contents = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
+    contents = {"config": fields, "tokenizer_config": settings, "tokenizer": tokenizer}
     return TinyModel({f"model/{name}.json": _json(content) for name, content in contents.items()}, new_tokens)
 
 

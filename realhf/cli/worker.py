@@ -23,8 +23,8 @@ from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
 from realhf.dist.heartbeat import Heartbeat, silence_over_nccl
-from realhf.dist.world import World, open_store, own_device
-from realhf.errors import UserError
+from realhf.dist.world import World, has_pickled_rendezvous, open_store, own_device
+from realhf.errors import UserError, warn
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.compile.equal_programs import require_equal_programs
@@ -133,7 +133,7 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # Without checkpoints, a signal ends the run at once.
-    with StopSignals(*signals, announces=world.rank == 0) as stop:
+    with StopSignals(*signals) as stop:
         trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
         begun.append(out)  # Errors raised above leave nothing to resume.
         result = trainer.run()
@@ -237,10 +237,6 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
         if activity is not None:
             activity.leave_record(place.rank, str(error), traceback.format_exc())
         code = _follow(error, place, board)
-    except KeyboardInterrupt:
-        if place.size > 1:  # The launcher prints that the run was interrupted.
-            os._exit(1)
-        raise
     except Exception as error:
         if activity is not None and (fault := activity.communicators.fault):  # It caused the error.
             os._exit(_follow(PeerError(fault), place, board))
@@ -261,8 +257,15 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
 
 
 def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store:
+    """Return the store of the run; warn of a rendezvous that keeps pickles in it. Raises PeerError."""
     try:
-        return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
+        store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
+        if place.rank == 0 and has_pickled_rendezvous(store):
+            warn(
+                f"torchrun's rendezvous c10d runs what anybody writes who reaches port "
+                f"{os.environ['MASTER_PORT']} of this host: use --master-addr instead of --rdzv-backend, or "
+                "close the port to all other hosts (docs/security.md)")
+        return store
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]

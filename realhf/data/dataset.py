@@ -38,6 +38,10 @@ class DatasetConfig:
     completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
     chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
     rejected_key: str = "rejected"  # Column of the worse completion.
+    messages_key: str = "messages"
+    """Column of whole conversations, which supervised fine-tuning reads where there is no completion."""
+    assistant_only: bool = True
+    """Learn only what the assistant says of messages; otherwise whole completions and whole conversations."""
     max_prompt_tokens: int = 4096  # Limit of the prompts; `too_long` says what happens to longer ones.
     max_rows: int = 0  # Rows read from the start of the split; 0 reads all.
     shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
@@ -47,7 +51,9 @@ class DatasetConfig:
     map: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """Returns columns to add to a row, or to replace in it, or None to leave the row out. It must be a pure
     function of the row."""
-    chat: bool = False  # Make a user's message of each prompt that is text, for the chat template.
+    chat: bool | None = None
+    """Make a user's message of each prompt that is text, for the chat template. None: do not, and warn if the
+    tokenizer has a template."""
     system_prompt: str | None = None
     """First message of every chat that does not begin with one of its own; implies `chat`."""
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the chat template; implies `chat`.
@@ -91,7 +97,8 @@ class DatasetConfig:
     def chat_settings(self) -> list[str]:
         """Names of the fields by which prompts that are text become chats."""
         is_set = {
-            "chat": self.chat, "system_prompt": self.system_prompt is not None, "tools": bool(self.tools),
+            "chat": bool(self.chat), "system_prompt": self.system_prompt is not None,
+            "tools": bool(self.tools),
             "tools_key": self.tools_key is not None, "chat_template_kwargs": bool(self.chat_template_kwargs),
         }
         return [name for name, is_given in is_set.items() if is_given]
@@ -201,6 +208,13 @@ def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     if reads_pairs(keys):
         return [config.chosen_key, config.rejected_key]
     return [config.completion_key] if "sequence_ids" in keys else []
+
+
+def may_have_completions(config: DatasetConfig) -> bool:
+    """Return whether the first row has a completion or a whole conversation, or is not known."""
+    columns = extra_columns(config)
+    return not columns or any(part.completion_key in columns or part.messages_key in columns
+                              for part in config.parts)
 
 
 def reads_pairs(keys: Sequence[str]) -> bool:

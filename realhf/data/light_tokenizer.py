@@ -21,10 +21,9 @@ class LightTokenizer:
     def __init__(self, directory: str) -> None:
         path = Path(directory)
         self._tokenizer = read_tokenizer(path / "tokenizer.json")
-        settings_path = path / "tokenizer_config.json"
-        settings = _json_of(path / "special_tokens_map.json") | _json_of(settings_path)
+        settings = _settings(path)
         self.special_tokens_map = {
-            name: _content(settings[name], f"{settings_path}: {name}")
+            name: _content(settings[name], f"{path / 'tokenizer_config.json'}: {name}")
             for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
@@ -44,6 +43,13 @@ class LightTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> dict[str, Any]:
+        """Return the tokens of a text, and for each of them the range of its characters."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -73,10 +79,25 @@ def unknown_token_id(tokenizer: Any) -> int | None:
 
     `tokenizer` is a LightTokenizer or one of transformers.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
+    backend = _backend(tokenizer)
     token = getattr(getattr(backend, "model", None), "unk_token", None)
     token_id = None if backend is None or token is None else backend.token_to_id(token)
     return None if token_id == tokenizer.eos_token_id else token_id
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of special tokens, which a decoded text without special tokens lacks.
+
+    `tokenizer` is a LightTokenizer or one of transformers.
+    """
+    backend = _backend(tokenizer)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return [token.content for _, token in sorted(added.items()) if token.special]
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Return the tokenizer of the library `tokenizers`; None if it has none."""
+    return getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
 
 
 def _json_of(path: Path) -> dict[str, Any]:
@@ -92,7 +113,24 @@ def _content(token: Any, where: str) -> str:
 
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a directory has a chat template."""
-    return _chat_template(directory, _json_of(directory / "tokenizer_config.json"), "default") is not None
+    return _chat_template(directory, _settings(directory), "default") is not None
+
+
+def named_token(directory: Path, name: str) -> str | None:
+    """Return the text of a special token that a tokenizer's settings name, such as `pad_token`."""
+    token = _settings(directory).get(name)
+    return _content(token, f"{directory}: {name}") if token else None
+
+
+def is_written(token: str, directory: Path) -> bool:
+    """Return whether a tokenizer writes a special token itself: bos, eos, or one of its chat template."""
+    templates = [_chat_template(directory, _settings(directory), name) for name in ("default", "tool_use")]
+    named = [named_token(directory, name) for name in ("bos_token", "eos_token")]
+    return token in named or any(token in template for template in templates if template)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    return _json_of(directory / "special_tokens_map.json") | _json_of(directory / "tokenizer_config.json")
 
 
 def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str | None:

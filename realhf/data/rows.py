@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation
 from realhf.data.hub_dataset import datasets_cache, open_split, split_ranges
 from realhf.data.json_form import json_form
 from realhf.data.row_faults import fault_of, tools_fault
@@ -33,7 +34,7 @@ _WILDCARDS = "*?["
 _ONLY_SPLIT = "train"
 """The split that files which are not on the hub belong to, as in the library `datasets`."""
 _SUFFIXES = (".jsonl", ".json", ".parquet")
-_COLUMN_FIELDS = ("prompt_key", "completion_key", "chosen_key", "rejected_key", "tools_key")
+_COLUMN_FIELDS = ("prompt_key", "completion_key", "chosen_key", "rejected_key", "messages_key", "tools_key")
 """Fields of a DatasetConfig that name columns."""
 
 
@@ -100,12 +101,15 @@ class DatasetRows:
             return None
         if self._source is not None:
             row.setdefault(SOURCE, self._source)
+        has_other_types = self._files[which].has_other_types
+        converts = self.config.map is not None or has_other_types
+        if converts and (fault := self._to_json_form(row)):
+            raise UserError(f"{self.place(number)}: {fault}")
+        if self._columns:
+            find_conversation(row, self.config, completions=self._completions, fills_nulls=has_other_types)
         for column in self._columns:
             if column not in row and column in self.blank:
                 row[column] = None
-        converts = self.config.map is not None or self._files[which].has_other_types
-        if converts and (fault := self._to_json_form(row)):
-            raise UserError(f"{self.place(number)}: {fault}")
         for column in self._columns:
             if column not in row:
                 raise MissingColumnError(f"{self.place(number)}: {self._lacks(column, row)}", column)
@@ -131,7 +135,8 @@ class DatasetRows:
 
     def _to_json_form(self, row: dict[str, Any]) -> str | None:
         """Convert the columns of a row to JSON's types; return a sentence if one has no such form."""
-        for column in (column for column in self._columns if column in row):
+        read = [*self._columns, *([self.config.messages_key] if self._completions else [])]
+        for column in (column for column in read if column in row):
             try:
                 row[column] = json_form(row[column], as_text=True)
             except TypeError as error:
@@ -141,9 +146,13 @@ class DatasetRows:
 
     def _lacks(self, column: str, row: dict[str, Any]) -> str:
         """Return in words that a row lacks a column, and the field that names the column."""
-        read = (self.config.prompt_key, self.config.tools_key, *self._completions)
-        fields = [name for name in _COLUMN_FIELDS if column in read and getattr(self.config, name) == column]
-        named = f"; {fields[0]} says which to take" if fields else ""
+        config = self.config
+        read = (config.prompt_key, config.tools_key, *self._completions)
+        fields = [name for name in _COLUMN_FIELDS if column in read and getattr(config, name) == column]
+        if len(self._completions) == 1 and column in (config.prompt_key, config.completion_key):
+            fields = [*fields, "messages_key"]  # A whole conversation would do, too.
+        says = "say" if len(fields) > 1 else "says"
+        named = f"; {' and '.join(fields)} {says} which to take" if fields else ""
         known = f"{', '.join(row)}{did_you_mean(column, list(row))}"
         return f"there is no column {column!r}; its columns are {known}{named}"
 
@@ -153,7 +162,10 @@ class DatasetRows:
         if not self._columns:
             return None
         prompt = row[config.prompt_key]
-        if fault := fault_of(config.prompt_key, prompt):
+        if row.get(IS_WHOLE) and len(self._completions) == 1:
+            if fault := fault_of(config.messages_key, row[config.messages_key]):
+                return fault
+        elif fault := fault_of(config.prompt_key, prompt):
             return fault
         for column in self._completions:
             beside = None if config.makes_chats else prompt
@@ -161,6 +173,8 @@ class DatasetRows:
                 return fault
         if len({isinstance(row[column], str) for column in self._completions}) > 1:
             return f"of {' and '.join(self._completions)}, one is text and one a list of messages"
+        if fault := conversation_fault(row, config, completions=self._completions):
+            return fault
         if (key := config.tools_key) is not None and (fault := tools_fault(key, row[key])):
             return fault
         return next(filter(None, (find(row) for find in self._row_faults)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from realhf.data.conversations import IS_WHOLE, as_answer, is_continued
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -18,7 +19,7 @@ from realhf.data.dataset import (
 )
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
-from realhf.data.tokenizer_process import render_chat
+from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
 from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
@@ -49,7 +50,10 @@ class TokenizedRows:
         self._file = open_rows(config, keys, mixture=mixture, row_faults=row_faults)
         self._first_row = first_row
         self.num_in_file = len(self._file)
-        self.num_unlike_prompt = 0
+        self.oddities = Oddities()
+        self._texts = TextTokens(tokenizer, self.oddities)
+        self._chats = ChatTokens(
+            tokenizer, config.chat_template_kwargs, config.assistant_only, self.oddities)
         self.num_unmapped = 0
         self.num_too_long = 0
         self.num_long_completions = 0
@@ -201,41 +205,57 @@ class TokenizedRows:
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             raise UserError(self._lacks_template(row[self.config.prompt_key]))
         tools = self._tools(row)
-        ids = self._prompt_ids(prompt, tools)
+        columns = completion_columns(self.config, self.keys)
+        completions = [row[column] for column in columns]
+        if isinstance(prompt, str):
+            ids = self._texts.prompt(prompt)
+        else:
+            completions = [as_answer(completion) for completion in completions]
+            ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
+            self._chats.look_at(prompt, completions, tools)
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
-        cut_ids = self._cut_prompt(ids, number)
-        if cut_ids is None:
+        kept = self._kept_of_prompt(ids, number)
+        if kept is None:
             return None
-        columns = completion_columns(self.config, self.keys)
-        if not columns:
-            return [{"prompt_ids": cut_ids}]
-        samples = []
-        is_unlike = False
-        for i, column in enumerate(columns):
-            whole, prompt_length = self._with_completion(prompt, ids, row[column], tools)
-            if prompt_length == len(whole):
+        if not completions:
+            self.oddities.num_continued += not isinstance(prompt, str) and is_continued(prompt, None)
+            return [{"prompt_ids": ids[kept]}]
+        samples: list[dict[str, Any]] = []
+        is_whole = bool(row.get(IS_WHOLE))
+        try:
+            if isinstance(prompt, str):
+                sequences = self._texts.sequences(prompt, completions, is_whole=is_whole)
+            else:
+                sequences = self._chats.sequences(prompt, completions, tools, is_whole=is_whole)
+        except UserError as error:
+            raise UserError(f"{self._file.place(number)}: {error}") from error
+        for i, (column, whole) in enumerate(zip(columns, sequences, strict=True)):
+            prompt_length = whole.prompt_length
+            if not any(whole.mask[prompt_length:]):
                 raise UserError(
                     f"{self._file.place(number)}: the chat template writes nothing for the {column}")
-            is_unlike |= prompt_length < len(ids)
-            learned = self._cut_completion(whole[prompt_length:], column, number)
+            learned = self._cut_completion(whole.ids[prompt_length:], column, number)
             if learned is None:
                 return None
-            before = whole[:prompt_length] if cut_ids is ids else cut_ids
-            mask = [0] * len(before) + [1] * len(learned)
+            stop = prompt_length + len(learned)
+            mask = [*whole.mask[:prompt_length][kept], *whole.mask[prompt_length:stop]]
+            if not any(mask):  # The limit leaves nothing that is learned.
+                self.num_long_completions += 1
+                return None
+            before = whole.ids[:prompt_length][kept]
             samples.append({
-                "prompt_ids": cut_ids, "sequence_ids": [*before, *learned], "response_mask": mask,
+                "prompt_ids": ids[kept], "sequence_ids": [*before, *learned], "response_mask": mask,
                 IS_CHOSEN: i == 0})
-        self.num_unlike_prompt += is_unlike
         return samples
 
-    def _cut_prompt(self, ids: list[int], number: int) -> list[int] | None:
-        """Return the tokens of a prompt that are kept; None if its row is left out."""
+    def _kept_of_prompt(self, ids: list[int], number: int) -> slice | None:
+        """Return which tokens of a prompt are kept; None if its row is left out."""
         limit = self.config.max_prompt_tokens
         how = self.config.too_long
         self._shortest = min(len(ids), self._shortest or len(ids))
         if len(ids) <= limit:
-            return ids
+            return slice(None)
         if how == "error":
             raise UserError(
                 f"{self._file.place(number)}: the prompt has {len(ids)} tokens, "
@@ -244,7 +264,7 @@ class TokenizedRows:
             self.num_too_long += 1
             return None
         self.num_cut += 1
-        return ids[:limit] if how == "keep_start" else ids[-limit:]
+        return slice(limit) if how == "keep_start" else slice(-limit, None)
 
     def _cut_completion(self, ids: list[int], column: str, number: int) -> list[int] | None:
         """Return the tokens of a completion that are kept; None if its row is left out."""
@@ -286,38 +306,6 @@ class TokenizedRows:
         settings = " and ".join(self.config.chat_settings)
         makes = f"sets {settings}, which makes chats of its prompts"
         return f"{where} {makes}, {lacks}: leave {settings} out, or add a template to it"
-
-    def _prompt_ids(self, prompt: Any, tools: list[dict[str, Any]] | None) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return self._chat(prompt, tools, add_generation_prompt=True)
-
-    def _with_completion(
-        self, prompt: Any, prompt_ids: list[int], completion: Any, tools: list[dict[str, Any]] | None
-    ) -> tuple[list[int], int]:
-        """Return the tokens of prompt and completion together, and how many of these belong to the prompt."""
-        if isinstance(completion, str) and self.config.makes_chats:
-            completion = [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str):
-            eos = self.tokenizer.eos_token_id
-            if eos is None:
-                raise UserError("the tokenizer has no eos token, in which completions end: set its eos_token")
-            learned = [*self.tokenizer.encode(completion, add_special_tokens=False), eos]
-            return [*prompt_ids, *learned], len(prompt_ids)
-        whole = self._chat([*prompt, *completion], tools)
-        pairs = enumerate(zip(prompt_ids, whole, strict=False))
-        shorter = min(len(prompt_ids), len(whole))
-        return whole, next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
-
-    def _chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
-        *, add_generation_prompt: bool = False,
-    ) -> list[int]:
-        text = render_chat(
-            self.tokenizer.get_chat_template(tools=tools), messages, tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            variables={**self.tokenizer.special_tokens_map, **self.config.chat_template_kwargs})
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 class MixedRows:

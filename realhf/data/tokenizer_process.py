@@ -67,24 +67,30 @@ def _failure(path: Path, size: int, modified: int) -> str:
 
 
 def render_chat(
-    template: str, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None,
-    add_generation_prompt: bool, variables: Mapping[str, Any],
-) -> str:
-    """Return the text of a chat as transformers renders it; `variables` are further ones of the template.
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None,
+    finds_answers: bool = False, **arguments: Any,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat as the tokenizer's template writes it; `arguments` are further ones.
 
-    A process of its own renders it. Raises ValueError if that takes too much time or memory, or if the
+    With `finds_answers`, also return the ranges of characters that the template writes between
+    {% generation %} and {% endgeneration %}. `tokenizer` is a LightTokenizer or one of transformers.
+
+    A process of its own does the work. Raises ValueError if that takes too much time or memory, or if the
     template refuses the chat.
     """
-    job = {
-        "template": template, "messages": messages, "tools": tools, "variables": variables,
-        "add_generation_prompt": add_generation_prompt}
+    template = tokenizer.get_chat_template(tools=tools)
+    if template is None:
+        raise ValueError("the tokenizer has no chat template")
+    how = {
+        **tokenizer.special_tokens_map, **arguments, "tools": tools, "chat_template": template,
+        "return_assistant_tokens_mask": finds_answers}
     try:
-        answer = _renderer().answer(job)
+        answer = _renderer().answer({"messages": messages, "how": how})
     except (JobEnded, CannotStart) as error:
         raise ValueError(f"the chat template does not end: {error}") from error
     if "error" in answer:
         raise ValueError(answer["error"])
-    return str(answer["text"])
+    return answer["text"], [(start, stop) for start, stop in answer["answers"]]
 
 
 @cache
@@ -119,18 +125,16 @@ def render_chats() -> None:
     serve(partial(_rendered, render_jinja_template))
 
 
-def _rendered(render: Callable[..., Any], job: dict[str, Any]) -> dict[str, str]:
-    """Return the text of a chat, or an error in words."""
+def _rendered(render: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Return the text of a chat and the ranges of answers in it, or an error in words."""
     # Templates do not see fields that are None, as in the tokenizers of transformers.
     messages = [{k: v for k, v in message.items() if v is not None} for message in job["messages"]]
     try:
-        texts, _ = render(
-            [messages], tools=job["tools"], chat_template=job["template"],
-            add_generation_prompt=job["add_generation_prompt"], **job["variables"])
+        (text,), ranges = render([messages], **job["how"])
     except MemoryError:
         return {"error": f"the chat template needs more than {format_bytes(_CHAT_BYTES)} of memory"}
     except Exception as error:  # A template may raise any exception.
         return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    if len(texts[0]) > MAX_ROW_BYTES:
+    if len(text) > MAX_ROW_BYTES:
         return {"error": f"the chat template writes more than {format_bytes(MAX_ROW_BYTES)}"}
-    return {"text": texts[0]}
+    return {"text": text, "answers": ranges[0] if ranges else []}

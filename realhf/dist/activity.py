@@ -10,6 +10,8 @@ from pathlib import Path
 from realhf.dist.communicators import Communicators, Operation
 from realhf.dist.operation_watch import OperationLog
 
+RESCUE = "rescue"
+"""Name of the store, and its key, by which a failing rank asks the others to save the state after a step."""
 Report = Callable[[str], None]
 """A function that a call tells, time and again, in words for a person, how far it is on this rank."""
 
@@ -38,6 +40,10 @@ class Activity:
         """Name of the present work, and its start in seconds of time.monotonic."""
         self._note = ""
         self._thread = threading.get_ident()
+        self.rescue: Callable[[int], None] | None = None
+        """Writes this rank's part of the state after a step, when another rank has failed in the next one."""
+        self.is_watched = False
+        """Whether a Heartbeat tells this process of failures elsewhere, and calls `rescue`."""
         self.failures: Path | None = None
         """Directory in which `leave_record` writes; None until the run has one."""
         self._has_record = False

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from realhf.dist.gloo import is_local
 from realhf.layout import DeviceMesh
 
 NCCL_SETTINGS = {
@@ -31,7 +32,9 @@ _NUM_MARKS = 1 << 14
 
 
 def set_nccl_environment() -> None:
-    """Set NCCL_SETTINGS in this process."""
+    """Set NCCL_SETTINGS in this process; ranks of one machine find each other over its loopback interface."""
+    if is_local():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from realhf.dist.activity import Activity
+from realhf.dist.activity import RESCUE, Activity
 from realhf.dist.failures import FailureBoard
 from realhf.dist.group import name_ranks
 from realhf.dist.operation_watch import OperationWatch
@@ -140,6 +140,7 @@ class Heartbeat:
         thread has `grace_seconds` to end this process itself.
         """
         self._store = dist.PrefixStore("realhf/heartbeat", store)
+        self._rescues = dist.PrefixStore(f"realhf/{RESCUE}/", store)
         self._board = board
         self._activity = activity
         self._rank = rank
@@ -156,6 +157,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start to give signs of life."""
         self._give_sign()
+        self._activity.is_watched = True
         self._thread.start()
 
     def stop(self) -> None:
@@ -174,6 +176,7 @@ class Heartbeat:
                     self._activity.leave_record(self._rank, difference)
                     self._board.report(difference, code=_USER_ERROR, names_rank=True)
                     self._leave(difference)
+                self._rescue_if_asked()
                 if time.monotonic() < next_sign:
                     continue
                 next_sign = time.monotonic() + interval
@@ -196,6 +199,14 @@ class Heartbeat:
                 reason = str(error).partition("\n")[0]
                 print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
                 os._exit(_FAILED)
+
+    def _rescue_if_asked(self) -> None:
+        """Let a thread save this rank's part of the state after a step, if a failing rank asks for it."""
+        rescue = self._activity.rescue
+        if rescue is not None and self._rescues.check([RESCUE]):
+            self._activity.rescue = None
+            step = int(self._rescues.get(RESCUE))
+            threading.Thread(target=rescue, args=(step,), name="rescue", daemon=True).start()
 
     def _give_sign(self) -> None:
         self._number += 1

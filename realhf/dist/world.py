@@ -3,16 +3,15 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from realhf.dist.activity import Activity
+from realhf.dist.gloo import gloo_backend
 from realhf.dist.group import Group, peer_errors
 from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
@@ -24,52 +23,18 @@ _REALLOC_CTAS = 8
 """The most multiprocessors (one thread block each) that a reallocation takes from computation beside it."""
 
 
-@contextmanager
-def _batch_threads() -> Iterator[None]:
-    """Start threads under a policy by which they never interrupt a running thread on waking up (on Linux).
-
-    Gloo's thread polls while another thread holds the lock of a connection. With more ranks than cores it may
-    interrupt that very thread, and would then poll in vain for a whole time slice.
-    """
-    before = None
-    with suppress(OSError, AttributeError):  # Some containers and other systems do not support it.
-        before = os.sched_getscheduler(0)
-        if before == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        if before is not None:
-            with suppress(OSError):
-                os.sched_setscheduler(0, before, os.sched_param(0))
-
-
-@lru_cache(maxsize=1)
-def _gloo_device(process: int) -> Any:
-    """Return the connection to the network that all groups of this process share.
-
-    Each of gloo's devices has a thread that wakes up a hundred times per second, even if no message comes. If
-    each group had its own device, some dozens of groups would keep a core busy.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def gloo_backend(store: dist.Store, index: int, size: int, timeout: timedelta) -> Any:
-    """Return gloo's communicator of `size` processes, of which this one has the given index."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [_gloo_device(os.getpid())]
-    return dist.ProcessGroupGloo(store, index, size, options)
-
-
 def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     """Connect to the store of torchrun's environment. It lives through restarts, so each has its own keys."""
     timeout = timedelta(seconds=timeout_seconds)
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def has_pickled_rendezvous(store: dist.Store) -> bool:
+    """Return whether torchrun keeps the state of a rendezvous, which it unpickles, in the same store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.check([f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}"])
 
 
 def own_device(local_rank: int) -> torch.device:
@@ -172,7 +137,7 @@ class World:
         """
         store = self.store(str(key))
         if not native:
-            with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
+            with peer_errors([rank for rank in key[0] if rank != self.rank]):
                 timeout = _ANY_TIME if self._has_heartbeat else self._timeout
                 return gloo_backend(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()

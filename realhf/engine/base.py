@@ -201,7 +201,7 @@ class Engine(ABC):
 
         With `recompute`, only every layer's input is kept for the backward pass. After training on several
         replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
-        of which filters have dropped, changes nothing.
+        of which filters have dropped, changes nothing, nor does one of failed rewards alone.
         """
         work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
@@ -236,15 +236,16 @@ class Engine(ABC):
     ) -> Metrics | None:
         """Compute the gradients of a mini-batch; return its loss and metrics on the last stage.
 
-        Return None, on all ranks, if it has no samples.
+        Return None, on all ranks, if it has no samples, or if all totals of its loss are 0.
         """
         work: TrainStep = call.work
         loss = work.loss
         control = self.groups.dp_control
         key = call.inputs[0]
-        counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **loss.totals(batch)}
+        weights = loss.totals(batch) or {"samples": len(batch)}
+        counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **weights}
         totals = _sum_dicts(control.all_gather_json(counts))
-        if not totals["samples"]:
+        if not totals["samples"] or not any(totals[name] for name in weights):
             return None
         sums: list[dict[str, torch.Tensor]] = []
 

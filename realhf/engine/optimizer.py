@@ -67,13 +67,13 @@ class ShardedAdamW:
             self._forget_grads()
             return {"skipped_updates": 1.0}
         lr = learning_rate(self.config, self.num_steps)
+        self.num_steps += 1  # First, so that an interrupted update is not taken for none.
         if grad_norm > self.config.max_grad_norm:
             torch._foreach_mul_(self._state.grads, self.config.max_grad_norm / (grad_norm + 1e-6))
         self._state.update(lambda update: self._update(update, lr))
         if gather:  # (a no-op for one replica)
             self.sums.spread_parameters()
         self._forget_grads()
-        self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
     def _forget_grads(self) -> None:

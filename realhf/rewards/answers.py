@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from realhf.user_input.field_types import check_types, require
 
+THINKING_ENDS = "</think>"
+
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion, which may be a list of chat messages."""
+    """Return the text of a completion, which may be a list of chat messages. Its lines end in "\\n" alone."""
     if isinstance(completion, str):
-        return completion
-    return "".join(str(message.get("content") or "") for message in completion)
+        return completion.replace("\r\n", "\n")
+    return "".join(_content(message) for message in completion).replace("\r\n", "\n")
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") for part in content)
+
+
+def after_thinking(text: str) -> str:
+    """Return what follows the last `</think>` of a text: thinking is no part of the answer."""
+    return text.rpartition(THINKING_ENDS)[2]
 
 
 def _compiled(pattern: str, name: str) -> re.Pattern[str]:
@@ -36,7 +51,8 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 class ExactMatch:
     """A reward of 1 if the answer is the text in a column, else 0.
 
-    Spaces at both ends do not count. The reward does not apply to rows in which the column is null.
+    Spaces at both ends do not count, nor does what comes before a `</think>`. The reward does not apply to
+    rows in which the column is null.
     """
 
     answer_key: str = "answer"  # The column with the right answer.
@@ -44,6 +60,7 @@ class ExactMatch:
     """A regular expression, such as `<answer>(.*?)</answer>`. The answer is the first group of its last match
     in the completion, or the whole match without groups. None: the whole completion is the answer."""
     ignore_case: bool = False
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "exact_match"
 
     def __post_init__(self) -> None:
@@ -62,12 +79,13 @@ class ExactMatch:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion."""
         answers = [self.answer_of(text_of(completion)) for completion in completions]
-        return [None if right is None else float(answer == (self._normal(str(right)) or None))
+        return [None if right is None else float(answer == (self._normal(text_of(str(right))) or None))
                 for answer, right in zip(answers, columns[self.answer_key], strict=True)]
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text; None if there is none, or an empty one."""
-        text = completion if self._pattern is None else _last(self._pattern, completion)
+        given = after_thinking(text_of(completion))
+        text = given if self._pattern is None else _last(self._pattern, given)
         return None if text is None else self._normal(text) or None
 
     def _normal(self, text: str) -> str:
@@ -115,6 +133,21 @@ class FormatReward:
         check_types(self, "FormatReward.")
         named = bool(self.tags) and all(re.fullmatch(r"[\w-]+", tag) for tag in self.tags)
         require(named, "FormatReward.tags", self.tags, "have the names of tags, without brackets")
+
+    @property
+    def looks_for(self) -> tuple[str, ...]:
+        """The texts that completions must have."""
+        opening = self.tags[1:] if self.opened else self.tags
+        return (*(f"<{tag}>" for tag in opening), *(f"</{tag}>" for tag in self.tags))
+
+    def doubt(self, prompt: str) -> str | None:
+        """Return what seems wrong if a prompt reads so to the model; None: nothing."""
+        first = f"<{self.tags[0]}>"
+        is_open = prompt.rstrip().endswith(first)
+        if is_open == self.opened:
+            return None
+        ends = "ends" if is_open else "does not end"
+        return f"the first prompt {ends} with {first}, and FormatReward.opened is {self.opened}"
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the reward of each completion."""

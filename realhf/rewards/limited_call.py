@@ -3,12 +3,17 @@
 import asyncio
 import functools
 import inspect
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from realhf.rewards.limits import RewardLimits
+from realhf.time_limit import can_interrupt, time_limit
 
 _LOCK = threading.Lock()
 Arguments = dict[str, Any]
@@ -66,35 +71,55 @@ def is_async(function: Callable[..., Any]) -> bool:
 class LimitedCall:
     """Calls a function, which may be `async`, within a time limit in seconds (None: no limit).
 
-    `setting` names the limit in messages. All `async` functions share one event loop, as open connections
-    belong to one; it runs in a thread.
+    `setting` names the limit in messages; `limits` say how often and when a call that fails is made again.
+    All `async` functions share one event loop, as open connections belong to one; it runs in a thread. Plain
+    functions run in the thread that calls them, if it can be interrupted, or in one of their own.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, seconds: float | None,
+        self, function: Callable[..., Any], *, seconds: float | None, limits: RewardLimits,
         setting: str = "reward_limits.timeout_seconds",
     ) -> None:
         self._function = function
         self._seconds = seconds
+        self._limits = limits
         self._setting = setting
 
-    def __call__(self, **arguments: Any) -> Any:
-        """Return the function's answer. Raises TimeoutError, and what the function raises."""
-        if self._seconds is None or is_async(self._function):
-            answer = self._function(**arguments)
-        else:
-            answer = self._in_thread(arguments)
-        return self._run(self._awaited(answer)) if inspect.isawaitable(answer) else answer
+    def once(self, arguments: Arguments, *, at_most: float = math.inf) -> Any:
+        """Return the function's answer. Raises TimeoutError, and what the function raises.
 
-    def each(
-        self, arguments: Sequence[Callable[[], Arguments]], *, concurrency: int, retries: int
-    ) -> list[Outcome]:
+        `at_most` are the seconds that the caller has left for it.
+        """
+        seconds = at_most if self._seconds is None else min(self._seconds, at_most)
+        limit = None if seconds == math.inf else seconds
+        if limit is None or is_async(self._function):
+            answer = self._function(**arguments)
+        elif can_interrupt():
+            with time_limit(limit, functools.partial(self._timeout, limit)):
+                answer = self._function(**arguments)
+        else:
+            answer = self._in_thread(arguments, limit)
+        return self._run(self._awaited(answer, limit)) if inspect.isawaitable(answer) else answer
+
+    def repeated(self, make: Callable[[], Arguments]) -> Any:
+        """Return the function's answer; if the call fails, make it again, with new arguments."""
+        failures = 0
+        while True:
+            try:
+                return self.once(make())
+            except BaseException as error:
+                failures += 1
+                wait_seconds = self._limits.wait_seconds(error, failures)
+                if wait_seconds is None:
+                    raise
+            time.sleep(wait_seconds)
+
+    def each(self, arguments: Sequence[Callable[[], Arguments]], *, concurrency: int) -> list[Outcome]:
         """Call the function once for each of `arguments`, up to `concurrency` times at once.
 
-        Return the outcomes in this order. A call that fails is made again up to `retries` times, with new
-        arguments.
+        Return the outcomes in this order. A call that fails is made again, with new arguments.
         """
-        return self._run(self._each(arguments, concurrency, retries))
+        return self._run(self._each(arguments, concurrency))
 
     def _run(self, work: Any) -> Any:
         """Run a coroutine that returns an outcome, or a list of them, in the event loop."""
@@ -106,46 +131,50 @@ class LimitedCall:
             raise
         return result.unwrap() if isinstance(result, Outcome) else result
 
-    async def _awaited(self, answer: Awaitable[Any]) -> Outcome:
+    async def _awaited(self, answer: Awaitable[Any], seconds: float | None) -> Outcome:
         try:
-            return await asyncio.wait_for(_outcome(answer), self._seconds)
+            return await asyncio.wait_for(_outcome(answer), seconds)
         except TimeoutError:
-            return Outcome(error=self._timeout())
+            return Outcome(error=self._timeout(seconds))
 
-    async def _each(
-        self, arguments: Sequence[Callable[[], Arguments]], concurrency: int, retries: int
-    ) -> list[Outcome]:
+    async def _each(self, arguments: Sequence[Callable[[], Arguments]], concurrency: int) -> list[Outcome]:
         free = asyncio.Semaphore(concurrency)
 
         async def with_retries(make: Callable[[], Arguments]) -> Outcome:
+            failures = 0
             async with free:
-                for _ in range(retries):
+                while True:
                     outcome = await self._call(make())
-                    if outcome.error is None or not isinstance(outcome.error, Exception):
+                    if outcome.error is None:
                         return outcome
-                return await self._call(make())
+                    failures += 1
+                    wait_seconds = self._limits.wait_seconds(outcome.error, failures)
+                    if wait_seconds is None:
+                        return outcome
+                    await asyncio.sleep(wait_seconds)
 
         return list(await asyncio.gather(*(with_retries(make) for make in arguments)))
 
     async def _call(self, arguments: Arguments) -> Outcome:
         if is_async(self._function):
-            return await self._awaited(self._function(**arguments))
-        outcome = await self._awaited(_in_new_thread(functools.partial(self._function, **arguments)))
+            return await self._awaited(self._function(**arguments), self._seconds)
+        called = _in_new_thread(functools.partial(self._function, **arguments))
+        outcome = await self._awaited(called, self._seconds)
         if outcome.error is None and inspect.isawaitable(outcome.value):
-            return await self._awaited(outcome.value)
+            return await self._awaited(outcome.value, self._seconds)
         return outcome
 
-    def _in_thread(self, arguments: Arguments) -> Any:
+    def _in_thread(self, arguments: Arguments, seconds: float) -> Any:
         result: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         start_thread(functools.partial(self._function, **arguments), result.put)
         try:
-            outcome = result.get(timeout=self._seconds)
+            outcome = result.get(timeout=seconds)
         except queue.Empty as error:
-            raise self._timeout() from error
+            raise self._timeout(seconds) from error
         return outcome.unwrap()
 
-    def _timeout(self) -> TimeoutError:
-        return TimeoutError(f"it has not returned within {self._seconds:g} s ({self._setting})")
+    def _timeout(self, seconds: float | None) -> TimeoutError:
+        return TimeoutError(f"it has not returned within {seconds or 0.0:.4g} s ({self._setting})")
 
 
 async def _outcome(answer: Awaitable[Any]) -> Outcome:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from realhf.errors import UserError
 from realhf.job_process import CannotStart, JobEnded, JobProcess
-from realhf.rewards.answers import text_of
+from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.user_input.field_types import check_types, require
 
 _WORKER = "realhf.rewards.math_worker"
@@ -25,7 +25,8 @@ class MathAnswer:
 
     The right answer is in a column: a number, text with LaTeX such as `$\frac{1}{2}$` or `\boxed{7}`, or a
     solution that ends like `#### 72` (GSM8K). Answers are compared in processes of their own, which end if a
-    comparison takes too long; such an answer counts as wrong. The package math-verify must be installed.
+    comparison takes too long; such an answer counts as wrong. Several boxed answers are right together, or if
+    the last one is; what comes before a `</think>` does not count. The package math-verify must be installed.
     """
 
     answer_key: str = "answer"  # The column with the right answer.
@@ -36,6 +37,7 @@ class MathAnswer:
     """The reward if the right answer cannot be parsed; None: the reward does not apply."""
     timeout_seconds: float = 10.0  # Longest time of a comparison, counted on the processor.
     processes: int = 2  # Most processes that compare at the same time.
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "math_answer"
 
     def __post_init__(self) -> None:
@@ -53,7 +55,7 @@ class MathAnswer:
         **columns: Any,
     ) -> list[float | None]:
         """Return the reward of each completion."""
-        jobs = [{"text": text_of(completion), "gold": None if gold is None else str(gold)}
+        jobs = [{"text": after_thinking(text_of(completion)), "gold": None if gold is None else str(gold)}
                 for completion, gold in zip(completions, columns[self.answer_key], strict=True)]
         results = self._workers.answers(jobs)
         if log_metric is not None:
@@ -62,7 +64,7 @@ class MathAnswer:
 
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text in a form that is the same for equal numbers; None without one."""
-        result = self._workers.answers([{"text": completion}])[0]
+        result = self._workers.answers([{"text": after_thinking(text_of(completion))}])[0]
         return None if result is None else result["answer"]
 
     def _reward(self, result: dict[str, Any] | None) -> float | None:

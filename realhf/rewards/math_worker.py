@@ -9,6 +9,15 @@ from realhf.job_process import serve
 
 _ANCHOR = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_BOX = "\\boxed{"
+_UNUSUAL = (
+    (re.compile(r"\\(?:boxed|fbox)\s*\{"), r"\\boxed{"),
+    (re.compile(r"</?answer>"), " "),
+    (re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # Between thousands.
+    (re.compile("~"), " "),
+    (re.compile(r"(?<=\d)\.(?=\s*\})"), ""),  # A full stop within the box.
+)
+"""Ordinary forms of answers that the library does not read, each with a form that it reads."""
 
 
 def main() -> None:
@@ -25,13 +34,31 @@ def _answer(math_verify: Any, job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"answer": _normal_form(answers)}
     if job.get("gold") is not None:
         gold = _parse_gold(math_verify, job["gold"])
-        right = bool(answers) and math_verify.verify(gold, answers, timeout_seconds=None) if gold else None
-        result["right"] = right
+        result["right"] = _is_right(math_verify, gold, answers, job) if gold else None
     return result
+
+
+def _is_right(math_verify: Any, gold: list[Any], answers: list[Any], job: dict[str, Any]) -> bool:
+    """Return whether the answers are right: all boxed ones together, or else the last one alone."""
+    if answers and math_verify.verify(gold, answers, timeout_seconds=None):
+        return True
+    boxes = _usual(job["text"]).split(_BOX)
+    if len(boxes) < 3:
+        return False
+    last = _parse(math_verify, _BOX + boxes[-1], anchored=job["anchored"])
+    return bool(last) and bool(math_verify.verify(gold, last, timeout_seconds=None))
+
+
+def _usual(text: str) -> str:
+    """Return a text with unusual forms of answers replaced."""
+    for pattern, usual in _UNUSUAL:
+        text = pattern.sub(usual, text)
+    return text
 
 
 def _parse(math_verify: Any, text: str, *, anchored: bool = False) -> list[Any]:
     """Return the answer at the end of a text, a boxed one first, as the library parses it."""
+    text = _usual(text)
     latex = math_verify.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not anchored)
     kinds = [latex] if anchored else [latex, math_verify.ExprExtractionConfig()]
     return list(math_verify.parse(text, extraction_config=kinds, parsing_timeout=None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import ExactMatch, text_of
+from realhf.rewards.answers import THINKING_ENDS, ExactMatch, text_of
 from realhf.user_input.field_types import check_types
 
 
@@ -26,6 +26,7 @@ class ReasoningGym:
     question_key: str | None = None  # The column with the entry's question, for scorers that read it.
     extract: str | None = "<answer>(.*?)</answer>"
     """A regular expression whose last match in the completion is the answer; None: all of it is."""
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "reasoning_gym"
 
     def __post_init__(self) -> None:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import email.utils
 import json
 import os
 import re
+import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import text_of
+from realhf.rewards.answers import after_thinking, text_of
+from realhf.rewards.limits import ServiceError
 from realhf.user_input.field_types import check_types, require
+
+if TYPE_CHECKING:
+    import httpx
+
+# Repetitions in these expressions are limited, so that no reply takes long.
+_NUMBER = r"[-+]?\d{1,20}(?:\.\d{1,20})?"
+_SPACE = r"\s{0,9}"
+_OF = rf"{_SPACE}(?:/|out\s{{1,9}}of){_SPACE}"
+_MARKS = r"""[ \t"'*_`\[\]()]{0,9}"""
+_SCORE = rf"(?P<score>{_NUMBER})[*_`]{{0,3}}(?:{_OF}[*_`]{{0,3}}(?P<scale>{_NUMBER}))?"
+_END = rf"(?![\w%])(?![.,]\d)(?!{_SPACE}(?:[-–]|to){_SPACE}\d)"  # Not within a number or a range.
+_LABEL = rf"\b(?:score|rating|grade)\b{_MARKS}(?:\([^()]{{0,99}}\))?{_MARKS}(?:[:=]|\bis\b){_SPACE}{_MARKS}"
+_LABELLED = re.compile(f"{_LABEL}{_SCORE}{_END}", re.IGNORECASE)
+_REMARK = r"\.?(?:\([^()\n]{0,99}\))?[ \t.\r]{0,9}"
+_ALONE = re.compile(f"^{_MARKS}{_SCORE}{_END}{_MARKS}{_REMARK}$", re.MULTILINE)
+_SCALED = re.compile(rf"(?<![\w./])(?P<score>{_NUMBER}){_OF}(?P<scale>{_NUMBER}){_END}(?!{_SPACE}/)")
+_BUSY = (408, 409, 425, 429)
+"""Answers by which a service refuses to work now, besides those from 500 on."""
+_ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
+"""Compressions of replies, each with the kind of window that zlib calls it."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +49,10 @@ class RemoteJudge:
 
     With `prompt`, `url` is the address of an OpenAI-compatible chat completion. Each sample is one request
     with the text `prompt`, in which `{prompt}`, `{completion}` and the names of `columns` in braces are
-    replaced; the score is the number that `pattern` finds in the reply.
+    replaced. The model gives a score from `lowest` to `scale`; see `score_in`.
 
-    An error of the service, and a reply without a score, is a failure: see RewardLimits. Requests that take
-    place at the same time need `Reward(RemoteJudge(...), concurrency=...)`.
+    An error of the service, a reply without a score, and a score out of range are failures: see RewardLimits.
+    Requests that take place at the same time need `Reward(RemoteJudge(...), concurrency=...)`.
     """
 
     url: str
@@ -35,11 +60,15 @@ class RemoteJudge:
     headers_from: dict[str, str] = field(default_factory=dict)
     """Headers with secrets: name of the header -> name of the environment variable that has its value. The
     values are read when a request is made, and are not written anywhere."""
-    timeout_seconds: float = 60.0  # Longest time of a request.
+    timeout_seconds: float = 60.0  # Longest time of a request, from its first byte to the last of the reply.
     prompt: str | None = None
     model: str = ""  # The model's name at a service for chats.
-    pattern: str = r"(-?\d+(?:\.\d+)?)"  # The last match in a chat's reply is its score: the first group.
-    scale: float = 1.0  # Scores of chats are divided by this.
+    pattern: str | None = None
+    """A regular expression for the score in a chat's reply: the first group of its last match. None: the rule
+    of `score_in`."""
+    scale: float = 1.0  # The highest score that a chat model may give; scores are divided by it.
+    lowest: float = 0.0  # The lowest score that a chat model may give.
+    max_reply_mib: float = 8.0  # Largest reply, after decompression.
     __name__: ClassVar[str] = "remote_judge"
 
     def __post_init__(self) -> None:
@@ -48,7 +77,10 @@ class RemoteJudge:
         require(is_url, "RemoteJudge.url", self.url, "begin with http:// or https://")
         require(self.timeout_seconds > 0, "RemoteJudge.timeout_seconds", self.timeout_seconds, "be above 0")
         require(self.scale > 0, "RemoteJudge.scale", self.scale, "be above 0")
-        has_group = _groups(self.pattern) >= 1
+        below = self.lowest < self.scale
+        require(below, "RemoteJudge.lowest", self.lowest, f"be below the scale, {self.scale:g}")
+        require(self.max_reply_mib > 0, "RemoteJudge.max_reply_mib", self.max_reply_mib, "be above 0")
+        has_group = self.pattern is None or _groups(self.pattern) >= 1
         require(has_group, "RemoteJudge.pattern", self.pattern, "be a regular expression with a group")
         model = self.prompt is None or bool(self.model)
         require(model, "RemoteJudge.model", repr(self.model), "name a model, as prompt is given")
@@ -59,10 +91,10 @@ class RemoteJudge:
         return self.columns
 
     @cached_property
-    def _client(self) -> Any:
+    def _client(self) -> httpx.AsyncClient:
         import httpx
 
-        return httpx.AsyncClient(timeout=self.timeout_seconds, limits=httpx.Limits(max_connections=None))
+        return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -86,28 +118,96 @@ class RemoteJudge:
         messages = [{"role": "user", "content": content}]
         reply = await self._post({"model": self.model, "messages": messages, "temperature": 0.0})
         try:
-            text = str(reply["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{self.url} answered {_short(reply)}: it must be a chat completion") from error
-        matches = re.findall(self.pattern, text, re.DOTALL)
-        if not matches:
-            raise UserError(f"{self.url} answered {_short(text)}, in which the pattern finds no score")
-        last = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
-        return float(last) / self.scale
+            text = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f"{self.url} answered {_short(reply)}: it must be a chat completion with text")
+        return self.score_in(text) / self.scale
+
+    def score_in(self, reply: str) -> float:
+        """Return the score that a chat's reply gives. Raises UserError without one, or if it is out of range.
+
+        It is the last number behind `score`, `rating` or `grade` and a colon, an equals sign or `is`, else
+        the only number that stands alone on a line, else the only one with a scale, as in `8/10` or
+        `8 out of 10`. A number may be marked up, and its scale must be `scale`. Thinking before `</think>`
+        does not count.
+        """
+        answered = f"{self.url} answered {_short(reply)}"
+        number, scale = self._found(after_thinking(reply))
+        try:
+            score = float(number or "")
+        except ValueError as error:
+            finder = "there is" if self.pattern is None else "the pattern finds"
+            raise UserError(f"{answered}, in which {finder} no score") from error
+        if scale is not None and float(scale) != self.scale:
+            raise UserError(f"{answered}, on another scale than RemoteJudge.scale, {self.scale:g}")
+        if not self.lowest <= score <= self.scale:
+            legal = f"from RemoteJudge.lowest, {self.lowest:g}, to RemoteJudge.scale, {self.scale:g}"
+            raise UserError(f"{answered}: the score {score:g} is out of range, which is {legal}")
+        return score
+
+    def _found(self, text: str) -> tuple[str | None, str | None]:
+        """Return the texts of the score and of the scale that the reply names, if there are any."""
+        if self.pattern is not None:
+            found = list(re.finditer(self.pattern, text, re.DOTALL))
+            return (found[-1][1], None) if found else (None, None)
+        found = list(_LABELLED.finditer(text))[-1:]
+        for rule in (_ALONE, _SCALED):
+            found = found or list(rule.finditer(text))
+        return (found[0]["score"], found[0]["scale"]) if len(found) == 1 else (None, None)
 
     async def _post(self, document: Mapping[str, Any]) -> Any:
-        """Post a JSON document and return the reply. Raises UserError."""
+        """Post a JSON document and return the reply. Raises ServiceError, and UserError about the samples."""
         import httpx
 
         try:
-            response = await self._client.post(self.url, json=document, headers=self._headers())
-            response.raise_for_status()
-            return json.loads(response.text)
-        except httpx.HTTPStatusError as error:
-            status = error.response.status_code
-            raise UserError(f"{self.url} answered {status}: {_short(error.response.text)}") from error
-        except (httpx.HTTPError, ValueError) as error:
-            raise UserError(f"{self.url}: {type(error).__name__} {error}".strip()) from error
+            async with asyncio.timeout(self.timeout_seconds):
+                reply = await self._reply(document)
+        except TimeoutError as error:
+            limit = f"within {self.timeout_seconds:g} s (RemoteJudge.timeout_seconds)"
+            raise ServiceError(f"{self.url} has not answered {limit}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServiceError(f"{self.url}: {type(error).__name__} {error}".strip()) from error
+        try:
+            return json.loads(reply)
+        except RecursionError as error:
+            raise UserError(f"{self.url} answered JSON that is nested too deeply") from error
+        except ValueError as error:
+            raise UserError(f"{self.url} answered {_short(reply)}, which is no JSON ({error})") from error
+
+    async def _reply(self, document: Mapping[str, Any]) -> bytes:
+        """Return the service's reply."""
+        headers = {"Accept-Encoding": "gzip", **self._headers()}
+        async with self._client.stream("POST", self.url, json=document, headers=headers) as response:
+            body = await self._body(response)
+            status = response.status_code
+            if response.is_success:
+                return body
+            sentence = f"{self.url} answered {status}: {_short(body.decode(errors='replace'))}"
+            if status >= 500 or status in _BUSY:
+                raise ServiceError(sentence, wait_seconds=_retry_after(response.headers.get("Retry-After")))
+            if status in (400, 413, 422):  # It refuses these samples.
+                raise UserError(sentence)
+            raise ServiceError(sentence, is_final=True)
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        """Return the bytes of a reply, of which no more than the limit are decompressed. Raises UserError."""
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity", *_ENCODINGS):
+            raise UserError(f"{self.url} answered with the Content-Encoding {encoding!r}: legal is gzip")
+        most = int(self.max_reply_mib * 2**20)
+        unpacker = zlib.decompressobj(_ENCODINGS[encoding]) if encoding in _ENCODINGS else None
+        body = bytearray()
+        try:
+            async for chunk in response.aiter_raw():
+                body += chunk if unpacker is None else unpacker.decompress(chunk, most + 1 - len(body))
+                if len(body) > most:
+                    limit = f"{self.max_reply_mib:g} MiB (RemoteJudge.max_reply_mib)"
+                    raise UserError(f"{self.url} answered more than {limit}")
+        except zlib.error as error:
+            raise UserError(f"{self.url} answered with damaged {encoding} ({error})") from error
+        return bytes(body)
 
     def _headers(self) -> dict[str, str]:
         """Return the headers, with values from the environment. Raises UserError if one is not set."""
@@ -124,6 +224,20 @@ class RemoteJudge:
         return scores
 
 
+def _retry_after(value: str | None) -> float:
+    """Return the seconds that a header `Retry-After` asks to wait: a number of them, or a date."""
+    if value is None:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
 def _groups(pattern: str) -> int:
     try:
         return re.compile(pattern).groups
@@ -138,4 +252,7 @@ def _prompt_text(prompt: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    return repr(value)[:200]
+    try:
+        return repr(value)[:200]
+    except RecursionError:
+        return "what is nested too deeply"

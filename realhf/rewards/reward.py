@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
@@ -31,6 +32,8 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
 """Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""
+_MAX_TEXTS = 1000
+"""Most texts of a collection that may be looked for."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 
 
@@ -140,6 +143,37 @@ def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
     if not takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
         raise UserError(f"reward function {name} has no parameter `completions` or `completion_ids`: {_FORM}")
     return parameters
+
+
+def texts_in(function: RewardFunction) -> list[str]:
+    """Return the texts that a reward function may look for.
+
+    They are the constants of its code and of the functions in it, the texts and regular expressions among
+    its fields and the globals that it names, and what it lists as `looks_for`.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    found: list[Any] = []
+    if is_dataclass(function):
+        found += [getattr(function, field.name) for field in fields(function)]
+        found += getattr(function, "looks_for", ())
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if type(function).__module__.partition(".")[0] != __name__.partition(".")[0]:  # No shipped reward.
+        called = getattr(called, "__func__", called)
+        codes = [called.__code__] if hasattr(called, "__code__") else []
+        for code in codes:
+            constants = [constant for constant in code.co_consts if constant != called.__doc__]
+            codes += [constant for constant in constants if inspect.iscode(constant)]
+            found += [*constants, *(called.__globals__.get(name) for name in code.co_names)]
+    return [text for value in found for text in _texts(value)]
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a text, the pattern of a regular expression, or those of a short collection."""
+    if isinstance(value, tuple | list | set | frozenset):
+        return [text for part in list(value)[:_MAX_TEXTS] for text in _texts(part)]
+    text = getattr(value, "pattern", value)
+    return [text] if isinstance(text, str) else []
 
 
 def takes_any(parameters: Sequence[inspect.Parameter]) -> bool:

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import UserError
-from realhf.rewards.sandbox_folder import MAX_FILES, may_look, new_folder, size_of, unlinked_size
+from realhf.rewards.confinement import NOBODY
 from realhf.user_input.field_types import check_types, require
 
 _ROOT = Path(__file__).parent.parent.parent
 _START_SECONDS = 60.0
 """Longest time that an interpreter takes to start, on a machine that is busy."""
 _POLL_SECONDS = 0.05
+_MAX_FILES = 1000
+_GONE = (FileNotFoundError, NotADirectoryError)
 _EVENTS = ("ready", "unprotected", "note", "code", "test")
 _SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
                  "/etc/localtime")
@@ -100,7 +103,7 @@ class Sandbox:
 
     def _run(self, job: dict[str, Any], stdin: str, *, protected: bool) -> Execution | str:
         """Run a job. If the machine lacks what the sandbox needs, return a text that says so instead."""
-        with new_folder() as folder, _input_file(stdin) as input_fd:
+        with _new_folder() as folder, _input_file(stdin) as input_fd:
             job = job | self._settings(folder) | {"protected": protected, "word": secrets.token_hex(16)}
             with _input_file(json.dumps(job)) as job_fd:
                 watch = _Watch(self, folder, job["word"], len(job["tests"]))
@@ -212,14 +215,22 @@ class _Watch:
         return bool(data)
 
     def _broken_limit(self) -> str:
-        """Return which limit on threads or files the process has broken, if any."""
-        with suppress(OSError, ValueError, IndexError):
+        """Return which limit on threads, memory or files the process has broken, if any.
+
+        The limit on what it maps does not count the kernel's tables of its pages, so they are added here.
+        """
+        with suppress(OSError, ValueError, LookupError):  # It may just have ended.
             status = Path(f"/proc/{self.process.pid}/status").read_text()
-            if int(status.split("\nThreads:")[1].split(maxsplit=1)[0]) > self.sandbox.threads:
+            values = dict(line.split(":", 1) for line in status.splitlines())
+            threads, resident_kib, tables_kib = (
+                int(values[name].split()[0]) for name in ("Threads", "VmRSS", "VmPTE"))
+            if threads > self.sandbox.threads:
                 return "processes"
-        size, count = size_of(self.folder)
-        unlinked, mapped = unlinked_size(self.process.pid, self.folder)
-        is_full = size + unlinked > self.sandbox.files_mib << 20 or count > MAX_FILES
+            if resident_kib + tables_kib > self.sandbox.memory_mib << 10:
+                return "memory"
+        size, count = _size_of(self.folder)
+        unlinked, mapped = _unlinked_size(self.process.pid, self.folder)
+        is_full = size + unlinked > self.sandbox.files_mib << 20 or count > _MAX_FILES
         return "files" if is_full or mapped else ""
 
     def result(self) -> Execution | str:
@@ -276,3 +287,114 @@ def _environment(folder: str) -> dict[str, str]:
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder,
              "PYTHONHASHSEED": "0"}
     return libraries | threads | fixed
+
+
+@contextmanager
+def _new_folder() -> Iterator[str]:
+    """Make a temporary folder for the code, and delete it at the end."""
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="realhf-sandbox-"))
+    try:
+        if os.geteuid() == 0:
+            with suppress(OSError):
+                os.chown(folder, NOBODY, NOBODY)
+        yield folder
+    finally:
+        _delete(folder)
+
+
+def _size_of(folder: str) -> tuple[int, int]:
+    """Return the bytes and the number of files below a folder; stop when there are more than _MAX_FILES.
+
+    A directory that cannot be listed, such as one with a very long path, counts as too many files.
+    """
+    size = 0
+    count = 0
+    waiting = [folder]
+    while waiting and count <= _MAX_FILES:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        size += _size_on_disk(entry.path)
+                    if count > _MAX_FILES:
+                        break
+        except _GONE:
+            continue
+        except OSError:
+            return size, _MAX_FILES + 1
+    return size, count
+
+
+def _unlinked_size(process_id: int, folder: str) -> tuple[int, int]:
+    """Return the bytes of a folder's deleted files that a process still has open.
+
+    Also return how many deleted files it has mapped, whose sizes are not known. Both are 0 if this process
+    may not look at the other one; see `may_look`.
+    """
+    size = 0
+    mapped = 0
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{process_id}/fd"):
+            with suppress(OSError):
+                descriptor = f"/proc/{process_id}/fd/{name}"
+                if _is_unlinked(os.readlink(descriptor), folder):
+                    size += os.stat(descriptor).st_blocks * 512
+        with open(f"/proc/{process_id}/maps", errors="replace") as lines:
+            paths = (line.rstrip("\n").split(maxsplit=5)[5:] for line in lines)
+            mapped = sum(_is_unlinked(path, folder) for fields in paths for path in fields)
+    return size, mapped
+
+
+def may_look() -> bool:
+    """Return whether this process may look at the open files of a sandbox's process.
+
+    The root user of a container often may not, because the other process belongs to another user.
+    """
+    if os.geteuid() != 0:
+        return True
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status") as file:
+        rights = int(file.read().split("\nCapEff:")[1].split(maxsplit=1)[0], base=16)
+        return bool(rights >> 19 & 1)  # CAP_SYS_PTRACE
+    return False
+
+
+def _is_unlinked(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder}/") and path.endswith(" (deleted)")
+
+
+def _size_on_disk(path: str) -> int:
+    with suppress(*_GONE):
+        return os.stat(path, follow_symlinks=False).st_blocks * 512
+    return 0
+
+
+def _delete(folder: str) -> None:
+    """Delete a folder of a process that has ended, however deep and whatever rights its directories have.
+
+    Every directory is moved up before it is emptied, so that no path is too long.
+    """
+    emptied = 0
+    waiting = [folder]
+    with suppress(OSError):
+        while waiting:
+            directory = waiting.pop()
+            os.chmod(directory, 0o700)
+            for entry in list(os.scandir(directory)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                emptied += 1
+                target = f"{folder}/realhf-delete-{emptied}"
+                if entry.path != target and not os.path.lexists(target):
+                    os.rename(entry.path, target)
+                    waiting.append(target)
+                else:
+                    waiting.append(entry.path)
+            if directory != folder:
+                os.rmdir(directory)
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)

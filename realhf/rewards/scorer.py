@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from realhf.errors import UserError, described, warn
 from realhf.rewards.limited_call import LimitedCall, is_async
-from realhf.rewards.limits import RewardLimits
+from realhf.rewards.limits import RewardLimits, ServiceError
 from realhf.rewards.reward import EXTRAS, STANDARD, Reward, columns_of, name_of, parameters_of, takes_any
 
 _SEARCH_SECONDS = 5.0
 """Time to search for a single sample on which a function raises."""
+_MAX_SINGLE_SECONDS = 3600.0
+"""Longest time for calls with single samples after one with all samples has failed."""
 _MAX_SHOWN = 200
 """Most characters of a prompt in a message."""
 
@@ -75,7 +76,7 @@ class Scorer:
         timeout = reward.timeout_seconds
         self._seconds = limits.timeout_seconds if timeout is None else timeout
         setting = "reward_limits.timeout_seconds" if timeout is None else "Reward.timeout_seconds"
-        self._limited = LimitedCall(reward.function, seconds=self._seconds, setting=setting)
+        self._limited = LimitedCall(reward.function, seconds=self._seconds, limits=limits, setting=setting)
         self._has_warned_of_failures = False
         self._first_failure = ""
         """Why the function failed on a sample for the first time."""
@@ -83,8 +84,7 @@ class Scorer:
     @property
     def runs_here(self) -> bool:
         """Whether the function runs in the thread that calls it, so that no other runs at the same time."""
-        runs_elsewhere = self._seconds is not None or self.reward.concurrency is not None
-        return not runs_elsewhere and not is_async(self.reward.function)
+        return self.reward.concurrency is None and not is_async(self.reward.function)
 
     def __call__(self, answers: Answers) -> Scored:
         """Score the samples. Raises UserError if the function fails and samples may not be dropped.
@@ -126,6 +126,11 @@ class Scorer:
         except (Exception, SystemExit) as error:
             if self.on_failure == "stop" or isinstance(error, SystemExit):
                 raise self._explain(error, arguments, answers) from error
+            if isinstance(error, ServiceError):  # The service is away for each of them.
+                whole = Scored([], [], [])
+                for _ in answers.ids:
+                    self._add_failed(whole, error)
+                return whole
             return self._one_by_one(arguments, answers)
         self._check_length(values, answers.ids)
         return self._scored(list(values), log)
@@ -143,7 +148,7 @@ class Scorer:
 
         concurrency = self.reward.concurrency or 1
         makers = [maker(i) for i in range(len(answers.ids))]
-        outcomes = self._limited.each(makers, concurrency=concurrency, retries=self.limits.retries)
+        outcomes = self._limited.each(makers, concurrency=concurrency)
         whole = Scored([], [], [])
         for i, outcome in enumerate(outcomes):
             if outcome.error is not None:
@@ -158,17 +163,19 @@ class Scorer:
     def _one_by_one(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
         """Score with one call per sample; a sample whose call fails has NaN.
 
-        After ten times the time limit, the samples that are left count as failed.
+        After ten times the time limit, and at most an hour, the samples that are left count as failed.
         """
-        deadline = math.inf if self._seconds is None else time.monotonic() + 10 * self._seconds
+        deadline = math.inf
+        if self._seconds is not None:
+            deadline = time.monotonic() + min(10 * self._seconds, max(self._seconds, _MAX_SINGLE_SECONDS))
         whole = Scored([], [], [])
         for i in range(len(answers.ids)):
             try:
-                if time.monotonic() >= deadline:
+                if (left := deadline - time.monotonic()) <= 0:
                     raise TimeoutError("the time for calls with single samples is over")
                 log = _Log()
                 call_arguments = _sample(arguments, i) | self._callables(log, answers.step)
-                _extend(whole, self._scored([self._limited(**call_arguments)[0]], log))
+                _extend(whole, self._scored([self._limited.once(call_arguments, at_most=left)[0]], log))
             except Exception as error:
                 self._add_failed(whole, error)
         self._check_length(whole.values, answers.ids)
@@ -176,12 +183,13 @@ class Scorer:
 
     def _call(self, arguments: dict[str, list[Any]], step: int) -> tuple[Any, _Log]:
         """Call the function, again if it fails and may be retried."""
-        for _ in range(self.limits.retries):
-            with suppress(Exception):
-                log = _Log()
-                return self._limited(**arguments, **self._callables(log, step)), log
-        log = _Log()
-        return self._limited(**arguments, **self._callables(log, step)), log
+        logs: list[_Log] = []
+
+        def make() -> dict[str, Any]:
+            logs.append(_Log())
+            return arguments | self._callables(logs[-1], step)
+
+        return self._limited.repeated(make), logs[-1]
 
     def _callables(self, log: _Log, step: int) -> dict[str, Any]:
         """Return the arguments of EXTRAS that the function names."""
@@ -240,15 +248,18 @@ class Scorer:
     def _explain(self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
         which = f"samples {answers.ids[0]} to {answers.ids[-1]}"
-        deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self._seconds or 0.0))
-        for i in range(len(answers.ids)):
-            if time.monotonic() > deadline:
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        for i in range(0 if isinstance(error, ServiceError) else len(answers.ids)):
+            left = deadline - time.monotonic()
+            if left <= 0:
                 break
             try:
-                self._limited(**_sample(arguments, i), **self._callables(_Log(), answers.step))
+                call_arguments = _sample(arguments, i) | self._callables(_Log(), answers.step)
+                self._limited.once(call_arguments, at_most=left)
             except (Exception, SystemExit) as alone:
-                error = alone
-                which = _sample_words(answers, i)
+                if time.monotonic() < deadline:  # Else it may be slow, and no more than that.
+                    error = alone
+                    which = _sample_words(answers, i)
                 break
         return self._failure(error, which)
 

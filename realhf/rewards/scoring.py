@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from realhf.data.responses import in_response
 from realhf.errors import warn
 from realhf.rewards.limited_call import run_together
 from realhf.rewards.limits import RewardLimits
-from realhf.rewards.reward import RewardFunctions, answers_by, column_key, rewards_of
+from realhf.rewards.reward import RewardFunctions, answers_by, column_key, rewards_of, texts_in
 from realhf.rewards.scorer import Answers, Scored, Scorer
 
 if TYPE_CHECKING:
@@ -86,6 +87,24 @@ class RewardCall:
     def readers_of(self, column: str) -> list[str]:
         """Return the names of the reward functions that read a column."""
         return [scorer.name for scorer in self._scorers if column in scorer.columns]
+
+    def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence about each reward that looks for a special token."""
+        for reward in self.rewards:
+            sought = texts_in(reward.function)
+            unseen = [token for token in special_tokens if len(token) > 2
+                      and any(token in text or re.escape(token) in text for text in sought)]
+            if unseen:
+                yield (
+                    f"reward {reward.label} looks for {unseen[0]!r}, a special token of the tokenizer: "
+                    "completions have no special tokens as text, only in completion_ids")
+
+    def doubts(self, prompt: str) -> Iterator[str]:
+        """Yield what seems wrong with rewards if the first prompt reads so to the model."""
+        for reward in self.rewards:
+            doubt = getattr(reward.function, "doubt", None)
+            if doubt is not None and (sentence := doubt(prompt)) is not None:
+                yield f"reward {reward.label}: {sentence}"
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)

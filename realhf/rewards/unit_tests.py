@@ -9,12 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
 from realhf.errors import UserError
-from realhf.rewards.answers import text_of
+from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
+from realhf.rewards.decoys import without_deceit
 from realhf.rewards.sandbox import Sandbox
 from realhf.user_input.field_types import check_types, require
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_PYTHON = re.compile(r"[{.\s]*(?:i?python|py)(?:[\s-]?\d[\d.]*)?(?![\w-])", re.IGNORECASE)
+"""What follows the opening fence of a block of Python begins so: python, py, python3, {.python}, ..."""
+_DEFINITION = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]", re.MULTILINE)
+_OUTPUT = re.compile(r"\bprint\s*\(|\bstdout\b")
+_FENCE_AT_END = re.compile(r"^(.*?)(```+[\w+.-]*)[ \t]*$")
+_TEXT_BEHIND_FENCE = re.compile(r"^([ \t>]*```+)[ \t]+(\S+[ \t]+\S.*)$")
+_MARKERS = " \t>-*+.)0123456789"  # What may stand before a fence, in lists and quotations.
+_BROKEN_LIMITS = ("timeout", "processes", "memory", "files", "output", "network", "killed")
+"""Reasons for which the further tests of a program do not run."""
 _FORM = 'a text of test code, a list of them, or a list of {"input": text, "output": text}'
 
 
@@ -22,19 +34,24 @@ _FORM = 'a text of test code, a list of them, or a list of {"input": text, "outp
 class UnitTests:
     """A reward for the code in a completion: the share of the row's tests that it passes.
 
-    The code is the last block between lines of three backticks, or the whole completion without one. The
-    tests of a row are a text of Python such as assertions, a list of such texts, or a list of objects with
-    `input` and `output`. Texts run after the code in its namespace, and pass if they raise nothing. For
-    objects, the code runs as a program that reads `input` from standard input, and must print `output`;
-    spaces at the ends of lines do not count. Both run in a sandbox.
+    The code is a block of the completion, which is read as Markdown; see `code_of`. The tests of a row are a
+    text of Python such as assertions, a list of such texts, or a list of objects with `input` and `output`.
+    Texts run after the code in its namespace, and pass if they raise nothing. For objects, the code runs as a
+    program that reads `input` from standard input, and must print `output`; spaces at the ends of lines do
+    not count. Both run in a sandbox. After the first test that breaks one of its limits, such as the time, no
+    other test of the completion runs, and after the first failure neither does with `all_or_nothing`; tests
+    that have not run are not passed.
 
-    Code can deceive a test that runs in its namespace, by looking for it; it cannot deceive one with output.
+    Code that has passed a text runs again with a text that is changed to be wrong: if it passes that too, it
+    has deceived the test, and the reason is `deceived`. Code can still deceive a test that runs in its
+    process in other ways; it cannot deceive one with output.
     """
 
     tests_key: str = "tests"  # The column with the tests.
     all_or_nothing: bool = False  # Whether the reward is 1 if all tests pass, else 0.
     sandbox: Sandbox = field(default_factory=Sandbox)
     concurrency: int = 8  # How many programs of a rank run at once.
+    looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
     __name__: ClassVar[str] = "unit_tests"
 
     def __post_init__(self) -> None:
@@ -57,7 +74,7 @@ class UnitTests:
         """
         pairs = list(zip(completions, columns[self.tests_key], strict=True))
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="tests") as pool:
-            results = list(pool.map(lambda pair: self._results(code_of(text_of(pair[0])), pair[1]), pairs))
+            results = list(pool.map(lambda pair: self._results(text_of(pair[0]), pair[1]), pairs))
         reasons = [next((why for why in result if why != "passed"), "passed") for result in results]
         if log_extra is not None:
             log_extra("unit_tests/reason", list(reasons))
@@ -72,16 +89,26 @@ class UnitTests:
         passed = results.count("passed")
         return float(passed == len(results)) if self.all_or_nothing else passed / len(results)
 
-    def _results(self, code: str, tests: Any) -> list[str]:
+    def _results(self, completion: str, tests: Any) -> list[str]:
         """Return for each test whether it has passed, or why not."""
         if not tests:
             return []
         several = [tests] if isinstance(tests, str | Mapping) else tests
         if isinstance(several, list) and all(isinstance(test, str) for test in several):
-            return list(self.sandbox.run(code, several).tests)
+            code = code_of(completion, defines=True)
+            return without_deceit(self.sandbox, code, several, self.sandbox.run(code, several).tests)
         if isinstance(several, list) and all(_is_program_test(test) for test in several):
-            return [self._program_result(code, test) for test in several]
+            return self._program_results(code_of(completion), several)
         raise UserError(f"UnitTests: column {self.tests_key!r} has {str(tests)[:80]!r}: it must be {_FORM}")
+
+    def _program_results(self, code: str, tests: Sequence[Mapping[str, str]]) -> list[str]:
+        """Return the result of each test; those that are left out have the result of the last that ran."""
+        results: list[str] = []
+        for test in tests:
+            results.append(self._program_result(code, test))
+            if results[-1] in _BROKEN_LIMITS or (self.all_or_nothing and results[-1] != "passed"):
+                break
+        return results + results[-1:] * (len(tests) - len(results))
 
     def _program_result(self, code: str, test: Mapping[str, str]) -> str:
         execution = self.sandbox.run(code, stdin=test["input"], as_program=True)
@@ -90,10 +117,54 @@ class UnitTests:
         return "passed" if _lines(execution.stdout) == _lines(test["output"]) else "wrong"
 
 
-def code_of(completion: str) -> str:
-    """Return the code of a completion: its last block of Python code, else the whole text."""
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+def code_of(completion: str, *, defines: bool = False) -> str:
+    """Return the program in a completion, which is read as Markdown (CommonMark).
+
+    It is the last fenced block of Python; without any, the last one of no language; without such a block, the
+    whole text. If the program `defines` what tests use, blocks without a function or class are passed over
+    where another has one, as they show how it is used; otherwise blocks that print nothing are. Blocks in
+    thinking, before `</think>`, do not count. A block may be indented, in a list or a quotation, and without
+    an end.
+    """
+    text = after_thinking(text_of(completion))
+    markdown = _with_fences_alone(text)
+    blocks = _fences(markdown, ["html_block"]) or _fences(markdown, ["html_block", "code"])
+    of_python = [block.content for block in blocks if _PYTHON.match(block.info)]
+    found = of_python or [block.content for block in blocks if not block.info.strip()]
+    sign = _DEFINITION if defines else _OUTPUT
+    found = [code for code in found if sign.search(code)] or found
+    return found[-1] if found else text
+
+
+def _fences(text: str, without: list[str]) -> list[Token]:
+    """Return the fenced blocks of a text, read without some rules of CommonMark.
+
+    Without `html_block`, a line such as `<think>` hides no fence; without `code`, indentation does not.
+    """
+    parser = MarkdownIt("commonmark").disable(["reference", *without])
+    parser.core.ruler.enableOnly(["normalize", "block"])
+    return [token for token in parser.parse(text) if token.type == "fence"]
+
+
+def _with_fences_alone(text: str) -> str:
+    """Return a text in which fences that share a line with other text have lines of their own.
+
+    CommonMark does not see them: one at the end of a line of text or code, and text behind a closing one.
+    """
+    lines = []
+    is_open = False
+    for line in text.split("\n"):
+        parts = [line]
+        found = _FENCE_AT_END.match(line)
+        if found and line.count("```") == 1 and found[1].strip(_MARKERS):
+            parts = [found[1], found[2]] if not is_open or found[2].endswith("`") else [line]
+        elif is_open and (found := _TEXT_BEHIND_FENCE.match(line)):
+            parts = [found[1], found[2]]
+        for part in parts:
+            begins = part.lstrip(_MARKERS)
+            is_open ^= begins.startswith("```") and (not is_open or not begins.strip("` \t"))
+        lines += parts
+    return "\n".join(lines)
 
 
 def _is_program_test(test: Any) -> bool:

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from realhf.checkpoint.run_state import (
     write_file,
 )
 from realhf.dist import tags
+from realhf.dist.activity import RESCUE
 from realhf.dist.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region
@@ -32,6 +36,7 @@ from realhf.runtime.compile.actions import role_of
 from realhf.runtime.compile.experiment_json import described
 from realhf.runtime.compile.program import Program
 from realhf.runtime.execute.inputs import RankState
+from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
@@ -43,6 +48,11 @@ _JUNK = (AttributeError, AssertionError, LookupError, SafetensorError, TypeError
 """Errors of readers that get other values than those which were saved."""
 _PATIENCE_SECONDS = 3.0
 """Time that a failed run waits for a checkpoint to be complete."""
+_RESCUE_SECONDS = 60.0
+"""Time that the ranks of a failed run have to save the state after the last finished step."""
+_POLL_SECONDS = 0.05
+_NUM_ENDS = 3
+"""Ends of steps that a rank keeps."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,30 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
     return None
 
 
+@dataclass(frozen=True)
+class StepEnd:
+    """This rank's state after a step, apart from the tensors, which only updates change."""
+
+    step: int
+    mine: dict[str, Any]
+    shared: dict[str, Any]  # What is equal on all ranks.
+    samples: SampleStore
+    updates: Mapping[str, int]
+    """How often each parameter set has been updated of which this rank has a part."""
+    journal: "Future[int] | None"
+    """On rank 0, the size of metrics.jsonl once the step is in it."""
+
+
 class Checkpointer:
     """The checkpoints of a run, in RUN/checkpoints.
 
     `save` copies this rank's tensors to host memory, which is allocated once, and returns; a thread writes
     the copy. A directory gets its final name when all ranks have written their files, so a checkpoint is
     either complete or not there. If one cannot be written, the run goes on with the earlier ones.
+
+    A run that fails saves the state after its last finished step (`rescue`), unless an update of the next
+    step has changed it. The rank that fails tells the others through the store; each writes its part and a
+    file about it, as messages might not arrive any more, and the rank that fails completes the checkpoint.
     """
 
     def __init__(self, program: Program, state: RankState, run: StepRunner, directory: Path) -> None:
@@ -102,12 +130,19 @@ class Checkpointer:
         self._world = state.world
         self._run = run
         self._directory = directory
+        if self._world.size > 1:
+            self._world.activity.rescue = self.join_rescue
         self._experiment = described(program.experiment)
         self._snapshot: Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._every_steps, self._every_seconds = program.experiment.checkpoint_period()
         self._saved_at = time.monotonic()
+        self._saved_step = 0
+        self._ends: dict[int, StepEnd] = {}
+        """The ends of the last steps; another rank may be some steps behind."""
+        self._joined = threading.Lock()
+        """Held once this rank has begun to write its part of a rescue."""
         self._files = [rank_name(rank) for rank in range(self._world.size)]
         if self._world.rank == 0:
             self._clean()
@@ -150,31 +185,57 @@ class Checkpointer:
             return step % self._every_steps == 0
         return time.monotonic() - self._saved_at >= self._every_seconds
 
-    def save(self, step: int, journal: "Future[int] | None") -> None:
-        """Begin to save the state after this step; every rank calls this.
+    def end_step(self, step: int, journal: "Future[int] | None") -> None:
+        """Note the state after this step; every rank calls this.
 
-        On rank 0, `journal` is the size of metrics.jsonl once the step is in it. If an earlier checkpoint is
-        still being written, wait for it first.
+        On rank 0, `journal` is the size of metrics.jsonl once the step is in it.
+        """
+        if not self.is_on:
+            return
+        models = self._state.models
+        counts = {state.name: state.counts for state in self._states if state.optimizer is not None}
+        mine = {
+            "counts": counts, "in_flight": models.reallocations.in_flight,
+            "host_state": self._state.context.state, "cache_limits": models.engines.cache_limits()}
+        shared = {"versions": models.versions.to_json(), "run": self._run.to_json()}
+        mine, shared = json.loads(json.dumps([mine, shared]))  # Copies: the run goes on.
+        self._ends[step] = StepEnd(
+            step, mine, shared, self._state.samples.copied(), self._updates(), journal)
+        for old in [end for end in self._ends if end <= step - _NUM_ENDS]:
+            del self._ends[old]
+
+    @cached_property
+    def _states(self) -> list[HomeState]:
+        return self._state.models.home_states()
+
+    def _updates(self) -> dict[str, int]:
+        of_sets = self._state.models.versions.to_json()["updates"]
+        return {state.name: of_sets[state.name] if state.optimizer is None else state.optimizer.num_steps
+                for state in self._states if state.tensors}
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after this step, which has just ended; every rank calls this.
+
+        If an earlier checkpoint is still being written, wait for it first.
         """
         self.finish()
         self._saved_at = time.monotonic()
+        self._saved_step = step
+        self._take_snapshot()
+        end = self._ends[step]
+        samples = end.samples.pack()
+        self._writing = self._thread.submit(self._write, end, samples)
+
+    def _take_snapshot(self) -> Snapshot:
+        """Copy this rank's tensors to host memory."""
         self._state.models.reallocations.wait_for_followers()
-        states = self._state.models.home_states()
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._boxes_to_write(states))
+            self._snapshot = Snapshot(self._boxes_to_write(self._states))
         with ExitStack() as stack:
-            copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
+            copies = [(role_of(state.name), state.layout) for state in self._states if state.tensors]
             stack.enter_context(self._state.models.engines.in_use(*copies))
             self._snapshot.take()
-        counts = {state.name: state.counts for state in states if state.optimizer is not None}
-        in_flight = self._state.models.reallocations.in_flight
-        mine = {
-            "counts": counts, "in_flight": in_flight, "host_state": self._state.context.state,
-            "cache_limits": self._state.models.engines.cache_limits()}
-        replicated = {"versions": self._state.models.versions.to_json(), "run": self._run.to_json()}
-        shared = json.loads(json.dumps(replicated))  # A copy: the run goes on.
-        samples = self._state.samples.pack()
-        self._writing = self._thread.submit(self._write, step, states, mine, shared, samples, journal)
+        return self._snapshot
 
     def _boxes_to_write(self, states: list[HomeState]) -> dict[str, tuple[Region, tuple[Piece, ...]]]:
         """Return the boxes that this rank writes, by name in its file, each with the tensors that hold it."""
@@ -184,15 +245,25 @@ class Checkpointer:
             for kind in state.kinds
         }
 
-    def _write(
-        self, step: int, states: list[HomeState], mine: dict[str, Any], shared: Mapping[str, Any],
-        samples: bytes, journal: "Future[int] | None",
-    ) -> None:
-        """Write this rank's files; on rank 0, complete the checkpoint. `shared` is equal on all ranks."""
-        directory = self._directory / (checkpoint_name(step) + _UNFINISHED)
-        assert self._snapshot is not None
+    def _write(self, end: StepEnd, samples: bytes) -> None:
+        """Write this rank's files; on rank 0, complete the checkpoint."""
+        directory = self._directory / (checkpoint_name(end.step) + _UNFINISHED)
         control = self._world.control
-        about: dict[str, Any] = {"fault": "", "entries": {}, "mine": mine, "digest": shared["run"]["digest"]}
+        about = self._write_part(directory, end, samples)
+        if self._world.rank != 0:
+            control.send_json(about, [0], tag=tags.CHECKPOINT).wait()
+            return
+        peers = range(1, self._world.size)
+        ranks = [about, *(control.recv_json(rank, tag=tags.CHECKPOINT) for rank in peers)]
+        about["history"] = _size(end.journal, None)
+        if fault := self._complete(end, directory, ranks):
+            warn(f"there is no checkpoint of step {end.step}: {fault}; the run goes on")
+
+    def _write_part(self, directory: Path, end: StepEnd, samples: bytes) -> dict[str, Any]:
+        """Write this rank's tensors and samples; return, as JSON, what completes the checkpoint."""
+        about: dict[str, Any] = {
+            "fault": "", "entries": {}, "mine": dict(end.mine), "digest": end.shared["run"]["digest"]}
+        assert self._snapshot is not None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             name = self._files[self._world.rank]
@@ -203,50 +274,135 @@ class Checkpointer:
             about["entries"] = {name: [file.num_bytes, file.sha256] for name, file in entries.items()}
         except OSError as error:
             about["fault"] = f"{error.filename or directory} cannot be written: {error.strerror}"
-        if self._world.rank != 0:
-            control.send_json(about, [0], tag=tags.CHECKPOINT).wait()
-            return
-        peers = range(1, self._world.size)
-        ranks = [about, *(control.recv_json(rank, tag=tags.CHECKPOINT) for rank in peers)]
+        return about
+
+    def _complete(self, end: StepEnd, directory: Path, ranks: list[dict[str, Any]]) -> str:
+        """Complete a checkpoint of which all ranks have written their parts; return why not, if so."""
         fault = next((rank["fault"] for rank in ranks if rank["fault"]), "")
-        if any(rank["digest"] != about["digest"] for rank in ranks):
+        if not fault and any(rank["digest"] != ranks[0]["digest"] for rank in ranks):
             fault = "step() differs between ranks"
-        assert journal is not None
-        history = journal.result()
         try:
             if not fault:
-                self._complete(step, directory, states, ranks, shared, history)
+                self._finish_directory(end, directory, ranks)
         except OSError as error:
             fault = f"{error.filename or directory} cannot be written: {error.strerror}"
         if fault:
             shutil.rmtree(directory, ignore_errors=True)
-            warn(f"there is no checkpoint of step {step}: {fault}; the run goes on")
         else:
-            self._remove_old(step)
+            self._remove_old(end.step)
+        return fault
 
-    def _complete(
-        self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
-        shared: Mapping[str, Any], history: int,
-    ) -> None:
-        """Write the manifest, and give the directory its final name."""
+    def _finish_directory(self, end: StepEnd, directory: Path, ranks: list[dict[str, Any]]) -> None:
+        """Write metrics and manifest, and give the directory its final name."""
         files = {name: FileEntry(*entry) for rank in ranks for name, entry in rank["entries"].items()}
         with open_regular(self._directory.parent / METRICS) as metrics:
-            files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
+            files[METRICS] = write_file(directory / METRICS, [metrics.read(ranks[0]["history"])])
         counts: dict[str, Sequence[int]] = {}
         for rank in ranks:
             counts |= rank["mine"].pop("counts")
         Manifest(
-            step=step, num_ranks=self._world.size, experiment=self._experiment,
+            step=end.step, num_ranks=self._world.size, experiment=self._experiment,
             plan=self._program.plan.to_dict(), files=files,
-            sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in states},
-            versions=shared["versions"], run=shared["run"], ranks=tuple(rank["mine"] for rank in ranks),
+            sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in self._states},
+            versions=end.shared["versions"], run=end.shared["run"],
+            ranks=tuple(rank["mine"] for rank in ranks),
         ).save(directory)
         sync_directory(directory)
-        final = self._directory / checkpoint_name(step)
+        final = self._directory / checkpoint_name(end.step)
         if final.exists():
             remove(final)
         directory.rename(final)
         sync_directory(self._directory)
+
+    def rescue(self, *, leads: bool) -> None:
+        """Save the state after the last finished step; a run that fails calls this, on each of its ranks.
+
+        `leads` is false on ranks that only stop because another one does.
+        """
+        self._finish_writing(_RESCUE_SECONDS if leads else _PATIENCE_SECONDS)
+        end = max(self._ends.values(), key=lambda end: end.step, default=None)
+        is_new = end is not None and end.step > self._saved_step
+        if self._world.size > 1 and not self._world.activity.is_watched:
+            return  # Nobody would tell the other ranks.
+        store = self._world.store(RESCUE) if self._world.size > 1 else None
+        if leads and is_new:
+            assert end is not None
+            if store is None or store.add("leaders", 1) == 1:
+                if store is not None:
+                    store.set(RESCUE, str(end.step))
+                self.join_rescue(end.step)
+                self._complete_rescue(end)
+                return
+            store.wait([RESCUE], timedelta(seconds=_PATIENCE_SECONDS))
+        if store is not None and store.check([RESCUE]):
+            step = int(store.get(RESCUE))
+            self.join_rescue(step)
+            deadline = time.monotonic() + _RESCUE_SECONDS
+            while self._rescue_directory(step).exists() and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
+    def join_rescue(self, step: int) -> None:
+        """Write this rank's part of the state after a step, and a file about it, once.
+
+        Another thread than the main one may call this, while the main one waits for a rank that has failed.
+        """
+        if not self._joined.acquire(blocking=False):
+            return
+        directory = self._rescue_directory(step)
+        try:
+            about = self._rescued_part(step)
+        except Exception as error:
+            about = {"fault": f"rank {self._world.rank} failed with {type(error).__name__}: {error}"}
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            file = directory / f"about_{self._world.rank}"
+            file.with_suffix(".new").write_text(json.dumps(about))
+            file.with_suffix(".new").rename(file)
+
+    def _rescued_part(self, step: int) -> dict[str, Any]:
+        """Write this rank's part of the state after a step, when that has ended here.
+
+        The main thread may go on meanwhile. It counts an update before it changes anything, so that the copy
+        is one of the step's end if there is no update more after it has been made.
+        """
+        deadline = time.monotonic() + _RESCUE_SECONDS
+        self._finish_writing(_RESCUE_SECONDS)
+        is_main = threading.current_thread() is threading.main_thread()
+        while step not in self._ends and not is_main and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        end = self._ends.get(step)
+        if end is None:
+            return {"fault": f"rank {self._world.rank} has not ended the step"}
+        if self._writing is not None and not self._writing.done():
+            return {"fault": f"rank {self._world.rank} still writes an earlier one"}
+        self._take_snapshot()
+        if changed := [name for name, count in self._updates().items() if count != end.updates[name]]:
+            return {"fault": f"{changed[0]} has been updated since"}
+        about = self._write_part(self._rescue_directory(step), end, end.samples.pack())
+        if self._world.rank == 0:
+            about["history"] = _size(end.journal, _PATIENCE_SECONDS)
+        return about
+
+    def _rescue_directory(self, step: int) -> Path:
+        return self._directory / f"{checkpoint_name(step)}.rescue{_UNFINISHED}"
+
+    def _complete_rescue(self, end: StepEnd) -> None:
+        """Wait for the parts of all ranks, or for the first that has none, and complete the checkpoint."""
+        directory = self._rescue_directory(end.step)
+        files = [directory / f"about_{rank}" for rank in range(self._world.size)]
+        ranks: dict[Path, dict[str, Any]] = {}
+        deadline = time.monotonic() + _RESCUE_SECONDS
+        while len(ranks) < len(files) and not any(about["fault"] for about in ranks.values()):
+            if time.monotonic() > deadline:
+                late = next(rank for rank, file in enumerate(files) if file not in ranks)
+                ranks[files[late]] = {"fault": f"rank {late} has not written its part"}
+            for file in files:
+                if file not in ranks and file.exists():
+                    ranks[file] = json.loads(file.read_text())
+                    file.unlink()
+            time.sleep(_POLL_SECONDS)
+        if fault := self._complete(end, directory, [ranks[file] for file in files if file in ranks]):
+            warn(f"the run fails, and there is no checkpoint of its last finished step, {end.step}: {fault}")
 
     def _remove_old(self, newest: int) -> None:
         """Remove the checkpoints that are not to be kept, but none later than `newest`: those are damaged."""
@@ -267,10 +423,20 @@ class Checkpointer:
                 self._writing.result()
             self._writing = None
 
-    def abandon(self) -> None:
-        """Wait shortly for the last checkpoint to be written; for runs that have failed."""
-        if self._writing is not None:
-            wait([self._writing], timeout=_PATIENCE_SECONDS)
+    def _finish_writing(self, seconds: float) -> None:
+        """Wait for the last checkpoint to be complete, or to have failed; for runs that have failed."""
+        if self._writing is None:
+            return
+        deadline = time.monotonic() + seconds
+        wait([self._writing], timeout=seconds)
+        directory = self._directory / (checkpoint_name(self._saved_step) + _UNFINISHED)
+        while directory.exists() and time.monotonic() < deadline:  # Other ranks have not written theirs.
+            time.sleep(_POLL_SECONDS)
+
+
+def _size(journal: "Future[int] | None", seconds: float | None) -> int:
+    """Return the size of metrics.jsonl that a journal gives; -1, which is all of it, without one."""
+    return -1 if journal is None else journal.result(timeout=seconds)
 
 
 def restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:

@@ -13,7 +13,8 @@ from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_vocabulary, warnings_of
 from realhf.runtime.evaluations import Evaluations, SetRecord, main_metric, report
 from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.records.answer_files import AnswerFiles
+from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.recorder import AnswerFiles
 from realhf.runtime.weights.model_store import ModelStore
 
 
@@ -34,9 +35,16 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     prompts = evaluations.count_prompts()
     store = ModelStore(world, program)
     evaluations.start(store)
-    mine = evaluations.run()
-    by_rank = _gather(world, mine)
-    evaluations.wait()
+    progress = Progress(program, world.activity) if world.rank == 0 else None
+    if progress is not None:
+        progress.watch()
+    try:
+        mine = evaluations.run()
+        by_rank = _gather(world, mine)
+        evaluations.wait()
+    finally:
+        if progress is not None:
+            progress.stop()
     if world.rank != 0:
         return {}
     result = report(program.evaluations, by_rank)

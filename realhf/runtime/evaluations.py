@@ -25,8 +25,7 @@ from realhf.runtime.compile.warnings import check_lengths
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.inputs import PartsProgram, RankState
-from realhf.runtime.records.recorder import merge_metrics
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.step_record import StepRecord, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"
@@ -114,7 +113,8 @@ class Evaluations:
         records = []
         for eval_set in self._sets:
             of_set = f" of {eval_set.name}" if eval_set.name else ""
-            activity.step = f"evaluation{of_set} after step {self._context.step}"
+            after = f" after step {self._context.step}" if self._context.step else ""
+            activity.step = f"evaluation{of_set}{after}"
             prompts = self._prompts[eval_set.name]
             executor = self._executors[eval_set.name]
             self._context.answers = []
@@ -193,15 +193,20 @@ def main_metric(names: Sequence[str], sets: Sequence[EvaluationProgram]) -> str 
 
 
 def first_and_last(
-    evaluations: Sequence[Mapping[str, float]], sets: Sequence[EvaluationProgram]
+    evaluations: Mapping[int, Mapping[str, float]], sets: Sequence[EvaluationProgram]
 ) -> dict[str, Any]:
-    """Return the first and the last value of the main metric, and those of all metrics of all sets."""
-    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation))
-    values = {name: [e[name] for e in evaluations if name in e] for name in names}
+    """Return the first and the last value of the main metric, and those of all metrics of all sets.
+
+    `eval_steps` are the steps that the first and the last evaluation followed.
+    """
+    names = list(dict.fromkeys(name for metrics in evaluations.values() for name in metrics))
+    values = {name: [metrics[name] for metrics in evaluations.values() if name in metrics] for name in names}
     ends = {name: {"first": of_metric[0], "last": of_metric[-1]} for name, of_metric in values.items()}
-    main = main_metric(list(evaluations[0]) if evaluations else [], sets)
+    steps = list(evaluations)
+    main = main_metric(list(evaluations[steps[0]]) if steps else [], sets)
     return {
         "eval_metric": main,
         "eval_first": ends[main]["first"] if main else None,
         "eval_last": ends[main]["last"] if main else None,
+        "eval_steps": [steps[0], steps[-1]] if steps else None,
         "evals": ends}

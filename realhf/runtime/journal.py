@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -14,13 +14,16 @@ from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.compute_meter import ComputeMeter
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import Recorder, merge_metrics
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.recorder import Recorder
+from realhf.runtime.records.step_record import StepRecord, merge_metrics
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""
+_SECONDS = "perf/run_seconds"
+"""The metric with the seconds of the run so far."""
 _PATIENCE_SECONDS = 2.0
 """Seconds that a failed run waits for the records of finished steps."""
+_TOKENS = ("generated", "trained")
 
 
 class Journal:
@@ -51,9 +54,11 @@ class Journal:
         steps = [record for record in earlier if record["step"] > 0]
         self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
         """The metrics of each step."""
-        evaluations = [{k: v for k, v in record.items() if k.startswith(_EVAL)} for record in earlier]
-        self.evaluations = [metrics for metrics in evaluations if metrics]
-        """The metrics of each evaluation, whose names begin with `eval/`."""
+        evaluations = {record["step"]: _of_evaluation(record) for record in earlier}
+        self.evaluations = {int(step): metrics for step, metrics in evaluations.items() if metrics}
+        """The metrics of each evaluation, whose names begin with `eval/`, by the step that it follows."""
+        self._seconds_before = earlier[-1].get(_SECONDS, 0.0) if earlier else 0.0
+        self._started = time.monotonic()
         self.last: Future[int] | None = None
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
@@ -110,10 +115,22 @@ class Journal:
             of_others = [[SetRecord.from_json(document) for document in documents] for _, documents in theirs]
             eval_metrics, events = self._evaluation(step, [evaluation, *of_others])
             metrics = {**eval_metrics, **metrics}
+        metrics[_SECONDS] = self.seconds
         if steps:
             self.history.append(metrics)
         self._pauses = self._pauses or pauses
         return 0 if self._recorder is None else self._recorder.step(step, metrics, [*steps, *events])
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the run so far: this part's, and those of earlier parts until their checkpoints."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The tokens that all steps have generated, and those on which they have trained."""
+        totals = {what: sum(m.get(f"tokens/{what}", 0.0) for m in self.history) for what in _TOKENS}
+        return {what: round(total) for what, total in totals.items()}
 
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
         metrics = merge_metrics(records)
@@ -126,7 +143,7 @@ class Journal:
             start = max(start, min(starts, default=end))
         self._pauses = False
         metrics["timing_s/step"] = max(end - start, 1e-9)
-        metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
+        metrics["perf/tokens_per_s"] = metrics.get("tokens/trained", 0.0) / metrics["timing_s/step"]
         for name in [name for name in metrics if name.startswith("bubble/")]:
             metrics[name] /= metrics["timing_s/step"]
         metrics |= self._meter.add(records, metrics["timing_s/step"])
@@ -143,12 +160,16 @@ class Journal:
         Its reallocations count for the step, because the next step need not repeat them.
         """
         result = report(self._eval_sets, by_rank)
-        self.evaluations.append(dict(result.metrics))
+        self.evaluations[step] = dict(result.metrics)
         if self._recorder is not None:
             self._recorder.evaluation(step, result.answers)
         if self._progress is not None:
-            self._progress.evaluation(step, result.metrics)
+            self._progress.evaluation(step, result.metrics, next(iter(self.evaluations.values())))
         of_ranks = [[event for of_set in of_sets for event in of_set.record.events] for of_sets in by_rank]
         records = [StepRecord([], [e for e in events if e["kind"] == "realloc"]) for events in of_ranks]
         others = [event for event in result.events if event["kind"] != "realloc"]
         return merge_metrics(records) | dict(result.metrics), [*records, StepRecord([], others)]
+
+
+def _of_evaluation(record: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name.startswith(_EVAL)}

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.loader import Loader, MixedLoader, make_loader
+from realhf.dist.group import PeerError
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
+from realhf.errors import described as described_error
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
@@ -25,7 +26,7 @@ from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, pe
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
-from realhf.runtime.execute.memory_meter import largest_by_call
+from realhf.runtime.execute.memory_meter import largest_by_call, largest_of_processes
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
@@ -97,6 +98,7 @@ class Trainer:
         if checkpoint is not None:
             restore(checkpoint, program, self._state, self._runner)
             self._first_step = checkpoint.manifest.step + 1
+        self._executor.memory.begin()
 
     def _check_vocabulary(self) -> None:
         largest = max(self._context.tokenizer.get_vocab().values())
@@ -182,11 +184,11 @@ class Trainer:
             gc.freeze()  # From now on, garbage collection skips the objects that exist.
         try:
             return self._run()
-        except Exception:
+        except Exception as error:
             self._journal.abandon()
             self._stop_tracking("failed")
             if self._checkpointer is not None:
-                self._checkpointer.abandon()
+                self._rescue(error)
             raise
         finally:
             if not is_frozen:
@@ -194,14 +196,25 @@ class Trainer:
             if self._progress is not None:
                 self._progress.stop()
 
+    def _rescue(self, error: Exception) -> None:
+        """Save the state after the last finished step, if this is possible, and keep the error as it is."""
+        assert self._checkpointer is not None
+        try:
+            self._checkpointer.rescue(leads=not isinstance(error, PeerError))
+        except Exception as failure:
+            warn(f"the state after the last finished step is not saved: {described_error(failure)}")
+
     def _run(self) -> RunResult:
-        started = time.time()
         steps = self._program.experiment.steps
         if self._progress is not None:
             self._progress.start(self._loader, held_out=self._held_out)
-        if self._evaluates and self._first_step == 1:
+        if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
             self._journal.add(0, None, self._evaluations.run(), pauses=True)
         stopped_after = None
+        if self._stop is not None:
+            with self._activity.doing("waits for the other ranks"):
+                self._world.control.barrier()  # So that a signal finds all of them at one place.
+            self._stop.begin(self._answer_to_signal if self._is_main else None)
         self._decisions.begin(self._first_step)
         for step in range(self._first_step, steps + 1):
             self._complete_step(step, is_last=step == steps)
@@ -220,8 +233,17 @@ class Trainer:
             return RunResult([], {}, stopped_after)
         if stopped_after is not None:
             self._stop_tracking("stopped")
-        summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
+        summary = {} if stopped_after is not None else self._finish()
         return RunResult(self._journal.history, summary, stopped_after)
+
+    def _answer_to_signal(self) -> str:
+        """Return what follows a signal, for the user; another thread calls this."""
+        steps = self._program.experiment.steps
+        step = max(self._context.step, self._first_step) + (self._world.size > 1)  # See StepDecisions.
+        when = f"step {step}" if step < steps else f"the last step, {steps}"
+        now = str(self._activity)
+        sentence = f"the run saves a checkpoint after {when}, and ends; a second signal ends it at once"
+        return f"{sentence} ({now})" if now else sentence
 
     def _stop_tracking(self, ending: Ending) -> None:
         if self._recorder is not None:
@@ -244,11 +266,23 @@ class Trainer:
         record = self._step(step)
         evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
-            evaluation = self._evaluations.run()
+            self._note_end(step)  # The evaluation may fail.
+            try:
+                evaluation = self._evaluations.run()
+            except Exception:
+                if self._world.size == 1:  # Of several ranks, rank 0 would wait for the others' records.
+                    self._journal.add(step, record)
+                    self._note_end(step)
+                raise
         exports = is_last or _is_multiple(step, experiment.export_every)
         self._journal.add(step, record, evaluation, pauses=exports or bool(evaluation))
+        self._note_end(step)
         if exports:
             self._export(step)
+
+    def _note_end(self, step: int) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.end_step(step, self._journal.last)
 
     def _save_or_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due; return whether the run is to end. All ranks agree on both."""
@@ -265,7 +299,7 @@ class Trainer:
                 "what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
-                self._checkpointer.save(step, self._journal.last)
+                self._checkpointer.save(step)
             self._journal.pause()
         return decision.stops
 
@@ -299,16 +333,19 @@ class Trainer:
             with self._activity.doing(f"export of {name}"):
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 
-    def _finish(self, *, seconds: float) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         steps = self._program.experiment.steps
         history = self._journal.history
         summary: dict[str, Any] = {
             **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,
-            "seconds": seconds,
+            "seconds": self._journal.seconds,
+            "tokens": self._journal.tokens,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
-            "memory": largest_by_call(history)}
+            "memory": largest_by_call(history),
+            "process_memory": largest_of_processes(history) | {
+                "beside_models": self._executor.memory.beside_models}}
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]

@@ -72,6 +72,8 @@ OTHER_NAMES: Mapping[str, Ours] = {
     "filter_overlong_prompts": Ours(("dataset.too_long",), "drop, the default, leaves long prompts out"),
     **dict.fromkeys(("truncation", "truncation_mode"), Ours(("dataset.too_long",))),
     "apply_chat_template_kwargs": Ours(("dataset.chat_template_kwargs",)),
+    "assistant_only_loss": Ours(("dataset.assistant_only",), "True is the default"),
+    "completion_only_loss": Ours(("dataset.assistant_only",), "prompts are never learned"),
     "shuffle_dataset": Ours(("dataset.shuffle",)),
     "train_max_samples": Ours(("dataset.max_rows",)),
     **dict.fromkeys(("train_files", "train_dataset"), Ours(("dataset.path",))),
@@ -123,8 +125,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
         ("num_generations_eval", "val_kwargs.n"), Ours(("eval_dataset.samples",), instead=_EVALUATION)),
     "val_max_samples": Ours(("eval_dataset.max_rows",)),
     **dict.fromkeys(("eval_steps", "test_freq"), Ours(("eval_every",))),
-    **dict.fromkeys(("eval_on_start", "val_before_train"), Ours(
-        instead="not needed: a run with eval_dataset is evaluated before its first step")),
+    **dict.fromkeys(("eval_on_start", "val_before_train"), Ours(("eval_at_start",))),
     # Runs, checkpoints and logs.
     **dict.fromkeys(("save_steps", "save_freq"), Ours(("checkpoint_every",))),
     **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep"), Ours(("keep_checkpoints",))),

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from realhf import DatasetConfig
 from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
+from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.loader import load_tokenizer
+from realhf.dist.world import World
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.trainer import Trainer
 from realhf.user_input.shipped import shipped_dir
-from tests.runtime.tiny import HF_CONFIG, write_task
+from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}
 REWARD = """
@@ -247,3 +253,78 @@ def test_a_call_without_inputs(check):
     )
     code, _, err = check([ROW] * 3, body)
     assert code == 2 and "call 'mine' has no inputs: it must read at least one key" in err
+
+
+CHATML = (
+    "{% for m in messages %}={{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}={% endif %}")
+"""A chat template of the characters that the tiny tokenizer knows."""
+
+
+def _chat_task(directory: Path, template: str = CHATML) -> Path:
+    task = write_task(directory)
+    (task / "chat_template.jinja").write_text(template)
+    return task
+
+
+def test_text_prompts_of_a_tokenizer_with_a_chat_template(check, tmp_path, capsys):
+    """`check` and `run` say the same; test_eval_run.py has `eval`."""
+    task = _chat_task(tmp_path)
+    rows = [ROW] * 3
+    what = "warning: dataset: prompts are text, and the tokenizer has a chat template, which is not applied"
+    for kind in ("grpo", "sft"):
+        assert what in check(rows, kind=kind, task=task)[2]
+        for chat in (True, False):  # It was decided on.
+            err = check(rows, f"experiment.dataset = replace(dataset, chat={chat})", kind=kind, task=task)[2]
+            assert what not in err
+    chat = [{**ROW, "prompt": [{"role": "user", "content": "1+1="}]}] * 3
+    assert what not in check(chat, task=task)[2]
+    assert what not in check([{**ROW, "prompt": "=1+1=<eos>="}] * 3, task=task)[2]  # A template wrote it.
+    experiment = make_experiment(
+        "grpo", task, dataset=DatasetConfig(str(tmp_path / "rows.jsonl")), eval_dataset=None, batch_size=2)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    Trainer(compile_program(experiment, None, world_size=1), World())
+    assert what in capsys.readouterr().err
+
+
+def test_prompts_that_end_with_an_answer_are_told(check, tmp_path):
+    task = _chat_task(tmp_path)
+    prompt = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "1+"}]
+    code, out, err = check([{**ROW, "prompt": prompt}] * 3, task=task)
+    assert code == 0 and "\nthe first prompt has 9 tokens: =1+1=<eos>=1+\n" in out
+    assert "dataset: 3 prompts end with a message of the assistant, which answers continue" in err
+
+
+def test_lengths_in_a_tokenizer_file_change_nothing(check, tmp_path):
+    """transformers neither cuts nor pads a text as tokenizer.json says, unless it is told to."""
+    task = write_task(tmp_path)
+    before = check([ROW] * 3, task=task)
+    path = task / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<pad>"}
+    path.write_text(json.dumps(content))
+    ours = LightTokenizer(str(task))
+    assert ours.encode("1+1=") == load_tokenizer(str(task)).encode("1+1=") and len(ours.encode("1+1=")) == 4
+    assert check([ROW] * 3, task=task) == before and "the first prompt has 4 tokens: 1+1=\n" in before[1]
+
+
+def test_rows_of_whole_conversations(check, tmp_path):
+    """SFT and DPO read the forms of public data sets, and their evaluations do, too."""
+    task = _chat_task(tmp_path)
+    question = {"role": "user", "content": "1+1="}
+    chosen = [question, {"role": "assistant", "content": "2"}]
+    rejected = [question, {"role": "assistant", "content": "3"}]
+    rows = [{"messages": chosen, "answer": "2"}] * 3
+    code, out, err = check(rows, "experiment.eval_dataset = dataset", kind="sft", task=task)
+    assert (code, err) == (0, "") and "the first prompt has 7 tokens: =1+1=<eos>=\n" in out
+    assert "\n2 tokens are learned of the first row: 2<eos>\n" in out
+    rows = [{"messages": [*chosen, question, rejected[1]], "answer": "2"}] * 3
+    out = check(rows, kind="sft", task=task)[1]
+    assert "\n4 tokens are learned of the first row: 2<eos> ... 3<eos>\n" in out
+    pairs = [{"chosen": chosen, "rejected": rejected, "prompt": "1+1="}] * 3
+    body = "from realhf import DPO\nexperiment = DPO(actor=experiment.actor, dataset=dataset, batch_size=2)"
+    code, out, err = check(pairs, body, task=task)
+    assert (code, err) == (0, "") and "the first prompt has 7 tokens: =1+1=<eos>=\n" in out

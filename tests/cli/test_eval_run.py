@@ -112,7 +112,8 @@ def test_a_plain_model_with_a_chat_template_is_warned_about_once(place, capsys):
     words = ("--data", f"a={place}/data.jsonl", "--data", f"b={place}/data.jsonl", "--prompt-key", "question",
              "--max-new-tokens", 4, "--max-rows", 2)  # fmt: skip
     _, err, raw = evaluate(place, capsys, *words, target="model")
-    assert err.count("has a chat template") == 1 and err.count("warning") == 1 and "--chat makes chats" in err
+    assert "eval_dataset.a and eval_dataset.b: prompts are text, and the tokenizer has a chat template" in err
+    assert err.count("warning") == 1 and "--chat or --no-chat" in err
     _, err, chats = evaluate(place, capsys, *words, "--chat", target="model")
     assert err == ""
     _, _, told = evaluate(place, capsys, *words, "--system-prompt", "sort:", target="model")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.signals import AIMED, disturb
 from realhf.cli.job import WORKER_NAME
 from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
 from tests.samples import marked
@@ -20,7 +21,7 @@ for name in ("is_available", "device_count", "current_device", "get_device_capab
              "get_device_properties", "get_device_name", "init", "_lazy_init"):
     setattr(torch.cuda, name, refuse)
 torch._C._cuda_getDeviceCount = torch.accelerator.is_available = refuse
-from realhf.cli.launch import PRELOAD
+from realhf.cli.fork_server import PRELOAD
 for module in PRELOAD:
     importlib.import_module(module)
 try:
@@ -45,8 +46,8 @@ def _names(command: Command) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", marked([signal.SIGINT, signal.SIGTERM], quick=[0]))
 def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, tmp_path):
-    """Terminals and supervisors send it to the process group: launcher and fork server. The workers, which
-    are not in it, save and end, and nothing is left."""
+    """Terminals and supervisors send it to the launcher's process group, in which no worker is; some send it
+    to the fork server, too. The workers save and end, and nothing is left."""
     experiment = write_experiment(tmp_path, steps=1000, eval_dataset=None, checkpoint_every=500)
     out = tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
@@ -56,10 +57,29 @@ def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, 
         assert {f"{WORKER_NAME}{rank}" for rank in range(2)} <= set(names)
         workers = [names[f"{WORKER_NAME}{rank}"] for rank in range(2)]
         rest = [pid for pid in command.processes() if pid not in workers]
-        assert all(os.getsid(pid) == pid for pid in workers) and len({os.getpgid(pid) for pid in rest}) == 1
+        launcher = min(rest)
+        assert all(os.getpgid(pid) == pid for pid in workers) and len(rest) == 3
+        assert {os.getsid(pid) for pid in command.processes() if pid != launcher} == {os.getsid(workers[0])}
+        assert os.getsid(launcher) != os.getsid(workers[0])
         for pid in rest:
             os.kill(pid, number)
         code, _, err = command.finish(timeout=60)
         assert wait_until(lambda: not command.processes(), seconds=10)
     assert code == 1 and f"realhf: ended by {number.name}\n" in err and "the last checkpoint is" in err, err
     assert list((out / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    marked(
+        [(moment, number) for moment in AIMED for number in (signal.SIGINT, signal.SIGTERM)], quick=[0, 3, 7]
+    ),
+)
+def test_no_signal_is_lost(moment, number, tmp_path):
+    """benchmarks/signals.py sends hundreds at random moments."""
+    experiment = write_experiment(tmp_path, steps=6, checkpoint_every=2, eval_dataset=None)
+    result = disturb(
+        experiment, tmp_path / "run", num_ranks=2, number=number, wait=moment, jitter=0.0, to_group=True)
+    assert result.faults == [], (result.faults, result.text)
+    is_done = (tmp_path / "run/summary.json").exists()
+    assert is_done or result.code == 1 and f"realhf: ended by {number.name}\n" in result.text, result.text

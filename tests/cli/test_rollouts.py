@@ -123,7 +123,7 @@ def test_answers_without_the_field_come_last(call, run):
 
 
 def test_the_table_fits_any_terminal_and_lets_no_control_character_through(call, run):
-    for width in (60, 80, 160):
+    for width in (110, 160):
         code, out, _ = call(run, "--limit", 0, "--sort", "step", width=width)
         assert code == 0
         lines = out.splitlines()
@@ -135,6 +135,37 @@ def test_the_table_fits_any_terminal_and_lets_no_control_character_through(call,
     assert "How much is 17 plus 17?" in out and lines[-1].startswith("24 of 24 matching answers; ")
     cut = [line.rstrip().endswith("cut") for line in body]
     assert cut == [not row["finished"] for row in ROWS]
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_a_narrow_terminal_shows_prompts_too(call, run, width):
+    """Each prompt is shown once, as whole as its width allows, with its answers and their facts below it."""
+    code, out, _ = call(run, "--limit", 0, "--sort", "step", width=width)
+    assert code == 0
+    lines = out.splitlines()
+    assert all(len(line) <= width for line in lines[:-1])
+    prompts = list(dict.fromkeys((row["step"], row["dataset_row"]) for row in ROWS))
+    heads = [line for line in lines if line.startswith("step ")]
+    assert heads == [f"step {step} · row {row}" for step, row in prompts]
+    questions = [line.strip() for line in lines if line.startswith("  How")]
+    assert questions == [excerpt(f"How much is {row} plus {row}?", width - 2) for _, row in prompts]
+    answers = [line.strip() for line in lines if line.startswith("    ") and line[4] != " "]
+    assert answers == [excerpt(row["completion"], width - 4) for row in ROWS]
+    facts = " ".join(line.strip() for line in lines if line.startswith("      "))
+    assert facts.count("score ") == facts.count("exact ") == len(ROWS)
+    assert facts.count("cut") == sum(not row["finished"] for row in ROWS)
+
+
+def test_a_pipe_shows_prompts_in_a_table(run):
+    variables = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    words = [sys.executable, "-m", "realhf", "rollouts", str(run), "--limit", "3"]
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=REPO, env=variables, check=True)
+    newest = sorted(ROWS, key=lambda row: row["step"], reverse=True)[:3]
+    lines = shown.stdout.splitlines()[3:6]
+    for line, row in zip(lines, newest, strict=True):
+        assert f"How much is {row['dataset_row']} plus {row['dataset_row']}?" in line
+        assert row["completion"] in line
+    assert "\x1b" not in shown.stdout
 
 
 def test_full_answers(call, run):

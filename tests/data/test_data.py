@@ -168,7 +168,7 @@ def test_chat_messages_go_through_the_tokenizers_own_template(tmp_path, tokenize
     path = _write(tmp_path / "chat.jsonl", [{"prompt": messages}, {"prompt": messages[:1]}])
     batch = _loader(path, tokenizer, shuffle=False).batch(range(2))
     texts = [tokenizer.decode(ids) for ids in batch["prompt_ids"].split()]
-    assert texts == ["b 1+1= c 2 a", "b 1+1= a"] and batch["prompt"] == [messages, messages[:1]]
+    assert texts == ["b 1+1= c 2", "b 1+1= a"] and batch["prompt"] == [messages, messages[:1]]
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
@@ -327,7 +327,7 @@ def test_chat_completions_go_through_the_template_and_are_masked_in(tmp_path, to
     for ids, mask in zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True):
         assert tokenizer.decode(ids[~mask.bool()]) == "b1+1=c"
         assert tokenizer.decode(ids[mask.bool()]) == "2<eos>"
-    assert loader.num_unlike_prompt == 0
+    assert loader.oddities.num_unlike_prompt == 0
 
 
 def test_a_template_whose_generation_prompt_is_no_beginning(tmp_path, tokenizer):
@@ -339,7 +339,7 @@ def test_a_template_whose_generation_prompt_is_no_beginning(tmp_path, tokenizer)
         path, _with_template(tokenizer, template), keys=("sequence_ids", "response_mask"))
     batch = loader.batch(range(1))
     assert tokenizer.decode(batch["sequence_ids"].values[batch["response_mask"].values.bool()]) == "2<eos>"
-    assert loader.num_unlike_prompt == 1
+    assert loader.oddities.num_unlike_prompt == 1
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('roles must alternate') }}"])

@@ -37,3 +37,29 @@ def test_a_malformed_file_is_named(tmp_path):
     (tmp_path / "theirs.json").write_text("{}")
     with pytest.raises(ValueError, match="theirs.json is no tokenizer.json"):
         first_difference(_write(tmp_path / "ours.json", PLAIN), tmp_path / "theirs.json")
+
+
+CHATS = [(3, "<s>"), (4, "<turn>"), (5, "<end>"), (6, "<pad>"), (7, "<free>")]
+
+
+@pytest.mark.parametrize(
+    "theirs, difference",
+    [
+        (CHATS, None),
+        ([(3, "<s>"), (5, "<turn>"), (4, "<end>"), (6, "<pad>")], (4, "<turn>", "<end>")),  # Exchanged.
+        ([(3, "<s>"), (4, "<turn>"), (5, "<stop>"), (6, "<pad>")], (5, "<end>", "<stop>")),  # In our chats.
+        ([(3, "<s>"), (4, "<turn>"), (9, "<end>")], (5, "<end>", None)),  # It is at another place.
+        ([(3, "<s>"), (4, "<turn>"), (5, "<end>"), (7, "<pad>"), (8, "<free>")], (7, "<free>", "<pad>")),
+        ([(3, "<s>"), (4, "<turn>"), (5, "<end>"), (6, "[PAD]"), (7, "<other>")], None),  # In no text.
+        ([(3, "<s>"), (4, "<turn>"), (5, "<end>"), (9, "<pad>")], None),
+        ([(3, "<bos>"), (4, "<turn>"), (5, "<end>")], (3, "<s>", "<bos>")),
+    ],
+)
+def test_added_tokens_that_texts_have(tmp_path, theirs, difference):
+    for name, added in (("ours", CHATS), ("theirs", theirs)):
+        (tmp_path / name).mkdir()
+        _write(tmp_path / name / "tokenizer.json", PLAIN, added)
+    settings = {"bos_token": "<s>", "pad_token": "<pad>", "chat_template": "<turn>{{ messages }}<end>"}
+    (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(settings))
+    files = (tmp_path / name / "tokenizer.json" for name in ("ours", "theirs"))
+    assert first_difference(*files) == difference

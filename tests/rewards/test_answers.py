@@ -26,6 +26,14 @@ def test_exact_match_extracts_the_last_answer():
     assert ExactMatch(extract=r"\d+").answer_of("1 and 23") == "23"
 
 
+def test_thinking_and_line_ends_do_not_count():
+    assert ExactMatch()(completions=["<think>4?</think>\n5", "a\r\nb"], answer=["5", "a\nb"]) == [1.0, 1.0]
+    reward = ExactMatch(extract="<answer>(.*?)</answer>")
+    texts = ["<think><answer>3</answer></think><answer>4</answer>", "<think><answer>4</answer></think>none"]
+    assert reward(completions=texts, answer=["4"] * 2) == [1.0, 0.0]
+    assert RegexMatch("a\nb", whole=True)(completions=["a\r\nb"]) == [1.0]
+
+
 def test_regex_match():
     assert RegexMatch(r"\d+")(completions=["a1", "a"]) == [1.0, 0.0]
     assert RegexMatch("a.*z", whole=True)(completions=["a\nz\n", "ba z"]) == [1.0, 0.0]
@@ -63,6 +71,8 @@ def test_format_has_an_answer_and_a_name():
 
 def test_text_of_messages():
     messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": None}]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    assert text_of(parts) == "b" and text_of("a\r\nb") == "a\nb"
     assert text_of("x") == "x" and text_of(messages) == "a"
 
 

@@ -2,22 +2,33 @@
 
 import asyncio
 import math
+import queue
+import re
+import signal
+import socket
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from realhf import RewardLimits
 from realhf.algorithms.advantages import SampleAdvantages
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
+from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.errors import UserError
+from realhf.graph import FunctionCall
 from realhf.rewards.reward import reward_columns
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.host_call import call_host_function
 from realhf.runtime.trainer import Trainer
+from realhf.time_limit import time_limit
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task
 
@@ -67,7 +78,7 @@ def test_failed_calls_are_made_again():
             raise ConnectionError("the judge is away")
         return [2.0] * len(completions)
 
-    assert _scores(shaky, RewardLimits(retries=2)) == [2.0] * 4
+    assert _scores(shaky, RewardLimits(retries=2, retry_seconds=0.01)) == [2.0] * 4
     assert len(calls) == 3
 
 
@@ -162,20 +173,94 @@ def test_a_run_goes_on_without_the_failed_samples(tmp_path):
     assert all(math.isfinite(value) for step in metrics for value in step.values())
 
 
-def test_a_step_without_any_reward_ends_the_run(tmp_path):
-    def reward(completions, **kwargs):
-        raise ValueError("never")
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_an_outage_of_the_reward_skips_steps(algorithm, tmp_path, capsys):
+    """A step without any reward changes no weights, and the run ends after too many in a row."""
+    outages = {2}
 
-    experiment = make_experiment("grpo", write_task(tmp_path), steps=2, eval_dataset=None)
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step in outages:
+            raise ConnectionError("the judge is away")
+        return [float(len(text) % 3) for text in completions]
+
+    data = write_task(tmp_path)
+    experiment = make_experiment(algorithm, data, steps=3, eval_dataset=None)
     experiment.reward_function = reward
-    experiment.reward_limits = RewardLimits(on_failure="drop")
+    experiment.reward = None
+    experiment.reward_limits = RewardLimits(on_failure="drop", max_failed_steps=1)
+    experiment.export_every = 1
+    out = tmp_path / "run"
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=out, quiet=True).run()
+    metrics = read_jsonl(out / "metrics.jsonl")
+    assert [step.get("reward/failed", 0.0) for step in metrics] == [0.0, 1.0, 0.0]
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    assert metrics[1]["actor/empty_updates"] > 0 and "actor/empty_updates" not in metrics[2]
+    weights = [load_file(out / f"hf/step_{i}/model.safetensors") for i in (1, 2, 3)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    assert "the reward of every sample of step 2 has failed" in capsys.readouterr().err
+    outages |= {1}
     trainer = Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True)
-    with pytest.raises(UserError, match="the reward of every sample of the step has failed"):
+    with pytest.raises(UserError, match="reward_limits.max_failed_steps allows 1 such steps in a row"):
         trainer.run()
+
+
+def test_a_call_that_never_returns_is_interrupted_wherever_it_is():
+    """Regular expressions, loops, waits and nested limits end; only the main thread can be interrupted."""
+    sockets = socket.socketpair()
+    calls = {
+        "expression": lambda: re.match("(a+)+$", "a" * 40 + "b"), "loop": lambda: [0 for _ in iter(int, 1)],
+        "wait": lambda: threading.Event().wait(60), "socket": lambda: sockets[0].recv(1),
+        "swallows": lambda: _swallows(), "pool": lambda: queue.SimpleQueue().get()}
+    for name, endless in calls.items():
+        def hangs(completions, endless=endless, **kwargs):
+            endless()
+            return [1.0] * len(completions)
+
+        started = time.monotonic()
+        with pytest.raises(UserError, match="hangs raised TimeoutError: it has not returned within 0.2 s"):
+            _scores(hangs, RewardLimits(timeout_seconds=0.2), texts=("a",))
+        assert time.monotonic() - started < 3, name
+    with time_limit(5.0, AssertionError):
+        with pytest.raises(KeyError), time_limit(0.05, KeyError):
+            time.sleep(10)
+        assert 4 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    with pytest.raises(KeyError), time_limit(0.05, KeyError), time_limit(5.0, AssertionError):
+        time.sleep(10)
+
+
+def _swallows():
+    while True:
+        with suppress(Exception):
+            time.sleep(10)
+
+
+def test_calls_have_limits_by_default(tmp_path):
+    """A reward may take half an hour, and so may any other host call; that of the rewards has no other."""
+    assert RewardLimits().timeout_seconds == HostFunction(print).timeout_seconds == 1800.0
+    experiment = make_experiment("grpo", write_task(tmp_path), steps=2, eval_dataset=None)
+    limits = {call.name: call.work.timeout_seconds for call in experiment.graph().of_kind("host")}
+    assert limits == {"reward_forward": None, "advantages": 1800.0}
+
+
+def test_a_host_call_that_takes_too_long_ends_the_run():
+    def slow(batch, context):
+        time.sleep(10)
+
+    call = FunctionCall("slow", "host", ("score",), work=HostFunction(slow, timeout_seconds=0.1))
+    with pytest.raises(UserError) as caught:
+        call_host_function(call, _batch([1.0], 1), None)
+    expected = "host call 'slow' raised TimeoutError: it has not returned within 0.1 s (HostFunction.timeout"
+    assert str(caught.value).startswith(expected) and "test_limits.py:" in str(caught.value)
+    with pytest.raises(ValueError, match="HostFunction.timeout_seconds is 0: it must be above 0, or None"):
+        HostFunction(slow, timeout_seconds=0)
 
 
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"timeout_seconds": 0.0}, "reward_limits.timeout_seconds is 0.0: it must be above 0"),
+    ({"retry_seconds": -1.0}, "reward_limits.retry_seconds is -1.0: it must not be negative"),
+    ({"max_failed_steps": -1}, "reward_limits.max_failed_steps is -1"),
     ({"retries": -1}, "reward_limits.retries is -1: it must not be negative"),
     ({"on_failure": "ignore"}, "reward_limits.on_failure"),
 ])  # fmt: skip

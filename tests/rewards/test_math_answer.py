@@ -36,6 +36,23 @@ def test_forms_of_the_right_answer(reward):
     assert strict(completions=texts, gold=["72"] * 4 + [""]) == [0.0, 0.0, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("text", [
+    r"\boxed{1234.}", r"\boxed {1234}", r"\fbox{1234}", "\\boxed{\r\n1234\r\n}", r"\boxed{1\,234}",
+    r"\boxed{1{,}234}", r"\boxed{1,234}", "<answer>1234</answer>", r"\boxed{~1234~}",
+    r"\boxed{\text{1234}}", r"\boxed{\boxed{1234}}", r"<think>maybe \boxed{5}</think>The answer is 1234.",
+    r"\boxed{5}? No: \boxed{1234}", "1,234.\r\n",
+])  # fmt: skip
+def test_ordinary_forms_of_a_right_answer(reward, text):
+    assert reward(completions=[text], answer=["1234"]) == [1.0]
+    assert reward(completions=[text], answer=["1235"]) == [0.0]
+
+
+def test_several_boxed_answers_are_right_together_or_by_the_last(reward):
+    texts = [r"\boxed{1} and \boxed{2}", r"\boxed{2}, then \boxed{1}", r"\boxed{3} and \boxed{1}"]
+    assert reward(completions=texts, answer=[r"$\{1, 2\}$"] * 3) == [1.0, 1.0, 0.0]
+    assert reward(completions=texts, answer=["1"] * 3) == [0.0, 1.0, 1.0]
+
+
 def test_equal_answers_have_one_form(reward):
     forms = {reward.answer_of(text) for text in (r"\boxed{\frac{1}{2}}", "0.5", "so it is $1/2$")}
     assert forms == {"1/2"}

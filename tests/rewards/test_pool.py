@@ -140,7 +140,8 @@ def test_calls_with_single_samples_are_made_again():
             raise ConnectionError("away")
         return [2.0]
 
-    assert _score(Reward(shaky, concurrency=3), RewardLimits(retries=2), count=6).totals == [2.0] * 6
+    limits = RewardLimits(retries=2, retry_seconds=0.01)
+    assert _score(Reward(shaky, concurrency=3), limits, count=6).totals == [2.0] * 6
     assert sorted(calls) == sorted([str(i) for i in range(6)] * 3)
 
 
@@ -156,7 +157,7 @@ def test_an_exit_in_a_thread_is_not_lost(is_async, settings, others):
 
     first = Reward(leaves_async if is_async else leaves, **settings)
     more = [Reward(_sleeper(0.0, is_async=True), name="fine")] * others
-    for limits in (None, RewardLimits(on_failure="drop", retries=1)):
+    for limits in (None, RewardLimits(on_failure="drop", retries=1, retry_seconds=0.01)):
         with pytest.raises(UserError, match="raised SystemExit: 3"):
             _score([first, *more], limits, count=4)
     assert _score(Reward(_sleeper(0.0, is_async=True)), count=2).totals == [0.0, 1.0]  # The loop still runs.

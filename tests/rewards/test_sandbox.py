@@ -1,5 +1,6 @@
 """Sandbox: hostile code fails with its reason, in bounded time, and leaves nothing behind."""
 
+import math
 import os
 import platform
 import re
@@ -7,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from realhf import Sandbox, UnitTests
 from realhf.errors import UserError
-from realhf.rewards import confinement, sandbox_folder
-from realhf.rewards.system_calls import NEWEST, system_calls
+from realhf.rewards import confinement, sandbox
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the sandbox needs Linux")
@@ -23,53 +24,18 @@ HOSTILE = {
     "endless loop": ("while True: pass", "timeout"),
     "sleep": ("import time\ntime.sleep(1000)", "timeout"),
     "fork bomb": ("import os\nwhile True: os.fork()", "processes"),
-    "patient fork bomb": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
-    "threads": (
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
-        "processes"),
-    "subprocess": ("import subprocess\nsubprocess.run(['ls'])", "processes"),
-    "exec": ("import os\nos.execv('/bin/ls', ['ls'])", "processes"),
     "10 GiB": ("x = bytearray(10 << 30)", "memory"),
     "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "network"),
-    "local socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "network"),
     "name look-up": ("import urllib.request\nurllib.request.urlopen('http://example.com')", "network"),
     "file outside": (f"open({str(OUTSIDE)!r}, 'w').write('x')", "files"),
-    "file by ctypes": (
-        f"import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\n"
-        f"n = l.open({str(OUTSIDE)!r}.encode(), 0o101, 0o600)\n"
-        "if n < 0: raise OSError(ctypes.get_errno(), 'open')", "files"),
     "secrets of this process": ("import os\nopen(f'/proc/{os.getppid()}/environ').read()", "files"),
     "kill": ("import os\nos.kill(os.getppid(), 9)", "error"),
-    "more rights": ("import os\nos.setuid(0)", "error"),
     "output": ("while True: print('x' * 1000)", "output"),
     "early end": ("import os\nos._exit(0)", "ended"),
     "crash": ("import ctypes\nctypes.string_at(0)", "killed"),
     "exit": ("import sys\nsys.exit(0)", "error"),
-    "deep directories": ("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')", "files"),
-    "hidden files": (
-        "import os\nfor i in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)\n"
-        "for i in range(9): open(str(i), 'wb').write(bytes(8 << 20))\nimport time\ntime.sleep(9)", "files"),
-    "open files without a name": (
-        "import os, time\nkept = []\nfor i in range(9):\n    kept.append(open('a', 'wb'))\n"
-        "    kept[-1].write(bytes(8 << 20))\n    os.unlink('a')\ntime.sleep(9)", "files"),
-    "mapped file without a name": (
-        "import mmap, os, time\nf = open('a', 'w+b')\nf.truncate(4096)\nkept = mmap.mmap(f.fileno(), 4096)\n"
-        "f.close()\nos.unlink('a')\ntime.sleep(9)", "files"),
-    "message to any address": (
-        "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-        "a.sendto(b'x', '/dev/log')", "network"),
-    "signal by a descriptor": (
-        "import fcntl, os, socket\na, b = socket.socketpair()\n"
-        "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())", "error"),
-    "signal by ioctl": (
-        "import fcntl, os, socket, struct\na, b = socket.socketpair()\n"
-        "fcntl.ioctl(a, 0x8901, struct.pack('i', os.getppid()))", "error"),
-    "life after its parent": (
-        "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0", "wrong"),
-    "own input": ("import os\nos.write(0, b'x')", "error"),
 }  # fmt: skip
-"""Code, and the reason of its failure."""
+"""Code without end or bounds, and the reason of its failure; test_attacks.py has what is bounded."""
 
 
 @pytest.fixture
@@ -146,6 +112,98 @@ thread.join()
     assert execution.detail == "AssertionError: "
 
 
+RIGHT = {
+    "deep recursion": (
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(256 << 20)\n"
+        "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\n"
+        "thread = threading.Thread(target=lambda: print(depth(int(input()))))\nthread.start()\nthread.join()",
+        "50000", "50000"),
+    "much output": ("print('\\n'.join(map(str, range(int(input())))))", "30000",
+                    "\n".join(map(str, range(30000)))),
+    "much input": ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))",
+                   "\n".join(map(str, range(200_000))), str(sum(range(200_000)))),
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: x * x, range(int(input())))))",
+        "100", "328350"),
+    "asyncio": (
+        "import asyncio\nasync def main():\n    await asyncio.sleep(0.01)\n"
+        "    print(await asyncio.to_thread(lambda: int(input()) + 1))\nasyncio.run(main())", "4", "5"),
+    "a time limit of its own": (
+        "import signal, time\ndef late(*a): raise TimeoutError\nsignal.signal(signal.SIGALRM, late)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05)\ntry: time.sleep(9)\nexcept TimeoutError: print('late')",
+        "", "late"),
+    "a database in memory": (
+        "import sqlite3\ndb = sqlite3.connect(':memory:')\ndb.execute('create table t(a)')\n"
+        "db.execute('insert into t values (7)')\nprint(*db.execute('select a from t').fetchone())", "", "7"),
+    "pipes and select": (
+        "import os, select, socket\na, b = socket.socketpair()\na.sendall(b'x')\n"
+        "print(select.select([b], [], [], 1)[0] == [b], b.recv(1))", "", "True b'x'"),
+    "large numbers": ("import math\nprint(math.factorial(int(input())) % 10007)", "", ""),
+    "many modules": (
+        "import argparse, array, bisect, calendar, collections, contextlib, copy, csv, ctypes, dataclasses, "
+        "datetime, decimal, enum, fractions, functools, gc, gzip, hashlib, heapq, inspect, io, itertools, "
+        "json, logging, lzma, math, multiprocessing, operator, pathlib, pickle, platform, queue, random, re, "
+        "resource, secrets, selectors, shutil, statistics, string, struct, subprocess, tempfile, textwrap, "
+        "time, typing, unittest, urllib.parse, uuid, weakref, xml.etree.ElementTree, zlib, zoneinfo\n"
+        "print(datetime.datetime(2024, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin')).utcoffset(), "
+        "len(uuid.uuid4().hex), platform.system(), random.SystemRandom().random() < 1)",
+        "", "2:00:00 32 Linux True"),
+}  # fmt: skip
+"""Right programs: code, input and output."""
+RIGHT["large numbers"] = (RIGHT["large numbers"][0], "5000", str(math.factorial(5000) % 10007))
+WITH_LANDLOCK = {
+    "input in a mapping": (
+        "import mmap\nm = mmap.mmap(0, 0, access=mmap.ACCESS_READ)\nprint(sum(map(int, m.read().split())))",
+        "1 2 3", "6"),
+    "a database in a file": (
+        "import sqlite3\na, b = (sqlite3.connect('db') for _ in range(2))\na.execute('create table t(a)')\n"
+        "a.execute('insert into t values (7)')\na.commit()\nprint(*b.execute('select a from t').fetchone())",
+        "", "7"),
+    "files of its own": (
+        "import pathlib, shutil, tempfile, mmap\nd = pathlib.Path(tempfile.mkdtemp())\n"
+        "(d / 'a').write_text(input())\nshutil.move(d / 'a', d / 'b')\nwith open(d / 'b', 'r+b') as f:\n"
+        "    m = mmap.mmap(f.fileno(), 0)\n    m[:1] = b'y'\n    m.close()\n"
+        "print([p.read_text() for p in d.iterdir()])", "xyz", "['yyz']"),
+}  # fmt: skip
+"""Right programs that write files or map them as shared, which the sandbox allows where it has Landlock."""
+
+
+@pytest.mark.parametrize("landlock", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_right_programs_run(landlock):
+    can_write = landlock and confinement._landlock_version() >= 3 and sandbox.may_look()
+    programs = RIGHT | (WITH_LANDLOCK if can_write else {})
+    box = Sandbox(landlock=landlock)
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(
+            lambda program: box.run(program[0], stdin=program[1], as_program=True), programs.values()))
+    found = {name: (end.reason, end.detail, end.stdout.strip())
+             for name, end in zip(programs, ends, strict=True)}  # fmt: skip
+    assert found == {name: ("passed", "", output) for name, (_, _, output) in programs.items()}
+
+
+@pytest.mark.slow
+def test_installed_packages_compute():
+    code = "import networkx, numpy, scipy.optimize, torch\na = numpy.random.rand(300, 300)\n"
+    code += "assert numpy.allclose(a @ numpy.linalg.inv(a), numpy.eye(300), atol=1e-6)\n"
+    code += "assert torch.ones(9).sum() == 9 and networkx.path_graph(3).size() == 2\n"
+    code += "assert abs(scipy.optimize.brentq(lambda x: x * x - 2, 0, 2) - 2**0.5) < 1e-9"
+    box = Sandbox(packages=True, memory_mib=8192, cpu_seconds=60, wall_seconds=200, threads=64)
+    assert box.run(code).reason == "passed"
+
+
+def test_a_program_has_no_huge_pages():
+    """Unmapping a part of one frees nothing, so what a process has mapped would not bound its memory."""
+    status = ""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(Sandbox().run, "import time\ntime.sleep(1)")
+        while "Seccomp:\t2" not in status and not running.done():
+            time.sleep(0.01)
+            status = next((Path(f"/proc/{name}/status").read_text() for name in _processes()), "")
+        assert running.result().reason == "passed"
+    assert "Seccomp:\t2" in status and "NoNewPrivs:\t1" in status and "THP_enabled:\t1" not in status
+
+
 def test_tests_that_were_passed_before_the_end_count():
     execution = Sandbox(cpu_seconds=1).run("x = 1", ["assert x", "while True: pass", "assert x"])
     assert execution.tests == ("passed", "timeout", "timeout")
@@ -207,7 +265,7 @@ def test_temporary_files_can_be_used():
     code = "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\n"
     code += "with tempfile.TemporaryDirectory() as d: open(d + '/a', 'w').write('x')"
     can_write = confinement._landlock_version() >= 3
-    may_delete = sandbox_folder.may_look()
+    may_delete = sandbox.may_look()
     assert Sandbox().run(code).reason == ("passed" if can_write and may_delete else "files")
 
 
@@ -232,30 +290,6 @@ print(sandbox.Sandbox(allow_unprotected=True).run("print(1)").stdout)
     assert "on sparc; set Sandbox.allow_unprotected only for code that you trust" in said and answer == "1"
 
 
-@pytest.mark.parametrize("landlock", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_ordinary_user_is_protected_as_well(landlock):
-    """Runs with the system's interpreter, as this one may lie where only root can read."""
-    python = "/usr/bin/python3"
-    readable = all(path.stat().st_mode & 0o005 == 0o005 for path in (ROOT, *ROOT.parents))
-    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"],
-                             capture_output=True, text=True) if os.path.exists(python) else None  # fmt: skip
-    if os.geteuid() != 0 or not readable or version is None or "True" not in version.stdout:
-        pytest.skip("needs root, a readable checkout and Python 3.11 of the system")
-    hostile = [case for case in HOSTILE.values() if case[1] != "timeout"]  # Limits are as for root.
-    script = f"""
-import os
-from realhf.rewards.sandbox import Sandbox
-box = Sandbox(cpu_seconds=1, wall_seconds=2.5, landlock={landlock})
-for code in {[code for code, _ in hostile]!r}:
-    print(box.run(code).reason)
-print(box.run("import os, json; print(os.getuid())").reason, os.getuid())
-"""
-    result = subprocess.run([python, "-B", "-c", script], cwd=ROOT, capture_output=True, text=True, user=4321)
-    assert result.returncode == 0, result.stderr
-    expected = [reason for _, reason in hostile]
-    assert result.stdout.split("\n")[:-1] == [*expected, "passed 4321"]
-
-
 @pytest.mark.parametrize(("machine", "header", "prefix"), [
     ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "__NR_"),
     ("aarch64", "/usr/include/asm-generic/unistd.h", "__NR(?:3264)?_"),
@@ -265,9 +299,11 @@ def test_numbers_of_system_calls_are_those_of_the_kernel(machine, header, prefix
         pytest.skip(f"there is no {header}")
     pairs = re.findall(rf"#define {prefix}(\w+)\s+(\d+)", Path(header).read_text())
     known = {name: int(number) for name, number in pairs}
-    ours = {name: number for group in system_calls(machine).values() for name, number in group.items()}
+    groups = confinement.system_calls(machine).values()
+    ours = {name: number for group in groups for name, number in group.items()}
+    assert len(ours) == sum(map(len, groups))
     assert {name: known.get(name, number) for name, number in ours.items()} == ours
-    assert len(set(ours) & set(known)) > 80 and all(number <= NEWEST for number in ours.values())
+    assert len(set(ours) & set(known)) > 80 and all(number <= confinement._NEWEST for number in ours.values())
 
 
 def test_refusals():

@@ -22,6 +22,7 @@ from realhf import (
     SamplingConfig,
     graph_of,
 )
+from realhf.cli.derived_counts import derived_counts
 from realhf.cli.main import main
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
@@ -348,8 +349,34 @@ def test_a_plan_of_training_serves_an_evaluation_alone(task):
 
 
 def test_the_first_and_last_values_without_evaluations():
-    found = first_and_last([], [])
-    assert found == {"eval_metric": None, "eval_first": None, "eval_last": None, "evals": {}}
+    found = first_and_last({}, [])
+    assert found == {
+        "eval_metric": None, "eval_first": None, "eval_last": None, "eval_steps": None, "evals": {}}
+
+
+def test_the_evaluation_before_the_first_step_can_be_left_out(task, alone, tmp_path, capsys):
+    """Everything else stays as it is: sampled tokens, later evaluations, and what is printed about them."""
+    program = compile_program(_experiment(task, eval_at_start=False), None, world_size=1)
+    assert derived_counts(program, num_rows=40)["evaluations"] == 2
+    Trainer(program, World(), out=tmp_path / "run").run()
+    assert _metrics(tmp_path / "run") == _metrics(alone)[1:]
+    assert not list((tmp_path / "run" / "evals").rglob("step_0.jsonl"))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    first = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["eval/greedy/score"]
+    assert summary["eval_steps"] == [1, 2] and summary["eval_first"] == first
+    err = capsys.readouterr().err
+    assert "before step 1" not in err
+    last = summary["eval_last"]
+    assert f"held-out greedy/score: {first:.3f} after step 1, {last:.3f} after step 2\n" in err
+
+
+def test_held_out_rows_that_nothing_evaluates_are_named(task):
+    experiment = make_experiment("grpo", task)
+    experiment.eval_graph = lambda: None
+    program = compile_program(experiment, None, world_size=1)
+    warned = [sentence for sentence in warnings_of(program, None, {}) if "nothing evaluates" in sentence]
+    assert warned == [
+        "eval_dataset is given, and nothing evaluates it: give eval_function, which scores the answers"]
 
 
 def brief(completion_ids):

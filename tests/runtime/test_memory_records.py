@@ -1,6 +1,8 @@
 """Memory of a run: recorded for each call beside the prediction; limits of caches kept by checkpoints."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from realhf.inference import cache_limit
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.records.progress import memory_lines
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl, untimed
 from tests.runtime.tiny import make_experiment, role, write_task
@@ -33,7 +36,7 @@ def _trainer(directory, out, *, start=None, predicts=False, plan=None, **changes
 
 @pytest.mark.parametrize("offload", marked([False, True], quick=[1]))
 def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
-    """On a CPU what the engines hold is counted. The parameters are float64: 8 bytes each."""
+    """On a CPU what engines hold is counted, and the process measured. Parameters have 8 bytes each."""
     directory = write_task(tmp_path)
     actor = role(directory)
     actor = replace(actor, optimizer=replace(actor.optimizer, offload=offload))
@@ -48,18 +51,51 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
         assert parts["actor optimizer"] == 2 * 8 * numel
         assert parts.get("actor gradients", 0) == 8 * numel * (event["name"] == "actor_train")
         assert ("kv_cache" in parts) == (event["name"] == "actor_generate")
-        assert event["memory_bytes"] == sum(parts.values())
-        difference = event["predicted_memory_bytes"] - event["memory_bytes"]
+        assert event["counted_bytes"] == sum(parts.values()) and "memory_bytes" not in event
+        difference = event["predicted_counted_bytes"] - event["counted_bytes"]
         cache = parts.get("kv_cache", 0)
         assert (0 <= difference <= 0.5 * cache) if cache else difference == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
+        assert event["process_bytes"] >= trainer._executor.memory.beside_models
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    of_process = summary["process_memory"]
+    assert of_process["measured"] == max(event["process_bytes"] for event in events)
+    assert of_process["predicted"] == max(event["predicted_process_bytes"] for event in events)
+    sums = [sum(trainer._program.predicted_memory[e["name"]][0].values()) for e in events]
+    assert of_process["predicted"] == of_process["beside_models"] + round(max(sums))
+    summary = summary["memory"]
     for metrics in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         for call in ("actor_generate", "ref_forward", "actor_train"):
             of_call = [e for e in events if (e["step"], e["name"]) == (metrics["step"], call)]
-            assert metrics[f"perf/memory_bytes/{call}"] == max(e["memory_bytes"] for e in of_call)
-            assert metrics[f"perf/predicted_memory_bytes/{call}"] == of_call[0]["predicted_memory_bytes"]
-            assert summary[call]["measured"] >= metrics[f"perf/memory_bytes/{call}"]
-            assert summary[call]["predicted"] == of_call[0]["predicted_memory_bytes"]
+            assert metrics[f"perf/counted_bytes/{call}"] == max(e["counted_bytes"] for e in of_call)
+            assert metrics[f"perf/predicted_counted_bytes/{call}"] == of_call[0]["predicted_counted_bytes"]
+            assert summary[call]["counted"] >= metrics[f"perf/counted_bytes/{call}"]
+            assert summary[call]["predicted"] == of_call[0]["predicted_counted_bytes"]
+
+
+def test_the_measured_memory_is_that_of_the_process():
+    """A block that is written and freed stays in the peak. The kernel's sum over all mappings is the same."""
+    lines = ["from realhf.runtime.execute.memory_meter import resident_bytes as held",
+             "before = held(), held(peak=True)", "block = b'1' * (300 << 20)", "during = held()",
+             "mapped = open('/proc/self/smaps_rollup').read().split('Rss:')[1].split()[0]", "del block",
+             "print(*before, during, 1024 * int(mapped), held(), held(peak=True))"]  # fmt: skip
+    shown = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True)
+    now, peak_before, during, mapped, after, peak = map(int, shown.stdout.split())
+    assert during - now == pytest.approx(300 << 20, rel=0.02) and mapped == pytest.approx(during, rel=0.01)
+    assert abs(after - now) < 10 << 20 and peak > 0.99 * during and peak - peak_before > 200 << 20
+
+
+def test_the_last_lines_tell_measured_from_counted():
+    process = {"measured": 5.5e9, "predicted": 5.25e9, "beside_models": 6e8}
+    calls = {"actor_generate": {"counted": 2.15e9, "predicted": 2.15e9}, "actor_train": {"counted": 2e9}}
+    assert memory_lines(process, calls) == [
+        "memory of a process: 5.5 GB measured at its peak (600 MB of it beside the models), "
+        "5.25 GB predicted",
+        "  weights, gradients, optimizer and cache in actor_generate, where they are most: 2.15 GB counted, "
+        "2.15 GB predicted"]
+    on_gpu = memory_lines({"measured": 5e9, "beside_models": 4e9}, {"actor_train": {"measured": 7e10}})
+    assert on_gpu == [
+        "memory of a process: 5 GB measured at its peak (4 GB of it beside the models)",
+        "memory of a rank in actor_train: 70 GB measured"]
 
 
 def _limits(trainer):

@@ -1,8 +1,17 @@
 """What the timeline of a run shows, on timelines written by hand."""
 
+import json
+import struct
 from typing import Any
 
-from realhf.runtime.records.pictures import held_out_curves, steps_to_draw, without_waits
+from realhf.runtime.records.pictures import (
+    Panel,
+    draw_pictures,
+    held_out_curves,
+    panels_of,
+    steps_to_draw,
+    without_waits,
+)
 
 
 def event(step: int, rank: int, kind: str, start: float, end: float, **more: Any) -> dict[str, Any]:
@@ -41,3 +50,50 @@ def test_scores_of_all_sets_are_drawn_and_the_pass_rate_of_most_samples():
     assert dict(held_out_curves(names)) == {
         "eval/score": "held-out score", "eval/hard/score": "held-out score (hard)",
         "eval/pass@16": "held-out pass@16", "eval/hard/pass@2": "held-out pass@2 (hard)"}
+
+
+def test_each_of_several_rewards_has_a_panel_of_its_own():
+    """Rewards may have very different scales, so they do not share an axis."""
+    rewards = ["reward/mean", "reward/right/mean", "reward/right/std", "reward/length/mean", "actor/loss"]
+    held_out = ["eval/score", "eval/right", "eval/length", "eval/response_length/mean"]
+    assert panels_of([*rewards, "actor/pg_loss", *held_out]) == [
+        Panel("mean reward", {"reward/mean": "training"}, {"eval/score": "held-out score"}),
+        Panel("right", {"reward/right/mean": "training"}, {"eval/right": "held out"}),
+        Panel("length", {"reward/length/mean": "training"}, {"eval/length": "held out"})]
+    single = panels_of(["reward/mean", "reward/right/mean", "actor/loss", "actor/pg_loss"])
+    assert [panel.title for panel in single] == ["mean reward"]
+    of_sets = [f"eval/{name}/{metric}" for name in ("easy", "hard") for metric in ("score", "right")]
+    sets = panels_of([*rewards[:4], *of_sets])
+    assert sets[1].held_out == {"eval/easy/right": "held out (easy)", "eval/hard/right": "held out (hard)"}
+
+
+def test_other_algorithms_have_panels_of_what_they_learn():
+    pairs = panels_of(["actor/loss", "rewards/accuracies", "rewards/margins", "eval/loss", "eval/score",
+                       "eval/rewards/accuracies"])  # fmt: skip
+    assert pairs == [
+        Panel("loss", {"actor/loss": "training"}, {"eval/loss": "held out"}),
+        Panel("accuracy", {"rewards/accuracies": "training"}, {"eval/rewards/accuracies": "held out"}),
+        Panel("held-out score", {}, {"eval/score": "held-out score"})]
+    model = panels_of(["reward/loss", "reward/accuracy", "eval/accuracy", "eval/loss"])
+    assert [panel.title for panel in model] == ["loss", "accuracy"] and model[1].held_out == {
+        "eval/accuracy": "held out"}
+    teachers = panels_of(["actor/loss", "actor/reverse_kl", "actor/reverse_kl/teacher_1",
+                          "actor/reverse_kl/teacher_2"])  # fmt: skip
+    assert teachers == [Panel("reverse KL to the teacher", {
+        "actor/reverse_kl": "training", "actor/reverse_kl/teacher_1": "teacher_1",
+        "actor/reverse_kl/teacher_2": "teacher_2"}, {})]
+
+
+def test_the_picture_grows_by_a_panel_for_each_reward(tmp_path):
+    """A PNG has its width and height after the signature and the name of its first chunk."""
+    values = {"reward/mean": 0.1, "reward/a/mean": 1.0, "reward/b/mean": -100.0}
+    steps = [{"step": i} | {name: i * value for name, value in values.items()} for i in range(4)]
+    heights = []
+    for names in (["reward/mean"], list(values)):
+        rows = [{name: step[name] for name in ("step", *names)} for step in steps]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "timeline.jsonl").write_text("")
+        draw_pictures(tmp_path)
+        width, height = struct.unpack(">II", (tmp_path / "reward.png").read_bytes()[16:24])
+        heights.append(height)
+    assert width == 8 * 120 and heights == [round(4.5 * 120), round((4.5 + 2 * 2.2) * 120)]

@@ -1,5 +1,7 @@
 """Output during a long call: which call it is, how long it has run and how far it is."""
 
+import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -7,14 +9,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from realhf import DatasetConfig, Evaluation
+from realhf import DPO, DatasetConfig, Distillation, Evaluation, PairwiseRewardModel
 from realhf.dist.activity import Activity
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.records.progress import Progress, without_signal
+from realhf.runtime.records.progress import Progress, fault_of, shown_columns
 from realhf.runtime.trainer import Trainer
-from tests.runtime.tiny import make_experiment, write_task
+from tests.runtime.tiny import make_experiment, role, write_task
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_transformers_engine_says_it_too(task):
 
 def test_an_evaluation_is_named(task):
     lines = _lines(task)
-    assert any(line.startswith("evaluation after step 0: actor_generate: ") for line in lines[:6])
+    assert any(line.startswith("evaluation: actor_generate: ") for line in lines[:6])
 
 
 @pytest.fixture
@@ -114,26 +116,54 @@ def test_every_so_many_steps_have_a_line(task, capsys):
     assert [line.partition(":")[0] for line in lines] == ["step 2/5", "step 4/5"]
 
 
-def test_several_rewards_are_shown_by_name_and_noise_as_0(tmp_path, program, capsys):
-    metrics = {"actor/loss": -3e-9, "reward/mean": 0.3412345, "reward/right/mean": 0.41,
-               "reward/right/std": 1.0, "reward/brief/mean": -0.07, "timing_s/step": 1e-5}  # fmt: skip
+def test_several_rewards_are_shown_by_name_and_a_policy_gradient_without_its_loss(program, capsys):
+    metrics = {"actor/loss": -3e-9, "actor/pg_loss": -3e-9, "reward/mean": 0.3412345,
+               "reward/right/mean": 0.41, "reward/right/std": 1.0, "reward/brief/mean": -0.07,
+               "reward/group_std": 1e-17,
+               "response_length/clip_ratio": 0.25, "perf/generated_tokens_per_s": 12345.6,
+               "timing_s/step": 1e-5}  # fmt: skip
     shown = Progress(program, Activity())
     shown.start([], held_out={})
     capsys.readouterr()
     shown.step(1, metrics)
     shown.step(2, {"reward/mean": 0.5, "reward/right/mean": 0.5})  # A single one is the reward itself.
+    shown.step(3, {"student/loss": 2.5e-7, "critic/loss": 1.0, "critic/vf_loss": 1.0, "actor/loss": 0.25})
     shown.stop()
     assert capsys.readouterr().err.splitlines() == [
-        "step 1/3: reward 0.3412, right 0.41, brief -0.07, loss 0, seconds 1e-05", "step 2/3: reward 0.5"]
+        "step 1/3: reward 0.3412, right 0.41, brief -0.07, spread 0, cut off 25%, "
+        "generated tokens/s 12,346, seconds 1e-05",
+        "step 2/3: reward 0.5",
+        "step 3/3: student loss 2.5e-07, loss 0.25, value loss 1"]
+
+
+GRPO_STEP = {
+    "reward/mean": 0.3412, "reward/right_answer/mean": 0.3, "reward/brief/mean": 0.4,
+    "reward/group_std": 0.2345, "actor/ref_kl": 0.00123, "response_length/mean": 123.4,
+    "response_length/clip_ratio": 0.25,
+    "actor/entropy": 1.234, "actor/grad_norm": 0.5678, "perf/generated_tokens_per_s": 23456.0,
+    "perf/trained_tokens_per_s": 3456.0, "timing_s/step": 31.42}  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "shown", "left_out"), [
+    (140, ["right_answer", "brief", "entropy", "grad", "generated", "trained", "seconds"], []),
+    (80, ["reward", "spread", "KL", "length", "cut off", "generated", "seconds"], ["brief", "grad"]),
+    (40, ["reward", "spread", "KL", "seconds"], ["generated", "entropy", "length"]),
+])  # fmt: skip
+def test_a_narrow_terminal_shows_what_tells_most(tmp_path, program, width, shown, left_out):
     with (tmp_path / "terminal").open("w+") as terminal:
-        shown = Progress(program, Activity())
-        shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
-        shown.start([], held_out={})
-        shown.step(1, metrics)
-        shown.stop()
+        progress = Progress(program, Activity())
+        progress._console = Console(file=terminal, force_terminal=True, width=width, highlight=False)
+        progress.start([], held_out={})
+        progress.step(1, GRPO_STEP)
+        progress.stop()
         terminal.seek(0)
-        text = terminal.read()
-    assert re.search("reward.*right.*brief.*loss.*seconds", text) and re.search("-0.07.* 0 .*1e-05", text)
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.read())
+    lines = text.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.strip().startswith("1/3")]
+    table = lines[rows[-1] - 3 : rows[-1] + 1]
+    assert max(len(line.rstrip()) for line in table) <= width and not any("…" in line for line in table)
+    assert all(any(title in line for line in table) for title in shown)
+    assert not any(title in line for line in table for title in left_out)
 
 
 def test_a_terminal_shows_it_live(tmp_path, program):
@@ -153,9 +183,10 @@ def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
     data = DatasetConfig(str(task / "data.jsonl"), max_rows=5)
     sets = {"one": data, "two": Evaluation(data, samples=2, max_rows=3)}
     for held_out, counted, lines in [
-        (data, "40 training prompts, 5 held out", ["held out, after step 0: score 0.500"]),
+        (data, "40 training prompts, 5 held out", ["held out, before step 1: score 0.500"]),
         (sets, "40 training prompts, 8 held out (one 5, two 3)",
-         ["held out, after step 0:", "  one: score 0.500, length 3.000", "  two: score 0.250, pass@2 1.000"]),
+         ["held out, before step 1:", "  one: score 0.500, length 3.000",
+          "  two: score 0.250, pass@2 1.000"]),
     ]:  # fmt: skip
         program = compile_program(make_experiment("grpo", task, eval_dataset=held_out), None, world_size=1)
         metrics = {"eval/score": 0.5} if held_out is data else {
@@ -164,7 +195,7 @@ def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
         shown = Progress(program, Activity())
         shown.start(range(40), held_out={"": 5} if held_out is data else {"one": 5, "two": 3})
         assert counted in capsys.readouterr().err
-        shown.evaluation(0, metrics)
+        shown.evaluation(0, metrics, metrics)
         shown.stop()
         assert capsys.readouterr().err.splitlines() == lines
 
@@ -207,9 +238,60 @@ def test_a_run_without_a_learning_signal_warns_once(task, capsys):
         "`realhf rollouts` shows them"]
 
 
-def test_a_single_step_with_a_signal_is_enough():
-    """Also, an algorithm that does not compare groups has no such metric."""
-    without = {"reward/zero_std_groups": 1.0, "response_length/clip_ratio": 0.5, "reward/mean": 0.0}
-    assert "50% of the answers" in without_signal([("1", without)] * 3)
-    assert without_signal([("1", without), ("2", without | {"reward/zero_std_groups": 0.9})]) is None
-    assert without_signal([("1", {"reward/mean": 0.0})] * 3) is None
+def test_faults_are_named_by_what_all_steps_have_in_common():
+    """A single step with a signal is enough. An algorithm that compares no groups has another metric."""
+    equal = {"reward/zero_std_groups": 1.0, "response_length/clip_ratio": 0.5, "reward/mean": 0.0}
+    assert "50% of the answers" in fault_of([equal] * 3)[1]
+    assert fault_of([equal, equal | {"reward/zero_std_groups": 0.9}, equal]) is None
+    assert fault_of([{"reward/mean": 0.0}] * 3) is None
+    alone = {"reward/std": 1e-17, "reward/mean": 0.7, "actor/grad_norm": 0.3}
+    assert "all answers had the same reward (0.7)" in fault_of([alone] * 3)[1]
+    assert fault_of([alone, alone | {"reward/std": 0.1}]) is None
+    still = {"actor/loss": 0.3, "actor/grad_norm": 0.0, "critic/grad_norm": 0.1}
+    assert fault_of([still] * 3) == ("still", "in 3 steps the gradient of actor was 0: nothing is learned")
+    assert fault_of([still, still | {"actor/grad_norm": 1e-9}]) is None
+    cut = {"reward/zero_std_groups": 0.1, "response_length/clip_ratio": 1.0}
+    assert "no answer ended by itself" in fault_of([cut] * 3)[1]
+    assert fault_of([cut] * 3, may_end=False) is None
+    assert fault_of([cut, cut | {"response_length/clip_ratio": 0.99}]) is None
+
+
+def _last_line(experiment, capsys):
+    Trainer(compile_program(experiment, None, world_size=1), World()).run()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1/1: ")]
+    return dict(part.rsplit(" ", 1) for part in line.removeprefix("step 1/1: ").split(", "))
+
+
+def _pairs(task):
+    path = task / "pairs.jsonl"
+    rows = [json.loads(line) for line in (task / "data.jsonl").read_text().splitlines()]
+    path.write_text("".join(json.dumps(
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0"}) + "\n" for row in rows))
+    return {"dataset": DatasetConfig(str(path)), "steps": 1, "batch_size": 4}
+
+
+def test_every_kind_of_training_shows_what_it_learns(task, capsys):
+    """The values beside the titles are checked for two kinds by what else is known of a first step."""
+    shown = _last_line(make_experiment("grpo", task, steps=1, eval_dataset=None), capsys)
+    assert {"reward", "spread", "KL to ref", "cut off", "generated tokens/s"} <= set(shown)
+    assert "loss" not in shown
+    shown = _last_line(make_experiment("ppo", task, steps=1, eval_dataset=None), capsys)
+    assert {"reward", "spread", "value loss"} <= set(shown) and "loss" not in shown
+    shown = _last_line(make_experiment("sft", task, steps=1, eval_dataset=None), capsys)
+    assert set(shown) == {"loss", "grad norm", "trained tokens/s", "seconds"}
+    shown = _last_line(DPO(actor=role(task), **_pairs(task)), capsys)
+    assert float(shown["loss"]) == pytest.approx(math.log(2), abs=1e-4) and shown["margin"] == "0"
+    assert {"accuracy", "margin"} <= set(shown)
+    shown = _last_line(PairwiseRewardModel(reward=role(task, head="score"), **_pairs(task)), capsys)
+    assert {"loss", "accuracy", "margin"} <= set(shown)
+    one_step = {"dataset": DatasetConfig(str(task / "data.jsonl")), "steps": 1, "batch_size": 4}
+    for variant in ("sampled", "top_k"):
+        teacher = role(task, trainable=False)
+        experiment = Distillation(actor=role(task), teachers=(teacher,), variant=variant, top_k=4, **one_step)
+        shown = _last_line(experiment, capsys)
+        assert "KL to teacher" in shown and "loss" not in shown
+
+
+def test_no_column_is_shown_twice():
+    names = [column.title for column in shown_columns(GRPO_STEP)]
+    assert len(names) == len(set(names))

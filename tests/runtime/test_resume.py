@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from realhf import LoraConfig
 from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.dist.world import World
+from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
 from tests.runtime.test_invariance import ROLE_CALLS
-from tests.runtime.tiny import make_experiment, role, write_task
+from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 from tests.samples import marked
 
 STEPS = 3
@@ -100,6 +101,86 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, out)]
     assert summaries[0]["eval_first"] == summaries[1]["eval_first"]
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
+
+
+class Failing:
+    """An object that fails from a call on, in place of what it calls."""
+
+    def __init__(self, function, *, at):
+        self.calls = 0
+        self.function = function
+        self.at = at
+
+    def __call__(self, *arguments, **options):
+        self.calls += 1
+        if self.calls >= self.at:
+            raise ConnectionError("it is away")
+        return self.function(*arguments, **options)
+
+
+def failing(variant: str, directory: Path, *, at: int):
+    """Return an experiment of which something fails from a call on."""
+    settings = {"steps": 4, "checkpoint_every": "1h", "eval_every": 2}
+    if variant == "lag":
+        settings["max_lag"] = 1
+    experiment = make_experiment("grpo", directory, **settings)
+    if variant == "average":
+        experiment = average(experiment)
+    if variant in ("train", "second minibatch"):
+        graph = experiment.graph()
+        train = graph["actor_train"]
+        loss = Failing(train.work.loss, at=at)
+        for name in ("output", "entropy", "learns", "group_size", "token_ids", "totals", "summarize"):
+            setattr(loss, name, getattr(train.work.loss, name))
+        work = replace(train.work, loss=loss)
+        graph = DataflowGraph([replace(c, work=work) if c is train else c for c in graph.calls], graph.inputs)
+        experiment.graph = lambda: graph
+        return experiment
+
+    reward = Failing(some_reward, at=at)
+
+    def reward_function(prompts, completions, completion_ids, answer):
+        return reward(prompts, completions, completion_ids, answer)
+
+    experiment.reward_function = reward_function
+    return experiment
+
+
+# With evaluations before step 1 and after steps 2 and 4, the reward is called for: 0, 1, 2, 2, 3, 4, 4.
+RESCUES = [
+    ("reward", 5, 2), ("evaluation", 4, 2), ("evaluation", 7, 4), ("average", 5, 2), ("lag", 5, 2),
+    ("train", 5, 2), ("second minibatch", 6, None), ("reward", 2, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "at", "step"), RESCUES)
+def test_a_failing_run_saves_its_last_finished_step(tmp_path, capsys, variant, at, step):
+    """What continues from there is what nothing has ended, bit for bit."""
+    directory = write_task(tmp_path)
+    whole = tmp_path / "whole"
+    program = compile_program(failing(variant, directory, at=10**6), None, world_size=1)
+    Trainer(program, World(), out=whole, quiet=True).run()
+    out = tmp_path / "out"
+    program = compile_program(failing(variant, directory, at=at), None, world_size=1)
+    with pytest.raises(Exception, match="it is away"):
+        Trainer(program, World(), out=out, quiet=True).run()
+    saved = [path.name for path in (out / "checkpoints").iterdir()]
+    assert saved == ([] if step is None else [f"step_{step}"])
+    assert ("actor has been updated since" in capsys.readouterr().err) == (variant == "second minibatch")
+    if step in (None, 4):
+        return
+    checkpoint = newest_checkpoint(World(), [out / "checkpoints" / saved[0]])
+    program = compile_program(failing(variant, directory, at=10**6), None, world_size=1)
+    Trainer(program, World(), out=out, checkpoint=checkpoint, quiet=True).run()
+    theirs, ours = (Manifest.load(path / "checkpoints/step_4") for path in (whole, out))
+    files = [name for name in theirs.files if name.endswith(".safetensors")]
+    assert {name: ours.files[name] for name in files} == {name: theirs.files[name] for name in files}
+    steps = [untimed(path / "metrics.jsonl") for path in (whole, out)]
+    if variant == "evaluation":  # The one that has failed is not made up for.
+        steps = [[{k: v for k, v in m.items() if not k.startswith("eval/")} for m in ms] for ms in steps]
+        assert [m["step"] for m in steps[0]] == [m["step"] for m in steps[1]]
+        steps = [[m for m in ms if m["step"] != step] for ms in steps]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.slow

@@ -1,18 +1,32 @@
 """Warnings in runs of one process; those about adapters of another model are in test_lora.py."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from transformers import AutoTokenizer
 
-from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig, half_precision
+from realhf import (
+    DatasetConfig,
+    ExactMatch,
+    FormatReward,
+    OptimizerConfig,
+    RegexMatch,
+    Reward,
+    RewardModel,
+    Role,
+    SamplingConfig,
+    half_precision,
+)
 from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.compile.warnings import warnings_of
 from realhf.runtime.trainer import Trainer
-from tests.runtime.tiny import HF_CONFIG, make_experiment, role, write_task
+from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +66,65 @@ def test_rows_that_are_left_out(task, capsys):
     why = f"are left out, as their prompts are longer than max_prompt_tokens {limit}"
     assert _warnings(capsys, "grpo", task, dataset=dataset) == [
         f"dataset: {count} of {len(lengths)} rows {why}"]
+
+
+LOOK = re.compile("</think>")
+
+
+def _by_constant(completions, **columns):
+    return [float("<think>" in text) for text in completions]
+
+
+def _by_global(completions, **columns):
+    return [float(LOOK.search(text) is not None) for text in completions]
+
+
+class _ByField:
+    def __call__(self, completions, **columns):
+        """Look for no <think> in the text."""
+        return [float(any(word in text for word in ["a", "<think>"])) for text in completions]
+
+
+def _unmarked(completions, **columns):
+    """Return 0 for what would have been <think>."""
+    return [0.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def thinking_task(tmp_path_factory):
+    directory = write_task(tmp_path_factory.mktemp("thinking"))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG | {"vocab_size": len(tokenizer)}))
+    return directory
+
+
+@pytest.mark.parametrize(("reward", "token"), [
+    (FormatReward(), "<think>"), (RegexMatch(r"^<think>.*</think>"), "<think>"), (ExactMatch(), "</think>"),
+    (_by_constant, "<think>"), (partial(_by_constant), "<think>"), (_by_global, "</think>"),
+    (_ByField(), "<think>"), (RegexMatch("<pad>"), "<pad>"), (_unmarked, None), (some_reward, None),
+])  # fmt: skip
+def test_rewards_that_look_for_special_tokens(thinking_task, capsys, reward, token):
+    said = _warnings(capsys, "grpo", thinking_task, reward_function=Reward(reward, name="r"))
+    sought = "a special token of the tokenizer: completions have no special tokens as text"
+    expected = [] if token is None else [
+        f"reward r looks for {token!r}, {sought}, only in completion_ids"]
+    assert said == expected
+
+
+def test_a_format_whose_first_tag_the_prompt_has_written(thinking_task, capsys):
+    for opened, end in ((False, "<think>"), (True, "=")):
+        rows = [{"prompt": f"1+1{end}", "answer": "2"}] * 8
+        dataset = _dataset(thinking_task, rows)
+        said = []
+        for chosen in (opened, not opened):
+            reward = FormatReward(opened=chosen)
+            said.append(_warnings(capsys, "grpo", thinking_task, dataset=dataset, reward_function=reward))
+        ends = "does not end" if opened else "ends"
+        first = f"the first prompt {ends} with <think>, and FormatReward.opened is {opened}"
+        assert f"dataset: reward format: {first}" in said[0]
+        assert not any(line.startswith("dataset: reward format") for line in said[1])
 
 
 def test_settings_that_the_engine_does_not_have(task, capsys):

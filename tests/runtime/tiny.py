@@ -103,7 +103,8 @@ def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
     settings["group_size"] = settings.get("group_size", 4)
     if kind == "grpo":
         loss = PolicyLossConfig(kl_coef=0.05)
-        return GRPO(actor=actor, reward_function=some_reward, loss=loss, minibatches=2, **settings)
+        function = settings.pop("reward_function", some_reward)
+        return GRPO(actor=actor, reward_function=function, loss=loss, minibatches=2, **settings)
     return PPO(
         actor=actor,
         critic=role(directory, head="score"),

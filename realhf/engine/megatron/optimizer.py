@@ -172,13 +172,13 @@ class MegatronTrainer:
         if self.num_skipped:
             return {"skipped_updates": 1.0}
         lr = learning_rate(self.config, self.num_steps)
+        self.num_steps += 1  # First, so that an interrupted update is not taken for none.
         for group in optimizer.param_groups:
             group["lr"] = lr
         for member in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(
                 member.get_parameters(), max_norm=self.config.max_grad_norm, total_norm=grad_norm)
         optimizer.step_with_ready_grads()
-        self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
     @cached_property

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import Operation
+from realhf.dist.gloo import gloo_backend
 from realhf.dist.group import Group, peer_errors
 from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World, gloo_backend
+from realhf.dist.world import World
 
 _BACKEND = "realhf"
 _UNUSED = ("hcp", "inter_dist_opt")

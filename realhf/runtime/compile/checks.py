@@ -358,9 +358,10 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
             continue
         if (differing := first_difference(ours, theirs)) is not None:
             number, here, there = differing
+            read = "another one" if there is None else repr(there)
             raise ValueError(
                 f"{name}.model {role.model} was made for another tokenizer than {directory}, whose tokens it "
-                f"would get: token {number} is {there!r} there and {here!r} here"
+                f"would get: token {number} is {read} there and {here!r} here"
             )
 
 

@@ -26,6 +26,7 @@ from realhf.runtime.compile.eval_program import (
     evaluation_homes,
     legal_names,
 )
+from realhf.runtime.compile.sampling_checks import ending_with_turns
 
 PredictedMemory = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Call -> rank -> bytes by part, as the planner counts them."""
@@ -93,6 +94,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     datasets = {"dataset": (experiment.dataset, graph)}
     checks.check_data(experiment, roles, datasets | _datasets(eval_sets))
     checks.check_step(experiment, graph, roles)
+    graph = ending_with_turns(graph, roles, experiment.tokenizer_dir())
     graph = plan.with_rows_and_free_memory(graph)
     parts = compile_parts(
         graph, plan, roles, homes, parameter_specs(roles), experiment.parts(graph),
@@ -146,6 +148,10 @@ def _datasets(eval_sets: Sequence[EvaluationProgram]) -> dict[str, tuple[Dataset
 
 def with_evaluations(program: Program, eval_sets: Sequence[EvaluationProgram]) -> Program:
     """Return the program with its evaluations, after checking and compiling them."""
+    tokenizer = program.experiment.tokenizer_dir()
+    eval_sets = [
+        replace(eval_set, graph=ending_with_turns(eval_set.graph, program.roles, tokenizer))
+        for eval_set in eval_sets]
     first_tag = FIRST_INPUT + len(program.actions)  # An action has at most one tag.
     evaluations = compile_evaluations(
         eval_sets, program.plan, program.roles, program.homes, world_size=program.num_ranks,

@@ -1,10 +1,7 @@
 """Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
-import signal
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -12,6 +9,7 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
+from realhf.time_limit import time_limit
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""
@@ -70,7 +68,7 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
         runner = experiment.step_runner(graph, executor, steps=steps)
         for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
-            with _time_limit():
+            with time_limit(_MAX_SECONDS, _endless):
                 runner.execute(experiment.step)
         operations = operations or executor.operations
     for name, value in vars(experiment).items():
@@ -88,23 +86,8 @@ def _check_signature(experiment: Experiment) -> None:
         raise ValueError(f"step() must take one argument, the step runner ({error})") from error
 
 
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise UserError if a trial takes long; only the main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise UserError(f"step() has not ended after {_MAX_SECONDS:g} s in a trial: does it loop for ever?")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, _MAX_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _endless() -> UserError:
+    return UserError(f"step() has not ended after {_MAX_SECONDS:g} s in a trial: does it loop for ever?")
 
 
 class _DryExecutor:

@@ -1,14 +1,17 @@
 """Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
+from realhf.data.light_tokenizer import special_tokens
+from realhf.data.sequence_tokens import special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
+from realhf.evaluation.sets import named_sets
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.models.model_config import ModelConfig
@@ -16,14 +19,23 @@ from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.sampling_checks import off_policy
+from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
-    "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
-    "log_every", "expected", "rollouts")
+    "steps", "eval_every", "eval_at_start", "export_every", "checkpoint_every", "keep_checkpoints",
+    "keep_checkpoint_every", "log_every", "expected", "rollouts")
 """Fields that a resumed run may change without training another model."""
+
+
+@runtime_checkable
+class ScoredByRewards(Protocol):
+    """A host function that calls reward functions."""
+
+    def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]: ...
+
+    def doubts(self, prompt: str) -> Iterator[str]: ...
 
 
 def warnings_of(
@@ -37,17 +49,21 @@ def warnings_of(
     parts = [("dataset", program.graph, rows)]
     sets = program.evaluations
     parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
-    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += off_policy(program.graph)
     if rows is not None:
         warnings += _repeated_rows(program, rows)
+    warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
+        tokenizer = program.experiment.tokenizer_dir()
         warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        warnings += turn_end_warnings(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            warnings += _doubted_rewards(graph, where, part)
             warnings += [*_beyond_positions(program.roles, graph, where, part),
-                      *_unknown_end(program.roles, graph, where, part)]
+                      *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
     return list(dict.fromkeys(warnings))
 
 
@@ -154,10 +170,52 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
-    if count := rows.num_unlike_prompt:
+    """Yield warnings about rows whose tokens are not what one may expect."""
+    found = rows.oddities
+    if found.num_unlike_prompt:
         yield (
-            f"{name}: in {count} rows the chat template writes another beginning with the completion than "
-            "for the prompt alone; the loss counts from the first token that differs")
+            f"{name}: in {found.num_unlike_prompt} rows the chat template writes another beginning with the "
+            "completion than for the prompt alone; the loss counts from the first token that differs")
+    if found.num_rewritten:
+        yield (
+            f"{name}: in {found.num_rewritten} rows the chat template writes answers in another way when "
+            "messages follow (many leave out earlier reasoning); the model learns what the whole chat has")
+    if found.num_torn:
+        yield (
+            f"{name}: in {found.num_torn} rows a token would span the end of the prompt and the beginning of "
+            "the completion, as after a space at the end: they are tokenised apart, as answers are drawn")
+    if found.num_special:
+        yield (
+            f"{name}: in {found.num_special} rows messages have special tokens in what they say, which the "
+            "model reads as if the chat template had written them")
+    if found.num_quoted:
+        yield (
+            f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
+            "template quotes once more: store them as objects")
+    if found.num_continued:
+        yield (
+            f"{name}: {found.num_continued} prompts end with a message of the assistant, which answers "
+            "continue: leave it out if it is an answer by itself")
+
+
+def _plain_texts(parts: list[tuple[str, TokenizedRows]]) -> Iterator[str]:
+    """Yield a warning about data sets of text prompts, if the tokenizer has a template for chats."""
+    names = [name for name, rows in parts if rows.config.chat is None and _has_plain_text(rows)]
+    if names:
+        yield (
+            f"{' and '.join(dict.fromkeys(names))}: prompts are text, and the tokenizer has a chat template, "
+            "which is not applied to them: chat=True makes chats of them, chat=False leaves them "
+            "(realhf eval: --chat or --no-chat)")
+
+
+def _has_plain_text(rows: TokenizedRows) -> bool:
+    """Return whether a prompt becomes no chat. Texts that a template has written have special tokens."""
+    template = rows.tokenizer.chat_template
+    if rows.config.makes_chats or template is None:
+        return False
+    prompts = [row["prompt"] for row in rows.rows if isinstance(row["prompt"], str)]
+    specials = [text for text in special_texts(rows.tokenizer) if text in str(template)]
+    return any(not any(text in prompt for text in specials) for prompt in prompts)
 
 
 def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
@@ -174,6 +232,15 @@ def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
             f"first {rows.file_place_of(unknown[0])}: the model reads an unknown token")
 
 
+def _doubted_rewards(graph: DataflowGraph, name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about rewards that look for what completions cannot have."""
+    for call in graph.of_kind("host"):
+        if isinstance(call.work.function, ScoredByRewards):
+            yield from call.work.function.unseen(special_tokens(rows.tokenizer))
+            prompt = rows.tokenizer.decode(rows.rows[0]["prompt_ids"])
+            yield from (f"{name}: {sentence}" for sentence in call.work.function.doubts(prompt))
+
+
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
     size = program.experiment.batch_size
     count = sum(part.num_in_file - part.num_left_out for part in rows.parts)
@@ -181,6 +248,16 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
         yield (
             f"batch_size is {size}, and there are {count} rows in dataset: "
             "each step has some rows more than once")
+
+
+def _unevaluated(program: Program) -> Iterator[str]:
+    """Yield a warning if nothing is computed for some held-out rows."""
+    evaluated = {eval_set.name for eval_set in program.evaluations}
+    if unused := [name for name in named_sets(program.experiment.eval_dataset) if name not in evaluated]:
+        lacks_function = getattr(program.experiment, "eval_function", program) is None
+        mend = "give eval_function, which scores the answers" if lacks_function else "define eval_graph()"
+        which = "".join(f".{name}" for name in unused[:1] if name)
+        yield f"eval_dataset{which} is given, and nothing evaluates it: {mend}"
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
@@ -207,13 +284,15 @@ def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
 
 
 def _unknown_end(
-    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows, *, tokenizer: str
 ) -> Iterator[str]:
     """Yield warnings about completions that end in a token at which the model's answers do not end."""
     if "response_mask" not in rows.keys:
         return
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
         eos_ids = roles[role].config().eos_token_ids
+        if (end := unknown_turn_end(roles[role], tokenizer)) is not None:
+            eos_ids = (*eos_ids, end[0])
         ours = rows.tokenizer.eos_token_id
         sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
         ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in eos_ids]

@@ -63,6 +63,16 @@ def generate_flops(
     return total
 
 
+def sampled_tokens(call: FunctionCall, *, before: Batch, after: Sequence[Batch]) -> int:
+    """Return the tokens that a round of generation has sampled; the arguments are those of generate_flops."""
+    mask = GenerateOutputs.of(call).mask
+    total = 0
+    for sign, samples in ((-1, before), *((1, batch) for batch in after)):
+        if samples.ids:
+            total += sign * int(response_lengths(samples[mask]).sum())
+    return total
+
+
 def pass_flops(call: FunctionCall, flops: ModelFlops, minibatches: Sequence[Batch]) -> int:
     """Return the FLOPs of a call that computes log-probs, values or scores, or trains on them."""
     total = 0

@@ -24,7 +24,7 @@ from realhf.runtime.compile.actions import (
 )
 from realhf.runtime.execute.agreements import Agreements
 from realhf.runtime.execute.call_errors import explaining
-from realhf.runtime.execute.compute_meter import generate_flops, pass_flops
+from realhf.runtime.execute.compute_meter import generate_flops, pass_flops, sampled_tokens
 from realhf.runtime.execute.host_call import call_host_function
 from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
 from realhf.runtime.execute.memory_meter import MemoryMeter
@@ -56,7 +56,7 @@ class Executor:
         self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
         self._unfinished = UnfinishedSamples(state.samples, program.num_rounds)
         self._agreements = Agreements(state.world)
-        self._memory = MemoryMeter(state.world, state.models.engines, self._observed.predicted_memory)
+        self.memory = MemoryMeter(state.world, state.models.engines, self._observed.predicted_memory)
         self._record = StepRecord()
         self._arrivals = Arrivals()
         self._is_last = False
@@ -273,12 +273,12 @@ class Executor:
         timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
         explained = explaining(call, rank, self._context.step)
-        with doing, weights, explained, timed as event, self._memory.of_call(action, event):
+        with doing, weights, explained, timed as event, self.memory.of_call(action, event):
             before = self._unfinished.of(call)
             result = self._run_engine(action, minibatches)
             self._arrivals.delay(event)
-            if call.kind == "train_step" and rank in layout.result_ranks:
-                event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+            if call.kind != "forward" and rank in layout.result_ranks:
+                event["num_tokens"] = self._count_tokens(call, minibatches, before, result)
             if call.role in self._observed.flops and rank in layout.result_ranks:
                 event["flops"] = self._count_flops(call, minibatches, before, result)
         if self._unfinished.has(call):
@@ -289,6 +289,14 @@ class Executor:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             self._record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.result_ranks else None
+
+    def _count_tokens(
+        self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
+    ) -> int:
+        """Return the tokens that a call has sampled, or those that it has trained on, once for each epoch."""
+        if call.kind == "generate":
+            return sampled_tokens(call, before=before, after=[result.batch, result.unfinished])
+        return call.work.epochs * sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
 
     def _count_flops(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult

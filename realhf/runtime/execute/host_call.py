@@ -13,6 +13,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
 from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
+from realhf.time_limit import time_limit
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,17 @@ def _kept(column: Any, num_samples: int) -> list[int]:
 
 
 def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
-    """Call the function. Raises UserError with the line number for an exception in the user's own code."""
+    """Call the function. Raises UserError with the line number for an exception in the user's own code, and
+    if it takes longer than its limit."""
+    limit = call.work.timeout_seconds
+    over = TimeoutError(f"it has not returned within {limit or 0.0:g} s (HostFunction.timeout_seconds)")
     try:
-        return call.work.function(batch, context)
+        with time_limit(limit, lambda: over):
+            return call.work.function(batch, context)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if user_line(error) is None and not isinstance(error, SystemExit):
+        if user_line(error) is None and error is not over and not isinstance(error, SystemExit):
             raise
         raise UserError(f"host call {call.name!r} raised {described(error)}") from error
 

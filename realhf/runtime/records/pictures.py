@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,14 @@ _MOVE = "move data, or wait for it"
 _EVALUATION = "eval/"
 """Beginning of the names of calls of an evaluation, which the timeline of a step leaves out."""
 _HELD_OUT = re.compile(r"eval/(?:(?P<set>[^/]+)/)?(?:score|pass@(?P<k>\d+))")
-_CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"), ("reward/accuracy", "accuracy"))
+_REWARD = re.compile("reward/(.+)/mean")
+_PANELS = (
+    ("mean reward", ("reward/mean",)),
+    ("loss", ("reward/loss", "actor/loss")),
+    ("accuracy", ("reward/accuracy", "rewards/accuracies")),
+    ("reverse KL to the teacher", ("actor/reverse_kl",)),
+)
+"""Titles of panels, and their metrics in training; each panel has the same metric of held-out rows, too."""
 
 
 def draw_pictures(run: Path) -> None:
@@ -25,26 +33,73 @@ def draw_pictures(run: Path) -> None:
         [row for _, row in read_json_lines(run / name)]
         for name in ("metrics.jsonl", "timeline.jsonl")
     )
-    _draw_curve(steps, run / "reward.png")
+    _draw_curves(steps, run / "reward.png")
     if events := [event for event in events if not event["name"].startswith(_EVALUATION)]:
         _draw_timeline(events, run / "timeline.png")
 
 
-def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure  # Imported here, as it is slow and only rank 0 draws.
+@dataclass(frozen=True)
+class Panel:
+    """A panel of reward.png: its title, and the metrics of its curves with their labels."""
 
-    name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
-    figure = Figure(figsize=(8, 4.5), dpi=120)
-    axes = figure.subplots()
-    held_out = held_out_curves([key for step in steps for key in step])
-    curves = [(name, f"{title} (training)", "-"), *((key, label, "o--") for key, label in held_out)]
-    for key, label, style in curves:
-        points = [(s["step"], s[key]) for s in steps if key in s]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    title: str
+    training: Mapping[str, str]
+    held_out: Mapping[str, str]
+
+
+def panels_of(names: Iterable[str]) -> list[Panel]:
+    """Return the panels of a run with these metrics: what it learns from, and if there are several rewards
+    or teachers, each of them, too."""
+    names = list(dict.fromkeys(names))
+    scores = dict(held_out_curves(names))
+    panels = []
+    for title, metrics in _PANELS:
+        if not (found := [name for name in metrics if name in names]) or _is_policy_gradient(found[0], names):
+            continue
+        parts = {name: name.removeprefix(f"{found[0]}/") for name in names if name.startswith(f"{found[0]}/")}
+        is_reward = title == "mean reward"
+        held_out = scores if is_reward else _held_out(found[0].rpartition("/")[2], names)
+        panels.append(Panel(title, {found[0]: "training", **parts}, held_out))
+    rewards = {name: match[1] for name in names if (match := _REWARD.fullmatch(name)) is not None}
+    for name, reward in rewards.items() if len(rewards) > 1 else ():
+        panels.append(Panel(reward, {name: "training"}, _held_out(reward, names)))
+    if scores and not any(panel.held_out == scores for panel in panels):
+        panels.append(Panel("held-out score", {}, scores))
+    return panels
+
+
+def _is_policy_gradient(name: str, names: Sequence[str]) -> bool:
+    """Return whether a metric is the loss of a policy gradient, whose value tells nothing."""
+    return name == "actor/loss" and bool({"actor/pg_loss", "actor/reverse_kl"} & set(names))
+
+
+def _held_out(metric: str, names: Sequence[str]) -> dict[str, str]:
+    """Return a metric of held-out rows, of each set if there are several, with its label."""
+    pattern = re.compile(rf"eval/(?:(?P<set>[^/]+)/)?(?:.+/)?{re.escape(metric)}")
+    found = {name: match["set"] for name in names if (match := pattern.fullmatch(name)) is not None}
+    several = len(found) > 1
+    return {name: f"held out ({of_set})" if several else "held out" for name, of_set in found.items()}
+
+
+def _draw_curves(steps: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure  # Imported here, as it is slow and only rank 0 draws.
+    from matplotlib.ticker import MaxNLocator
+
+    panels = panels_of(key for step in steps for key in step) or [Panel("", {}, {})]
+    heights = [4.5, *[2.2] * (len(panels) - 1)]
+    figure = Figure(figsize=(8, sum(heights)), dpi=120)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for panel, axes in zip(panels, grid[:, 0], strict=True):
+        for style, curves in (("-", panel.training), ("o--", panel.held_out)):
+            for name, label in curves.items():
+                points = [(step["step"], step[name]) for step in steps if name in step]
+                axes.plot(*zip(*points, strict=True), style, label=label)
+        axes.set_title(panel.title, loc="left", fontsize="medium")
+        axes.grid(alpha=0.3)
+        if panel.training or panel.held_out:
+            axes.legend(fontsize="small")
+    grid[-1, 0].set(xlabel="step")
+    grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
     figure.savefig(path)
 

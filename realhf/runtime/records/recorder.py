@@ -1,106 +1,26 @@
-"""Recorder: writes metrics and events of a run into its directory, on rank 0."""
+"""Recorder and AnswerFiles: write metrics, events and answers of a run into its directory, on rank 0."""
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from typing import Any, TextIO
 
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
-from realhf.runtime.records.answer_files import AnswerFiles
+from realhf.runtime.compile.kept_answers import SHOWN
 from realhf.runtime.records.pictures import draw_pictures
 from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.records.trackers import Ending, Trackers
 from realhf.user_input.files import read_json_lines
 
-_OF_ROLES = ("realloc", "offload")
-"""Kinds of events that are named after a role; the others are named after a call."""
-
-
-def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return a step's metrics over all ranks: weighted means, slowest times, sums of bytes and tokens."""
-    parts: dict[str, list[tuple[float, float]]] = {}
-    for name, value, weight in (metric for record in records for metric in record.metrics):
-        parts.setdefault(name, []).append((value, weight))
-    merged = {name: _merged(name, part) for name, part in parts.items()}
-    tokens: dict[str, int] = {}
-    seconds: dict[tuple[str, int], float] = {}
-    for event in (e for record in records for e in record.events if e["kind"] != "move"):
-        name = event["name"]
-        if event["kind"] in _OF_ROLES:
-            timing = f"timing_s/{event['kind']}/{name}"
-            merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
-        else:  # A step may run a call several times.
-            run = (name, event["rank"])
-            seconds[run] = seconds.get(run, 0.0) + event["end"] - event["start"]
-        for name_of in ("memory_bytes", "predicted_memory_bytes"):
-            if name_of in event:
-                key = f"perf/{name_of}/{name}"
-                merged[key] = max(merged.get(key, 0.0), float(event[name_of]))
-        if event["kind"] == "realloc":
-            total = f"realloc_bytes/{name}"
-            merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
-            over = f"realloc_over_bound/{name}"
-            merged[over] = max(merged.get(over, 1.0), event["over_bound"])  # Computed, not measured.
-        elif event["kind"] == "train_step":
-            tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
-    for (name, _), spent in seconds.items():
-        merged[f"timing_s/{name}"] = max(merged.get(f"timing_s/{name}", 0.0), spent)
-    if tokens:
-        merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
-    return merged | _bandwidths(records) | _waits(records)
-
-
-def _merged(name: str, part: Sequence[tuple[float, float]]) -> float:
-    """Merge the (value, weight) pairs of a metric from several ranks or runs of a call.
-
-    The result is the weighted mean or, for names that end with "/max", the largest value.
-    """
-    if name.endswith("/max"):
-        return max(value for value, _ in part)
-    return sum(value * weight for value, weight in part) / sum(weight for _, weight in part)
-
-
-def _waits(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return as `bubble/<call>` the seconds that a rank of the call waited before it, as a mean over ranks.
-
-    It waited for the call's inputs, for its weights, or for ranks that were still busy.
-    """
-    waits: dict[str, dict[int, float]] = {}
-    for event in (event for record in records for event in record.events if "waited" in event):
-        ranks = waits.setdefault(event["name"], {})
-        ranks[event["rank"]] = ranks.get(event["rank"], 0.0) + event["waited"]
-    return {f"bubble/{name}": sum(ranks.values()) / len(ranks) for name, ranks in waits.items()}
-
-
-def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return each role's measured bandwidth in GB/s, as `perf/realloc_gbytes_per_s/<role>`.
-
-    A reallocation counts for the rank that receives most: its bytes, divided by the seconds from when it and
-    its senders were ready until it had received everything.
-    """
-    movements: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
-    for record in records:
-        seen = Counter[tuple[str, str]]()  # A step may repeat a transfer.
-        for event in record.events:
-            if event["kind"] == "realloc":
-                way = event["name"], event["transfer"]
-                movements.setdefault((*way, seen[way]), {})[event["rank"]] = event
-                seen[way] += 1
-    totals: dict[str, list[float]] = {}
-    for (role, _, _), by_rank in movements.items():
-        most = max(by_rank.values(), key=lambda event: (event["received_bytes"], event["end"]))
-        ready = max(by_rank[rank]["start"] for rank in (most["rank"], *most["senders"]) if rank in by_rank)
-        if most["received_bytes"]:
-            total = totals.setdefault(role, [0.0, 0.0])
-            total[0] += most["received_bytes"]
-            total[1] += max(most["end"] - ready, 1e-9)
-    return {f"perf/realloc_gbytes_per_s/{role}": n / s / 1e9 for role, (n, s) in totals.items()}
+_LAST = "eval.jsonl"
+_ALL = "evals"
+"""The folder with a file for each evaluation: evals/step_N.jsonl, or evals/SET/step_N.jsonl."""
 
 
 @contextmanager
@@ -237,3 +157,74 @@ def _start_with(path: Path, records: Sequence[Mapping[str, Any]]) -> TextIO:
     part.write_text("".join(json.dumps(record) + "\n" for record in records))
     part.replace(path)
     return path.open("a")
+
+
+class AnswerFiles:
+    """The writer of eval.jsonl and of evals/.
+
+    A run that continues after the step `last` keeps the files up to it, also those of its earlier directory,
+    and drops later ones, which it will write again.
+    """
+
+    def __init__(self, directory: Path, *, last: int = -1, earlier: Path | None = None) -> None:
+        self._directory = directory
+        if earlier is not None and earlier.resolve() != directory.resolve():
+            self._copy(earlier)
+        for path in self._files(directory):
+            if _step_of(path) > last:
+                path.unlink()
+
+    def _copy(self, earlier: Path) -> None:
+        """Copy the answers of the run that this one continues in another directory."""
+        for path in [*self._files(earlier), *earlier.glob(_LAST)]:
+            target = self._directory / path.relative_to(earlier)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+    def _files(self, directory: Path) -> list[Path]:
+        return [path for path in sorted((directory / _ALL).rglob("step_*.jsonl")) if _step_of(path) >= 0]
+
+    def write(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the answers of the evaluation after a step, by set, each file at once or not at all.
+
+        Scores of failed rewards are null. eval.jsonl gets the first answer to each prompt.
+        """
+        last = []
+        for name, of_set in answers.items():
+            documents = [{"set": name} | _without_nan(answer) for answer in of_set]
+            _write_answers(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
+            firsts = [answer for answer in documents if answer["sample"] == 0]
+            last += [_shown(answer) | ({"set": name} if name else {}) for answer in firsts]
+        if last:
+            _write_answers(self._directory / _LAST, last)
+
+
+def _shown(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for eval.jsonl: if no column has the usual name of an answer, all columns."""
+    has_answer = "answer" in answer or "ground_truth" in answer
+    names = SHOWN if has_answer else (*SHOWN, "columns")
+    return {name: answer[name] for name in names if name in answer}
+
+
+def _write_answers(path: Path, answers: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    part.replace(path)
+
+
+def _step_of(path: Path) -> int:
+    """Return the step of a file; -1 if its name has none."""
+    number = path.stem.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer with None in place of NaN, which JSON does not have."""
+    parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
+             if row.get(key) is not None}
+    return {**row, "score": _known(row["score"]), **parts}
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and isnan(value) else value

@@ -16,6 +16,13 @@ class SampleStore:
         self.complete: dict[str, list[Batch]] = {}
         self.unfinished: dict[str, Batch] = {}
 
+    def copied(self) -> "SampleStore":
+        """Return a store with the same samples, which later changes of this one leave as it is."""
+        copy = SampleStore()
+        copy.complete = {name: list(batches) for name, batches in self.complete.items()}
+        copy.unfinished = dict(self.unfinished)
+        return copy
+
     def pack(self) -> bytes:
         """Return all samples in the form of a safetensors file; it is empty without samples.
 

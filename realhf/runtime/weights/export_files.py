@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from realhf.experiment import Experiment
 from realhf.models.model_config import ModelConfig
+from realhf.runtime.compile.sampling_checks import unknown_turn_end
 from realhf.user_input.hub import TERMS_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, B
     source = source.parent if source.name == "config.json" else source
     if source.is_dir():
         files |= _matching(source, TERMS_FILES + (_GENERATION,) * (role.head == "lm"))
+    end = unknown_turn_end(role, experiment.tokenizer_dir()) if role.head == "lm" else None
+    if end is not None:
+        files[_GENERATION] = _generation(role.config(), end[0])
     method = type(experiment).__name__
     base = None if role.random_init else role.base_name()
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
@@ -34,6 +38,14 @@ def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, B
 def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     paths = (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())
     return {str(path.relative_to(directory)): path for path in paths}
+
+
+def _generation(config: ModelConfig, turn_end: int) -> str:
+    """Return a generation_config.json by which answers also end where the chat template ends turns."""
+    fields: dict[str, object] = {
+        name: config.hf[name] for name in ("bos_token_id", "pad_token_id") if config.hf.get(name) is not None}
+    ends = [*config.eos_token_ids, turn_end]
+    return json.dumps({**fields, **config.generation, "eos_token_id": ends}, indent=2) + "\n"
 
 
 def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str, object]:

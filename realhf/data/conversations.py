@@ -1,0 +1,172 @@
+"""Finds prompts and completions in the forms that rows of conversations have. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from realhf.data.dataset import DatasetConfig
+
+IS_WHOLE = "row/is_whole"
+"""Column of rows that were one conversation, or two whole texts: what comes before the completion is no
+prompt that somebody has written down."""
+
+
+def find_conversation(
+    row: dict[str, Any], config: DatasetConfig, *, completions: Sequence[str], fills_nulls: bool
+) -> None:
+    """Give a row the columns of the prompt and of its completions, as far as they follow from others.
+
+    `completions` are the columns that the graph reads: none, one, or the chosen and the rejected of a pair.
+    Columns of JSON text are parsed. A file of Arrow `fills_nulls`: it gives each message and each schema the
+    keys of all others, with null for those that they do not have. These keys are removed.
+    """
+    for column in (config.prompt_key, config.messages_key, *completions):
+        if column in row:
+            row[column] = _messages(row[column], fills_nulls=fills_nulls)
+    if config.tools_key is not None and config.tools_key in row:
+        row[config.tools_key] = _tools(row[config.tools_key], fills_nulls=fills_nulls)
+    if len(completions) > 1:
+        _find_pair(row, config.prompt_key, *completions)
+    elif completions:
+        _find_completion(row, config.prompt_key, completions[0], config.messages_key)
+
+
+def conversation_fault(
+    row: dict[str, Any], config: DatasetConfig, *, completions: Sequence[str]
+) -> str | None:
+    """Return a sentence if messages leave nothing to learn, or cannot be continued, else None."""
+    for column in completions if config.assistant_only else ():
+        messages = row[column]
+        if isinstance(messages, list) and all(message["role"] != "assistant" for message in messages):
+            shown = config.messages_key if row.get(IS_WHOLE) else column
+            return f"{shown} has no message with the role assistant, so that nothing of it would be learned"
+    prompt = row[config.prompt_key]
+    if not prompt and row.get(IS_WHOLE) and isinstance(prompt, list):
+        return f"{config.messages_key} has nothing before its only answer, so that there is no prompt"
+    answers = [row[column] for column in completions] or [None]
+    if isinstance(prompt, str) or row.get(IS_WHOLE) or prompt[-1].get("content") is not None:
+        return None
+    if not any(is_continued(prompt, answer) for answer in answers):
+        return None
+    return (
+        f"{config.prompt_key} ends with an assistant's message that calls tools: "
+        "it must end with what they return, or with a text that is continued")
+
+
+def is_continued(prompt: list[dict[str, Any]], completion: Any) -> bool:
+    """Return whether an answer goes on with the last message of the prompt instead of a message of its own.
+
+    `completion` is the answer, or None if it is not known.
+    """
+    is_open = bool(prompt) and prompt[-1]["role"] == "assistant"
+    return is_open and (not isinstance(completion, list) or completion[0]["role"] == "assistant")
+
+
+def as_answer(completion: Any) -> Any:
+    """Return a completion of a chat as messages; one that is text is what the assistant says."""
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
+def joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation of a prompt and a completion, which may continue the prompt's last message."""
+    if not is_continued(prompt, completion):
+        return [*prompt, *completion]
+    *before, opened = prompt
+    first, *rest = completion
+    contents: list[Any] = [opened.get("content"), first.get("content")]
+    if all(isinstance(content, str) for content in contents):
+        content: Any = "".join(contents)
+    else:
+        parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c or [] for c in contents]
+        content = [part for parts_of_one in parts for part in parts_of_one]
+    return [*before, {**opened, **first, "content": content}, *rest]
+
+
+def _messages(value: Any, *, fills_nulls: bool) -> Any:
+    """Return messages without keys that are null, parsed if they are JSON text; other values as they are."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[" and _are_messages(parsed := _parsed(value)):
+        value = parsed
+    if not isinstance(value, list):
+        return value
+    if fills_nulls:
+        return _without_nulls(value)
+    return [
+        {key: entry for key, entry in message.items() if entry is not None}
+        if isinstance(message, dict) else message for message in value]
+
+
+def _tools(value: Any, *, fills_nulls: bool) -> Any:
+    if isinstance(value, str):
+        value = _parsed(value)
+    return _without_nulls(value) if fills_nulls else value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(message, dict) and "role" in message for message in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _find_completion(row: dict[str, Any], prompt_key: str, completion_key: str, messages_key: str) -> None:
+    """Take prompt and completion from a whole conversation: the last answer begins the completion."""
+    messages = row.get(messages_key)
+    if completion_key not in row and isinstance(messages, list) and messages:
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else len(roles) - 1
+        row[prompt_key] = messages[:last]
+        row[completion_key] = messages[last:]
+        row[IS_WHOLE] = True
+    elif (prompt := row.get(prompt_key)) and _begins_with(row.get(completion_key), prompt):
+        row[completion_key] = row[completion_key][len(prompt) :]
+
+
+def _find_pair(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_key: str) -> None:
+    """Take the prompt from what chosen and rejected have in common, if they are whole conversations.
+
+    Two texts without a prompt share their first characters, as in TRL.
+    """
+    pair: tuple[Any, Any] = (row.get(chosen_key), row.get(rejected_key))
+    prompt = row.get(prompt_key)
+    if all(map(_are_messages, pair)):
+        if isinstance(prompt, list):
+            shared = len(prompt) if all(_begins_with(side, prompt) for side in pair) else 0
+        else:
+            shared = _num_shared(*pair)
+    elif all(isinstance(side, str) for side in pair) and prompt is None:
+        shared = _num_shared(*pair)
+        if shared and pair[0][shared - 1] == " ":  # The space belongs to the word that follows.
+            shared -= 1
+        row[IS_WHOLE] = True
+    else:
+        return
+    if shared:
+        row[prompt_key] = pair[0][:shared]
+        row[chosen_key] = pair[0][shared:]
+        row[rejected_key] = pair[1][shared:]
+
+
+def _begins_with(messages: Any, prompt: Any) -> bool:
+    """Return whether a completion of messages repeats the whole prompt."""
+    both = isinstance(messages, list) and isinstance(prompt, list)
+    return both and len(messages) > len(prompt) > 0 and messages[: len(prompt)] == prompt
+
+
+def _num_shared(chosen: Any, rejected: Any) -> int:
+    """Return how many entries two sequences begin with in common, leaving at least one of each."""
+    limit = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(limit) if chosen[i] != rejected[i]), max(0, limit))
