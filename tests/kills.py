@@ -30,7 +30,8 @@ from tests.cli_tools import read_jsonl, untimed, write_experiment, write_plan
 
 PRELOAD = [
     "__main__", "tests.kills", "tests.runtime.tiny", "torch.distributed", "realhf.cli.worker",
-    "realhf.runtime.records.pictures", "realhf.cli.overrides", "transformers", "torch.utils.tensorboard",
+    "realhf.runtime.records.pictures", "realhf.cli.overrides", "transformers",
+    "tensorboard.summary.writer.record_writer",
 ]  # fmt: skip
 STEPS = 6
 LAYOUTS = {

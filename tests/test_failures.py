@@ -1,6 +1,7 @@
 """What goes wrong in the middle of a run ends it with a sentence, and leaves no process behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -292,6 +293,40 @@ def test_interrupt_while_modules_are_loaded(tmp_path):
         command.interrupt()
         code, _, err = command.finish()
     assert (code, err) == (1, "realhf: ended by SIGINT\n")
+
+
+def test_a_deleted_run_directory_is_one_sentence(tmp_path):
+    body = """
+import shutil
+
+def reward(prompts, completions, completion_ids, answer):
+    if not calls.append(1) and len(calls) == 2:
+        shutil.rmtree({out!r})
+    return [float(len(ids)) for ids in completion_ids]
+
+calls = []
+experiment.reward_function, experiment.eval_dataset = reward, None
+"""
+    out = tmp_path / "run"
+    experiment = write_experiment(tmp_path, body=body.format(out=str(out)), steps=9)
+    with Command(*REALHF, "run", experiment, "--out", out) as command:
+        code, _, err = command.finish()
+    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    assert sentences == [f"realhf: --out {out} has been deleted while the run wrote to it"], err
+    assert code == 2 and "Traceback" not in err and not out.exists()
+
+
+def test_a_refused_resume_does_not_say_how_to_continue(grpo_run, tmp_path):
+    """The run has nothing to do, or another holds its directory."""
+    experiment, plan, run = grpo_run
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    (out / "summary.json").unlink()
+    words = [*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3, "--resume"]
+    with Command(*words, "--steps", 1) as command:
+        code, _, err = command.finish()
+    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    assert code == 2 and len(sentences) == 1 and "leaves nothing to do" in sentences[0], err
 
 
 def test_out_of_memory(tmp_path, capsys):

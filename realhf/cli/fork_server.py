@@ -181,9 +181,8 @@ def _work(argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
     sys.argv = ["realhf", *argv]
     try:
         code = importlib.import_module("realhf.cli.main").main()
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
+        # Pools end, and other threads are waited for, as at the end of processes of multiprocessing.
+        threading._shutdown()  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()
         code = 1

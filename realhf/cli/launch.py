@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,15 +29,16 @@ _GRACE_SECONDS = 0.1
 """Time after the first failure in which other workers may fail for reasons of their own."""
 
 
-def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
+def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0, run_id: str = "local") -> int:
     """Run a command on `num_ranks` local workers, which start again up to `restarts` times if one fails.
 
-    Return 0 if all succeed, 2 if a worker ended with 2 (wrong input of the user), else 1. The first of ENDING
-    that comes asks the workers to save and end; a second one ends them at once.
+    `run_id` tells the directory of this run from those of others. Return 0 if all workers succeed, 2 if one
+    ended with 2 (wrong input of the user), else 1. The first of ENDING that comes asks the workers to save
+    and end; a second one ends them at once.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     with SignalPipe(ENDING) as signals:
-        run = _LocalRun(argv, num_ranks, signals, _open_store_port())
+        run = _LocalRun(argv, num_ranks, signals, _open_store_port(), run_id)
         code = 1
         try:
             if run.wait_for_server():
@@ -61,12 +61,12 @@ class _LocalRun:
     """
 
     def __init__(
-        self, argv: Sequence[str], num_ranks: int, signals: SignalPipe, listener: socket.socket
+        self, argv: Sequence[str], num_ranks: int, signals: SignalPipe, listener: socket.socket, run_id: str
     ) -> None:
         self._argv = list(argv)
         self._num_ranks = num_ranks
         self._signals = signals
-        self._run_id = uuid.uuid4().hex
+        self._run_id = run_id
         self._port = listener.getsockname()[1]
         self.interrupted: signal.Signals | None = None
         ours, theirs = socket.socketpair()

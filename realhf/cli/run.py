@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from realhf.runtime.records.run_directory import (
     check_run_directory,
     find_restarted,
     find_resumption,
+    has_begun,
     new_run_directory,
 )
 from realhf.runtime.records.trackers import tracker_names
@@ -83,8 +85,9 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     out = out or new_run_directory(name)
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
-    code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts)
-    if code and (text := how_to_continue(out)) is not None:
+    run_id = uuid.uuid4().hex
+    code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts, run_id=run_id)
+    if code and has_begun(out, run_id) and (text := how_to_continue(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 

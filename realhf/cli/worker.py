@@ -136,6 +136,8 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     with StopSignals(*signals) as stop:
         trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
         begun.append(out)  # Errors raised above leave nothing to resume.
+        if directory is not None:
+            directory.begin()
         result = trainer.run()
     begun.clear()
     if result.stopped_after is None:

@@ -210,7 +210,8 @@ def test_merge_metrics_averages_by_weight_and_takes_the_slowest():
             "timing_s/realloc/actor": 2.0,
             "realloc_bytes/actor": 300,
             "realloc_over_bound/actor": 3.0,
-            "perf/trained_tokens": 33,
+            "tokens/trained": 33,
+            "perf/trained_tokens_per_s": 33 / 2.0,
         }
     )
 

@@ -1,8 +1,11 @@
 """Recorder and AnswerFiles: write metrics, events and answers of a run into its directory, on rank 0."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
@@ -47,9 +50,6 @@ class Recorder:
 
         rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.
         """
-        # Imported here, as it takes a second and only rank 0 needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
         self.directory = directory
         self._track = track
         self._trackers: Trackers | None = None
@@ -57,14 +57,14 @@ class Recorder:
         """The metrics of earlier steps, each with its step."""
         with _explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            self._open(SummaryWriter)
+            self._open()
             last = self.history[-1]["step"] if self.history else -1
             earlier = None if history is None else history.absolute().parents[2]
             self._answers = AnswerFiles(directory, last=last, earlier=earlier)
             self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
 
-    def _open(self, writer: Callable[[str], Any]) -> None:
-        """Open all files, which begin with the records of earlier steps; `writer` makes TensorBoard's."""
+    def _open(self) -> None:
+        """Open all files, which begin with the records of earlier steps."""
         directory = self.directory
         last = self.history[-1]["step"] if self.history else -1
         timeline = directory / "timeline.jsonl"
@@ -73,10 +73,10 @@ class Recorder:
         self._timeline = _start_with(timeline, events)
         # A killed writer may not have written its last records, so all of them are written anew.
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        self._tensorboard = writer(str(directory / "tensorboard"))
+        self._tensorboard = _ScalarFile(directory / "tensorboard")
         self._ends = {event["step"]: event["end"] for event in events}
         for record in self.history:
-            self._show(record, walltime=self._ends.get(record["step"]))
+            self._tensorboard.write(record, walltime=self._ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
     def _open_rollouts(self, max_bytes: int, earlier: Path | None) -> RolloutFile | None:
@@ -103,6 +103,8 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> int:
         """Write a step; return the size of metrics.jsonl in bytes. Raises UserError if that is impossible."""
+        if not (self.directory / METRICS).exists():  # The open file could still be written, in vain.
+            raise UserError(f"--out {self.directory} has been deleted while the run wrote to it")
         try:
             self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
             self._metrics.flush()
@@ -111,18 +113,13 @@ class Recorder:
             self._timeline.flush()
             if self._rollouts is not None:
                 self._rollouts.add(step, merged(f for record in records for f in record.rollouts))
-            self._show({"step": step, **metrics})
+            self._tensorboard.write({"step": step, **metrics})
             if self._trackers is not None:
                 self._trackers.log({"step": step, **metrics})
         except OSError as error:
             what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
             raise UserError(what) from error
         return self._metrics.tell()
-
-    def _show(self, record: Mapping[str, float], *, walltime: float | None = None) -> None:
-        for name, value in record.items():
-            if name != "step":
-                self._tensorboard.add_scalar(name, value, record["step"], walltime)
 
     def evaluation(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Write the answers of the evaluation after a step, by set."""
@@ -144,6 +141,35 @@ class Recorder:
                 self._rollouts.close()
             draw_pictures(self.directory)
         self.stop_tracking("finished")
+
+
+class _ScalarFile:
+    """A TensorBoard file of metrics. (The writer of torch has a thread, which would fail unheard.)"""
+
+    def __init__(self, directory: Path) -> None:
+        # Imported here, as it takes a second and only rank 0 needs it.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("wb")
+        self._event = Event
+        self._records = RecordWriter(self._file)
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        self._file.flush()
+
+    def write(self, record: Mapping[str, float], *, walltime: float | None = None) -> None:
+        """Write the metrics of a step, which is the record's "step"."""
+        event = self._event(wall_time=time.time() if walltime is None else walltime, step=int(record["step"]))
+        for name, value in record.items():
+            if name != "step":
+                event.summary.value.add(tag=name, simple_value=value)
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -141,15 +141,32 @@ class RunDirectory:
         except BlockingIOError as error:
             raise UserError(f"--out {out} is in use by another run{_owner(out / LOCK)}") from error
         check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
-        self._lock.truncate(0)
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
-        self._lock.write(json.dumps(owner) + "\n")
-        self._lock.flush()
+        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
+        self._write_owner()
         self.path = out.absolute()  # A reward function may change the current directory.
+
+    def begin(self) -> None:
+        """Note that the run's steps begin: from now on it can be continued from its checkpoints."""
+        self._owner["begun"] = True
+        self._write_owner()
+
+    def _write_owner(self) -> None:
+        self._lock.truncate(0)
+        self._lock.write(json.dumps(self._owner) + "\n")
+        self._lock.flush()
 
     def release(self) -> None:
         self._lock.close()
+
+
+def has_begun(out: Path, run_id: str) -> bool:
+    """Return whether the run with this id has begun its steps in `out`."""
+    try:
+        owner = _read_owner((out / LOCK).read_text())
+    except OSError:
+        return False
+    return owner.get("run_id") == run_id and "begun" in owner
 
 
 def _lock(file: TextIO) -> None:
