@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py                  # 200 kills
     python benchmarks/faults.py --kills 40 --seed 1 --cases grpo-2
+    python benchmarks/faults.py --kills 0 --flips 200 --cases grpo-2 ppo-2 async-2
 
 Runs of six steps (GRPO, PPO and asynchronous GRPO with max_lag 2, of tiny float64 models, on two ranks with
 mixed layouts and in one process) save a checkpoint after every step. One rank or all are killed by SIGKILL:
@@ -14,6 +15,10 @@ the timeline.
 The phases are those of the killed ranks' threads in the moment of the kill, so one kill may hit several. A
 step is repeated if metrics.jsonl had it and no checkpoint did: at most one, or two where a checkpoint is
 still being written when the next step ends. The exit code is 1 if a goal was missed.
+
+With `--flips`, bits are flipped in the checkpoints of copies of the uninterrupted runs, at random places of
+random files: one in each of the newest one to three. The copy must name each damaged file, fall back to the
+checkpoint before, and end with the same bytes.
 """
 
 import argparse
@@ -29,7 +34,7 @@ import harness
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.kills import Tally, make_case, torture, uninterrupted  # noqa: E402
+from tests.kills import STEPS, Tally, flip_and_resume, make_case, torture, uninterrupted  # noqa: E402
 
 CASES = ("grpo-2", "ppo-2", "grpo-1", "ppo-1", "async-2", "async-1")
 _MIN_HITS = 1
@@ -45,7 +50,7 @@ def torture_all(args: argparse.Namespace, directory: Path) -> tuple[Tally, dict[
     tally = Tally()
     cases = {}
     seconds = {}
-    for name in args.cases:
+    for name in args.cases if args.kills else ():
         kind, ranks = name.split("-")
         case = make_case(kind, int(ranks), directory / f"case_{name}")
         uninterrupted(case, directory / f"first_{name}")  # The fork server starts with the first.
@@ -64,11 +69,32 @@ def torture_all(args: argparse.Namespace, directory: Path) -> tuple[Tally, dict[
     return tally, seconds
 
 
+def flip_all(args: argparse.Namespace, directory: Path, tally: Tally) -> None:
+    """Flip bits in checkpoints of runs of all cases in turns, and resume these."""
+    rng = random.Random(args.seed)
+    runs = {}
+    for name in args.cases if args.flips else ():
+        kind, ranks = name.split("-")
+        case = make_case(kind, int(ranks), directory / f"flips_{name}", keep_checkpoints=STEPS)
+        expected, _ = uninterrupted(case, directory / f"whole_{name}")
+        runs[name] = (case, directory / f"whole_{name}" / "run", expected)
+    number = 0
+    while tally.flips.total() < args.flips:
+        name = args.cases[number % len(args.cases)]
+        case, finished, expected = runs[name]
+        flip_and_resume(case, finished, expected, directory / f"flipped_{number}", rng, tally)
+        number += 1
+        if number % 10 == 0:
+            lost = len(tally.differences)
+            harness.progress(f"{tally.flips.total()} flips, {number} resumes, {lost} differences")
+
+
 def tables(tally: Tally) -> list[Table]:
     counts = Table("", "", title=f"{tally.kills} kills of {tally.runs} runs")
     rows: dict[str, Any] = {
         "resumes": tally.resumes, "differences": len(tally.differences), **dict(tally.killed),
         **{f"kills that cost {n} completed steps": k for n, k in sorted(tally.repeated.items())},
+        **{f"flips in {name}": n for name, n in sorted(tally.flips.items())},
         **{f"left on the disk: {what}": n for what, n in tally.on_disk.items()},
         **{f"others ended only by SIGTERM: {phase}": n for phase, n in tally.had_to_be_ended.items()},
     }
@@ -84,6 +110,7 @@ def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--flips", type=int, default=0, help="bits to flip in files of checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--stop-at-first", action="store_true", help="end after a run that differs")
@@ -94,11 +121,13 @@ def main() -> int:
     began = time.monotonic()
     with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         tally, seconds = torture_all(args, Path(scratch))
+        flip_all(args, Path(scratch), tally)
     for difference in tally.differences:
         harness.progress(difference)
     hits = min(tally.phases[phase] for phase in _MUST_HIT)
     goals = [
         harness.Goal("kills", tally.kills, at_least=args.kills),
+        harness.Goal("flips", tally.flips.total(), at_least=args.flips),
         harness.Goal("differences", len(tally.differences), at_most=0),
         harness.Goal("repeated steps, at most", max(tally.repeated, default=0), at_most=2),
     ]
@@ -107,7 +136,8 @@ def main() -> int:
     document = {
         "benchmark": "faults", "machine": hardware, "settings": vars(args), "kills": tally.kills,
         "resumes": tally.resumes, "runs": tally.runs, "repeated_steps": dict(tally.repeated),
-        "phases": dict(tally.phases), "on_disk": dict(tally.on_disk), "killed": dict(tally.killed),
+        "flips": dict(tally.flips), "phases": dict(tally.phases), "on_disk": dict(tally.on_disk),
+        "killed": dict(tally.killed),
         "ended_only_by_sigterm": dict(tally.had_to_be_ended), "differences": tally.differences,
         "uninterrupted_seconds": seconds, "seconds": time.monotonic() - began,
     }

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fuzz_documents import (
+    BOMBS,
     CLASSES,
     CLUSTERS,
     CONFIGS,
@@ -17,14 +18,28 @@ from fuzz_documents import (
     MANIFEST,
     METRICS,
     MODEL,
+    PARQUET,
     PLANS,
     PROFILE,
+    RANK_FILE,
     ROWS,
     SFT,
+    TEMPLATES,
+    TENSOR_BYTES,
+    TENSORS,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOKENIZERS,
 )
-from fuzz_mutations import SCALARS, as_json, as_yaml, damaged, damaged_text, files_like
+from fuzz_mutations import (
+    SCALARS,
+    as_json,
+    as_yaml,
+    damaged,
+    damaged_bytes,
+    damaged_text,
+    files_like,
+)
 from hypothesis import strategies as st
 
 _FEW_SECONDS = "0.001"
@@ -46,12 +61,18 @@ _OVERRIDES = [
 class Case:
     """A command line for `main` and the files in its directory, which `{dir}` stands for in both.
 
-    The sentence about an error must have one of `names` in it.
+    The sentence about an error must have one of `names` in it. `special` maps names of files to what they are
+    instead of files, one of SPECIAL.
     """
 
     words: tuple[str, ...]
     files: Mapping[str, bytes] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    special: Mapping[str, str] = field(default_factory=dict)
+
+
+SPECIAL = ("fifo", "device", "directory", "socket", "loop", "huge", "gone")
+"""What can be in a file's place: `huge` is a file of 100 GB without content, `loop` a link to itself."""
 
 
 def write_task(directory: Path) -> None:
@@ -67,6 +88,8 @@ def write_task(directory: Path) -> None:
         "exp.py": EXPERIMENT,
         "rows.py": {**EXPERIMENT, **rows}, "sft_rows.py": {**SFT, **rows},
         "native.py": {**EXPERIMENT, "actor": model},
+        "chats.py": {**SFT, "tokenizer": "{dir}/chat", "dataset": {**rows["dataset"], "chat": True}},
+        "parquet.py": {**SFT, "dataset": {**EXPERIMENT["dataset"], "path": "{dir}/rows.parquet"}},
         "transformers.py": {**EXPERIMENT, "actor": {**model, "engine": "transformers"}},
     }
     for name, document in experiments.items():
@@ -213,13 +236,125 @@ def _experiments() -> st.SearchStrategy[Case]:
     )
 
 
-def _manifests() -> st.SearchStrategy[Case]:
-    def case(content: bytes, checksum: int) -> Case:
-        digest = hashlib.sha256(content if checksum else b"other").hexdigest()
-        files = {"manifest.json": content, "manifest.sha256": f"{digest}  manifest.json\n".encode()}
-        return Case(("(checkpoint)", "{dir}"), {**files, "metrics.jsonl": METRICS}, ("{dir}",))
+def _checkpoint(manifest: bytes, *, checksum: bytes | None = None, **files: bytes) -> Case:
+    """Return the case that reads a checkpoint with this manifest; `files` are others than the undamaged."""
+    digest = hashlib.sha256(manifest if checksum is None else checksum).hexdigest()
+    beside = {"manifest.json": manifest, "manifest.sha256": f"{digest}  manifest.json\n".encode()}
+    content = {"metrics.jsonl": METRICS, RANK_FILE: TENSORS} | files
+    return Case(("(checkpoint)", "{dir}"), {**content, **beside}, ("{dir}",))
 
-    return st.builds(case, files_like([MANIFEST], as_json), st.integers(0, 4))
+
+def _manifests() -> st.SearchStrategy[Case]:
+    return st.builds(
+        lambda content, has_checksum: _checkpoint(content, checksum=None if has_checksum else b"other"),
+        files_like([MANIFEST], as_json), st.integers(0, 4),
+    )
+
+
+def _checkpoint_files() -> st.SearchStrategy[Case]:
+    """Draw files of a checkpoint that are damaged before their checksums are made."""
+
+    def case(name: str, content: bytes) -> Case:
+        entry = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest = {**MANIFEST, "files": {**MANIFEST["files"], name: entry}}
+        return _checkpoint(as_json(manifest), **{name: content})
+
+    metrics = files_like([[json.loads(METRICS)]], _as_lines).map(lambda data: ("metrics.jsonl", data))
+    tensors = _safetensors().map(lambda data: (RANK_FILE, data))
+    return st.one_of(metrics, tensors).map(lambda pair: case(*pair))
+
+
+def _safetensors() -> st.SearchStrategy[bytes]:
+    """Draw files of tensors: damaged headers with their lengths, and damaged bytes."""
+    header = json.loads(TENSORS[8:-TENSOR_BYTES])
+    headers = files_like([header], as_json).map(
+        lambda text: len(text).to_bytes(8, "little") + text + TENSORS[-TENSOR_BYTES:])
+    return st.one_of(headers, headers, damaged_bytes(TENSORS))
+
+
+def _weights() -> st.SearchStrategy[Case]:
+    """Draw model directories: their tensors, and the index of these."""
+    index = {"metadata": {"total_size": TENSOR_BYTES}, "weight_map": {"w": "part.safetensors"}}
+    whole = _safetensors().map(lambda data: {"weights/model.safetensors": data})
+    parts = files_like([index], as_json).map(lambda data: {
+        "weights/model.safetensors.index.json": data, "weights/part.safetensors": TENSORS})
+    return st.one_of(whole, parts).map(
+        lambda files: Case(("(weights)", "{dir}/weights"), files, ("{dir}/weights",)))
+
+
+def _tokenizers() -> st.SearchStrategy[Case]:
+    """Draw tokenizers, their settings and their chat templates."""
+    files = {
+        "chat/tokenizer.json": as_json(TOKENIZER), "chat/tokenizer_config.json": as_json(TOKENIZER_CONFIG),
+        "rows.jsonl": _as_lines(ROWS),
+    }
+    changes = st.one_of(
+        files_like(TOKENIZERS, as_json).map(lambda data: {"chat/tokenizer.json": data}),
+        files_like([TOKENIZER_CONFIG], as_json).map(lambda data: {"chat/tokenizer_config.json": data}),
+        st.one_of(damaged_text(TEMPLATES), st.sampled_from(BOMBS).map(str.encode)).map(
+            lambda data: {"chat/chat_template.jinja": data}),
+    )
+    names = ("{dir}/chat", "rows.jsonl", "tokenizer", "actor")
+    return changes.map(lambda changed: Case(("check", "{dir}/chats.py"), {**files, **changed}, names))
+
+
+def _parquet() -> st.SearchStrategy[Case]:
+    return damaged_bytes(PARQUET).map(_on_file("rows.parquet", "check", "{dir}/parquet.py"))
+
+
+def _special_files() -> st.SearchStrategy[Case]:
+    """Draw commands of which one file is no regular file, or has no end."""
+    files = {
+        "plan.yaml": as_yaml(PLANS[0]), "cluster.yaml": as_yaml(CLUSTERS[0]), "rows.jsonl": _as_lines(ROWS),
+        "profile.yaml": as_yaml(PROFILE), "model/config.json": as_json(CONFIGS[0]),
+        "model/generation_config.json": as_json(GENERATION),
+        "chat/tokenizer.json": as_json(TOKENIZER), "chat/tokenizer_config.json": as_json(TOKENIZER_CONFIG),
+        "chat/chat_template.jinja": TEMPLATES[0].encode(), "weights/model.safetensors": TENSORS,
+    }
+    few = ("--time-limit", _FEW_SECONDS)
+    commands: dict[str, tuple[tuple[str, ...], ...]] = {
+        "plan.yaml": (("check", "{dir}/exp.py", "--plan", "{dir}/plan.yaml"),),
+        "cluster.yaml": (("plan", "{dir}/exp.py", "--cluster", "{dir}/cluster.yaml", *few),),
+        "profile.yaml": (("plan", "{dir}/exp.py", "--profile", "{dir}/profile.yaml", *few),),
+        "rows.jsonl": (
+            ("check", "{dir}/rows.py"), ("plan", "{dir}/rows.py", "--cluster", "cpu-laptop", *few)),
+        "model/config.json": (("check", "{dir}/native.py"), ("check", "{dir}/transformers.py")),
+        "model/generation_config.json": (("check", "{dir}/native.py"),),
+        "chat/tokenizer.json": (("check", "{dir}/chats.py"),),
+        "chat/tokenizer_config.json": (("check", "{dir}/chats.py"),),
+        "chat/chat_template.jinja": (("check", "{dir}/chats.py"),),
+        "weights/model.safetensors": (("(weights)", "{dir}/weights"),),
+    }
+    pairs = [(name, words) for name, ways in commands.items() for words in ways]
+
+    def case(pair: tuple[str, tuple[str, ...]], kind: str) -> Case:
+        name, words = pair
+        others = {other: content for other, content in files.items() if other != name}
+        names = (Path(name).name, str(Path(name).parent), "actor", "dataset")
+        return Case(words, others, names, {name: kind})
+
+    checkpoint = st.builds(
+        lambda name, kind: _special_in_checkpoint(name, kind),
+        st.sampled_from(("manifest.json", "manifest.sha256", "metrics.jsonl", RANK_FILE)),
+        st.sampled_from(SPECIAL))
+    return st.one_of(st.builds(case, st.sampled_from(pairs), st.sampled_from(SPECIAL)), checkpoint)
+
+
+def _special_in_checkpoint(name: str, kind: str) -> Case:
+    case = _checkpoint(as_json(MANIFEST))
+    return replace(case, files={n: c for n, c in case.files.items() if n != name}, special={name: kind})
+
+
+def _long_rows() -> st.SearchStrategy[Case]:
+    """Draw rows of which one has 15 to 60 MB."""
+
+    def case(megabytes: int, where: int, is_nested: bool) -> Case:
+        text = "12 " * (megabytes * 350_000)
+        value = [{"role": "user", "content": text}] if is_nested else text
+        rows = [*ROWS[:where], {**ROWS[0], "prompt": value}, *ROWS[where:]]
+        return Case(("check", "{dir}/rows.py"), {"rows.jsonl": _as_lines(rows)}, ("rows.jsonl",))
+
+    return st.builds(case, st.sampled_from((15, 20, 60)), st.integers(0, 3), st.booleans())
 
 
 KINDS: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
@@ -232,5 +367,11 @@ KINDS: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
     "model config": _configs,
     "experiment field": _experiments,
     "checkpoint manifest": _manifests,
+    "checkpoint file": _checkpoint_files,
+    "weights": _weights,
+    "tokenizer": _tokenizers,
+    "parquet": _parquet,
+    "special file": _special_files,
+    "long row": _long_rows,
 }
 """Kind of input -> a function that makes the strategy that draws its cases."""

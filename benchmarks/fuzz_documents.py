@@ -5,7 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import yaml
+
+from realhf.checkpoint.tensor_files import pack_header
 
 _REPO = Path(__file__).parent.parent
 _CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -22,6 +26,36 @@ TOKENIZER_CONFIG: dict[str, Any] = {
     "eos_token": "<eos>", "pad_token": "<pad>",
     "chat_template": "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}",
 }
+TOKENIZERS: list[Any] = [
+    TOKENIZER,
+    {**TOKENIZER, "post_processor": {
+        "type": "TemplateProcessing", "pair": [], "single": [
+            {"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<eos>": {"id": "<eos>", "ids": [1], "tokens": ["<eos>"]}}}},
+    {**TOKENIZER, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {**TOKENIZER, "normalizer": {"type": "Replace", "pattern": {"Regex": "(a*)*$"}, "content": "b"},
+     "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": "<pad>"},
+     "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 1}},
+    {**TOKENIZER, "model": {"type": "Unigram", "unk_id": 0, "byte_fallback": False,
+                            "vocab": [[token, -1.0] for token in _VOCABULARY]}},
+    {**TOKENIZER, "model": {"type": "BPE", "vocab": _VOCABULARY, "merges": [], "unk_token": "<pad>"}},
+]
+TEMPLATES = [
+    TOKENIZER_CONFIG["chat_template"],
+    "{%- set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m['content'] %}{% endfor %}"
+    "{{ bos_token }}{{ ns.x | trim }}{% if add_generation_prompt %}>{% endif %}{{ tools | tojson }}",
+    "{% macro f(x) %}{{ x[0].role }}{% endmacro %}{{ f(messages) }}{{ strftime_now('%Y') }}{{ 2 ** 5 }}",
+]
+BOMBS = [
+    "{{ 'a' * 10 ** 11 }}", "{{ 'a' * 10 ** 8 }}", "{{ [0] * 10 ** 10 }}", "{{ 9 ** 9 ** 9 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages.__class__.__mro__ }}",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "{{ '%999999999d' | format(1) }}", "{% include '/etc/passwd' %}", "{{ raise_exception('\x1b[2J') }}",
+    "{{ '\\ud800' }}", "{{ messages | tojson(indent=99999) }}", "{{ 'x' | indent(10 ** 10) }}",
+]
+"""Chat templates without an end, or with much to write."""
 MODEL: dict[str, Any] = {
     **json.loads((_REPO / "models/tiny.json").read_text()), "vocab_size": len(_VOCABULARY),
 }
@@ -99,12 +133,30 @@ CONFIGS = [MODEL, *map(_small, (
     "mixtral-8x7b", "phi-4-mini", "olmo-2-7b", "granite-3.3-8b", "smollm3-3b", "glm-4-9b",
 ))]
 GENERATION: dict[str, Any] = {"eos_token_id": [1, 2], "temperature": 0.6, "max_length": 10, "do_sample": True}
-METRICS = b"{}\n"
-_PIECE = ["rank_00000.safetensors", [[0, 4], [0, 2]]]
+METRICS = b'{"step": 3, "reward/mean": 0.5}\n'
+RANK_FILE = "rank_00000.safetensors"
+TENSOR_BYTES = 2 * 4 * 2 * 4
+_PIECE = [RANK_FILE, [[0, 4], [0, 2]]]
+_NAMES = [f"actor/{kind}/model.norm.weight[0:4,0:2]" for kind in ("master", "exp_avg")]
+TENSORS = pack_header([(name, "F32", (4, 2)) for name in _NAMES])[0] + bytes(TENSOR_BYTES)
+"""The tensors of a checkpoint with the piece of two kinds."""
 MANIFEST: dict[str, Any] = {
     "step": 3, "num_ranks": 1, "experiment": {"steps": 5}, "plan": {"calls": {}},
-    "files": {"metrics.jsonl": {"num_bytes": 3, "sha256": hashlib.sha256(METRICS).hexdigest()}},
+    "files": {
+        name: {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in {"metrics.jsonl": METRICS, RANK_FILE: TENSORS}.items()
+    },
     "sets": {"actor": {"kinds": ["master", "exp_avg"], "pieces": {"model.norm.weight": [_PIECE]},
-                       "num_steps": 3, "model": {"hidden_size": 2}}},
+                       "num_steps": 3, "num_skipped": 0, "model": {"hidden_size": 2}}},
     "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": 3,
 }
+
+
+def _parquet() -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in (ROWS[0], ROWS[2])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows * 20), sink, row_group_size=20)
+    return sink.getvalue().to_pybytes()
+
+
+PARQUET = _parquet()

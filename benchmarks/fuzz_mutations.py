@@ -25,11 +25,18 @@ NASTY_NAMES = (
     "", " ", "é", "x" * 300, "a\nb", "\x1b[2J", "__class__", "self", "cls", "()", "0",
     "None", "-",
 )
+_GROWING = (
+    "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+    "a0: &a0 {x: y}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)),
+)
+"""YAML of less than a kilobyte whose aliases and merge keys stand for billions of values."""
 _SNIPPETS = (
     "\x00", "\ufeff", "\u2028", "\r", "\t", "\n", "\n\n", ":", ": ", "- ", "{", "}", "[", "]", ",", '"', "'",
     "#", "&a ", "*a", "<<: *a", "!!python/object:os.system ls", "!!binary x", "!!timestamp x", "!!int x",
     "!!float x", "!!set {a}", "2026-13-45", "2026-01-01", "1:60", ".nan", ".inf", "NaN", "Infinity",
     "---", "...", "%", "@", "`", "|", ">", "?", "\\", "\\ud800", "\\u0000", "1e999", "9" * 5000, "0x", "0o9",
+    *_GROWING, "!!int ''", "!!omap [a: 1]", "0x" + "f" * 5000, "1:" + "59:" * 300 + "1", "- " * 2000,
     "é", "\U0001f600", "[" * 3000, "{" * 3000, '{"a":' * 2000,
 )
 _RAW = (b"\xff", b"\x80abc", b"\xfe\xff", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80")
@@ -131,6 +138,15 @@ def damaged_text(draw: Any, texts: Sequence[str]) -> bytes:
         ))
         data = data[:start] + inserted + data[stop:]
     return data
+
+
+@st.composite
+def damaged_bytes(draw: Any, data: bytes) -> bytes:
+    """Draw a file of which one to four bytes are others, or whose end is cut off."""
+    content = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content[: draw(st.integers(0, len(content)))] if draw(st.integers(0, 5)) == 0 else content)
 
 
 def as_yaml(document: Any) -> bytes:

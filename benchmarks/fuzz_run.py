@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import signal
+import stat
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any, NoReturn
 from fuzz_cases import Case
 
 from realhf.checkpoint.run_state import Manifest, check_file
+from realhf.checkpoint.tensor_files import find_tensors
 from realhf.cli.main import main
 from realhf.errors import one_line
 
@@ -54,19 +57,43 @@ def run_case(case: Case, directory: Path, *, seconds: float) -> tuple[Any, Fault
         path = directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.replace(b"{dir}", str(directory).encode()))
+    for name, kind in case.special.items():
+        _make_special(directory / name, kind)
     try:
         outcome = _run([word.replace("{dir}", str(directory)) for word in case.words], seconds)
         names = tuple(name.replace("{dir}", str(directory)) for name in case.names)
         return outcome.code, _judge(replace(case, names=names), outcome)
     finally:
-        for name in case.files:
-            (directory / name).unlink()
+        for name in (*case.files, *case.special):
+            path = directory / name
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _make_special(path: Path, kind: str) -> None:
+    """Make what is no readable file, of a kind of SPECIAL."""
+    path.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "huge":
+        path.touch()
+        os.truncate(path, 100 << 30)
 
 
 def _run(words: list[str], seconds: float) -> Outcome:
     out, err = io.StringIO(), io.StringIO()
     path, modules = sys.path.copy(), set(sys.modules)
-    command = _read_checkpoint if words[0] == "(checkpoint)" else main
+    command = {"(checkpoint)": _read_checkpoint, "(weights)": _read_weights}.get(words[0], main)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _time_limit(seconds):
             code: Any = command(words)
@@ -89,11 +116,20 @@ def _read_checkpoint(words: list[str]) -> int:
     directory = Path(words[1])
     try:
         manifest = Manifest.load(directory)
-        faults = [check_file(directory, name, entry) for name, entry in manifest.files.items()]
+        for name in manifest.files:
+            check_file(directory, name, manifest)
     except ValueError as error:
-        faults = [str(error)]
-    if sentence := next(filter(None, faults), ""):
-        print(f"realhf: {one_line(sentence)}", file=sys.stderr)
+        print(f"realhf: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read_weights(words: list[str]) -> int:
+    """Read the headers of a model directory as a run does."""
+    try:
+        find_tensors(Path(words[1]))
+    except ValueError as error:
+        print(f"realhf: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
+from realhf.errors import shown
 from realhf.layout import MAX_RANKS
 from realhf.user_input.field_types import check_fields
 from realhf.user_input.hf_fields import is_positive
@@ -59,15 +60,15 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
-            raise ValueError(f"device_type is {self.device_type!r}: legal are {', '.join(DEVICE_TYPES)}")
+            raise ValueError(f"device_type is {shown(self.device_type)}: legal are {', '.join(DEVICE_TYPES)}")
         if self.accelerator not in (None, *ACCELERATORS):
-            raise ValueError(f"accelerator is {self.accelerator!r}: legal are {', '.join(ACCELERATORS)}")
+            raise ValueError(f"accelerator is {shown(self.accelerator)}: legal are {', '.join(ACCELERATORS)}")
         for name in ("num_hosts", "devices_per_host", "cores_per_host"):
             value = getattr(self, name)
             if name == "cores_per_host" and value is None:
                 continue
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+                raise ValueError(f"{name} is {shown(value)}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(Cluster) if f.default is None]
         values = {f.name: getattr(self, f.name) for f in fields(Cluster)}
         for name, value in values.items():
@@ -78,7 +79,7 @@ class Cluster:
             parts = {f"{name}.{k}": v for k, v in inner.items()} if has_parts else {name: value}
             for where, number in parts.items():
                 if not is_positive(number):
-                    raise ValueError(f"{where} is {number!r}: it must be a number above 0")
+                    raise ValueError(f"{where} is {shown(number)}: it must be a number above 0")
         if self.devices_per_host > _MAX_PER_HOST:
             legal = f"it must be at most {_MAX_PER_HOST}"
             raise ValueError(f"devices_per_host is {self.devices_per_host}: {legal}")
@@ -87,14 +88,14 @@ class Cluster:
                 f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host} is "
                 f"{self.num_devices} devices: there can be at most {MAX_RANKS}")
         if not isinstance(self.rails, bool | None):
-            raise ValueError(f"rails is {self.rails!r}: legal are true and false")
+            raise ValueError(f"rails is {shown(self.rails)}: legal are true and false")
         if (self.hosts_per_leaf is None) != (self.oversubscription is None):
             raise ValueError("hosts_per_leaf and oversubscription belong together: give both or neither")
         if self.hosts_per_leaf is not None and not isinstance(self.hosts_per_leaf, int):
-            raise ValueError(f"hosts_per_leaf is {self.hosts_per_leaf!r}: it must be a whole number")
+            raise ValueError(f"hosts_per_leaf is {shown(self.hosts_per_leaf)}: it must be a whole number")
         if self.oversubscription is not None and self.oversubscription < 1:
             legal = "it must be at least 1 (1: links between leaves carry all that hosts send)"
-            raise ValueError(f"oversubscription is {self.oversubscription!r}: {legal}")
+            raise ValueError(f"oversubscription is {shown(self.oversubscription)}: {legal}")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
@@ -281,7 +282,7 @@ def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
     own_values = check_fields(entry, ["count", "like", *figures], optional=optional, where=where)
     count = own_values.pop("count")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{where}.count is {count!r}: it must be a whole number of at least 1")
+        raise ValueError(f"{where}.count is {shown(count)}: it must be a whole number of at least 1")
     values: dict[str, Any] = {}
     if (name := own_values.pop("like", None)) is not None:
         alike = _load_like(name, where).to_dict()
@@ -297,7 +298,7 @@ def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
 
 def _load_like(name: Any, where: str) -> Cluster:
     if not isinstance(name, str):
-        raise ValueError(f"{where}.like is {name!r}: it must name a cluster file, such as h100-8x8")
+        raise ValueError(f"{where}.like is {shown(name)}: it must name a cluster file, such as h100-8x8")
     try:
         alike = Cluster.load(name)
     except ValueError as error:

@@ -11,6 +11,7 @@ _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name i
     "stdlib", "platstdlib", "purelib", "platlib")})
 
 _MAX_MESSAGE = 1600
+_MAX_VALUE = 160
 
 
 class UserError(ValueError):
@@ -26,6 +27,16 @@ def one_line(text: str) -> str:
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 4 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def cut(text: str) -> str:
+    """Return a text for a message, with the middle of long ones left out."""
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE // 2]}...{text[-_MAX_VALUE // 4 :]}"
+
+
+def shown(value: object) -> str:
+    """Return a value from a file as code for a message, with the middle of long ones left out."""
+    return cut(repr(value))
 
 
 def user_line(error: BaseException) -> str | None:
@@ -74,20 +85,3 @@ def naming(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"{what}: {error}") from error
-
-
-def require_output(path: Path, option: str, *, first: str, what: str) -> None:
-    """Raise UserError if no file can be written here, or if one of another kind exists, and would be lost.
-
-    A file of the right kind begins with the field `first`, behind any comments.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise UserError(f"{option} {path} is a directory: name the file to write")
-    if not path.exists():
-        return
-    lines = path.read_text(errors="replace").splitlines()
-    fields = [line for line in lines if line.strip() and not line.startswith(("#", "---"))]
-    if fields and not fields[0].startswith(first):
-        raise UserError(f"{option} {path} exists and is no {what}: name another file")

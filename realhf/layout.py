@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.errors import shown
+
 AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
 MAX_RANKS = 1 << 12
@@ -77,14 +79,14 @@ class ParallelStrategy:
         Axes of size 1 may be left out, and `e2` alone implies `d2`. Raises ValueError about other text.
         """
         if not re.fullmatch(r"(?:[a-z]\d+)*", text):
-            raise ValueError(f"{text!r} is not a parallel strategy: write for example d2t4p1")
+            raise ValueError(f"{shown(text)} is not a parallel strategy: write for example d2t4p1")
         sizes: dict[str, int] = {}
         for letter, size in re.findall(r"([a-z])(\d+)", text):
             if letter not in _LETTERS:
                 legal = ", ".join(_LETTERS)
-                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {legal}")
+                raise ValueError(f"unknown axis letter {letter!r} in {shown(text)}: legal are {legal}")
             if _LETTERS[letter] in sizes:
-                raise ValueError(f"axis {letter!r} is given twice in {text!r}")
+                raise ValueError(f"axis {letter!r} is given twice in {shown(text)}")
             sizes[_LETTERS[letter]] = int(size)
         return cls(**{"dp": sizes.get("ep", 1), **sizes})
 
@@ -124,12 +126,12 @@ class DeviceMesh:
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
                 raise ValueError(
-                    f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11")
+                    f"{part!r} in the mesh {shown(text)} is not a rank or a range: write as in 0-3,8-11")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
-                raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
+                raise ValueError(f"the range {part!r} in {shown(text)} runs backwards: write {last}-{first}")
             if last >= MAX_RANKS:
-                raise ValueError(f"rank {last} in {text!r} is too high: legal are 0 to {MAX_RANKS - 1}")
+                raise ValueError(f"rank {last} in {shown(text)} is too high: legal are 0 to {MAX_RANKS - 1}")
             ranks.extend(range(first, last + 1))
             if len(ranks) > MAX_RANKS:
                 raise ValueError(f"a mesh has more than {MAX_RANKS} ranks: some stand in it twice")
@@ -173,7 +175,7 @@ class Layout:
         match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)(?:/(native))?", str(text).strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")
+                f"{shown(text)} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")
         return cls(ParallelStrategy.parse(match[1]), DeviceMesh.parse(match[2]), match[3] or "")
 
     @property

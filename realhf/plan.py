@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from realhf.errors import shown
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.user_input.shipped import load_yaml
@@ -31,10 +32,10 @@ class CallPlan:
         rows = 1 if self.max_rows is None else self.max_rows
         for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
             if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-                raise ValueError(f"{name} is {num!r}: it must be a whole number of at least 1")
+                raise ValueError(f"{name} is {shown(num)}: it must be a whole number of at least 1")
         for name in OPTIONS:
             if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} is {value!r}: it must be true or false")
+                raise ValueError(f"{name} is {shown(value)}: it must be true or false")
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Kills runs and resumes them. The processes start quickly, as a fork server has imported what they need."""
+"""Kills runs, damages their checkpoints, and resumes them.
+
+The processes start quickly, as a fork server has imported what they need.
+"""
 
 import faulthandler
 import hashlib
@@ -7,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -61,7 +65,7 @@ _PHASES = {
 }
 """Module and function -> the phase of a thread that runs it; the first that is on its stack counts."""
 _FRAME = re.compile(r'File ".*?(\w+)\.py", line \d+ in (\w+)')
-_END_SECONDS = 90.0
+_END_SECONDS = 300.0
 """Time in which a worker must end."""
 _PATIENCE_SECONDS = 20.0
 """Time in which the other ranks should end by themselves after one has been killed."""
@@ -250,6 +254,8 @@ class Tally:
     """Phases in which a killed rank was whose peers did not end by themselves."""
     killed: Counter[str] = field(default_factory=Counter)
     """"one rank" or "all ranks" -> number of kills."""
+    flips: Counter[str] = field(default_factory=Counter)
+    """Names of files of checkpoints -> number of bits that were flipped in them."""
     differences: list[str] = field(default_factory=list)
 
 
@@ -369,3 +375,40 @@ def uninterrupted(case: Case, directory: Path) -> tuple[dict[str, Any], float]:
         codes = workers.join()
         assert not any(codes), workers.log.read_text()
     return result(directory / "run"), time.monotonic() - began
+
+
+def flip_and_resume(
+    case: Case, finished: Path, expected: dict[str, Any], directory: Path, rng: random.Random, tally: Tally,
+) -> None:  # fmt: skip
+    """Flip a bit in each of the newest checkpoints of a copy of a run, and let the copy end again.
+
+    Each damaged checkpoint must be named, with the file, and the result must be that of the run.
+    """
+    out = directory / "run"
+    shutil.copytree(finished, out)
+    steps = newest(out)
+    damaged = []
+    for step in range(steps, steps - rng.randint(1, 3), -1):
+        path = rng.choice(sorted((out / f"checkpoints/step_{step}").iterdir()))
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        damaged.append(path)
+        tally.flips[path.name] += 1
+    with Workers([*case.words, "--out", out, "--resume"], case.num_ranks, directory) as workers:
+        codes = workers.join()
+        text = workers.log.read_text()
+    tally.resumes += 1
+    name = f"{case.kind} on {case.num_ranks} in {directory}"
+    for path in damaged:
+        said = [line for line in text.splitlines() if f"checkpoint {path.parent} is not used: " in line]
+        manifest = path.name.startswith("manifest")
+        if len(said) != 1 or not (path.name in said[0] or (manifest and "manifest" in said[0])):
+            tally.differences.append(f"{name}: the damage of {path} is not named: {text}")
+    if any(codes) or "Traceback" in text or f"after step {steps - len(damaged)}" not in text:
+        tally.differences.append(f"{name}: exit codes {codes}: {text}")
+        return
+    before = len(tally.differences)
+    compare(name, result(out), expected, tally.differences)
+    if len(tally.differences) == before:
+        shutil.rmtree(directory)

@@ -16,6 +16,7 @@ NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
     **dict.fromkeys(("errors", "prepare", "signals", "time_limit"), 0),
     "user_input": 0.5,
+    "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,
     **dict.fromkeys(("dist", "data", "half_precision"), 2),
@@ -49,6 +50,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
     *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.resolved_roles"),
+    "realhf.job_process",
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),

@@ -23,6 +23,7 @@ from realhf.nn.lora import Adapters
 from realhf.nn.split_float32 import split_into
 from realhf.nn.transformer import Transformer
 from realhf.realloc.pieces import Shards
+from realhf.user_input.files import open_regular
 
 _BLOCK_BYTES = 1 << 20
 """Size of the buffer for values that cannot be read directly into a parameter; it fits a core's cache."""
@@ -109,7 +110,7 @@ def _read_all(tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Shar
 def _opened(path: Path) -> Iterator[int]:
     """Open a file for reading, as a file descriptor; raise ValueError if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file.fileno()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error

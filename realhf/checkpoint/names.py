@@ -31,6 +31,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def rank_name(rank: int) -> str:
+    """Return the name of the file of the tensors that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
 def samples_name(rank: int) -> str:
     """Return the name of the file of the samples that a rank holds between two steps."""
     return f"samples_{rank:05d}.safetensors"

@@ -9,9 +9,11 @@ from typing import Any
 
 from realhf.checkpoint.read import SCORE, check_tensor, tensor_shapes
 from realhf.checkpoint.tensor_files import StoredTensor, read_header
+from realhf.errors import cut, shown
 from realhf.models.lora import LoraConfig, legal_targets
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec
+from realhf.user_input.files import read_object
 from realhf.user_input.hf_fields import is_positive, is_whole
 
 CONFIG_FILE = "adapter_config.json"
@@ -93,25 +95,21 @@ def resolved(lora: LoraConfig) -> LoraConfig:
         in_file = getattr(from_directory, name)
         same = set(value) == set(in_file) if name == "target_modules" else value == in_file
         if value != getattr(default, name) and not same:
-            raise ValueError(f"lora.{name} is {value!r}, but {path} says {in_file!r}: leave it out")
+            raise ValueError(f"lora.{name} is {shown(value)}, but {path} says {shown(in_file)}: leave it out")
     return from_directory
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """Return the fields of LoraConfig that an adapter_config.json sets."""
-    try:
-        hf = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"lora.adapter: {path} cannot be read: {error}") from error
-    if not isinstance(hf, Mapping):
-        raise ValueError(f"lora.adapter: {path} is not a JSON object")
+    hf = read_object(path, what="lora.adapter:")
     defaults = {"bias": "none", "init_lora_weights": True, "use_rslora": False}
     values = {**dict.fromkeys(_LEGAL), **defaults, **hf}
     for key, value in values.items():
         off = "false" if isinstance(value, bool) else "null"
         is_legal, supported = _LEGAL.get(key, (operator.not_, off))
         if key not in _IGNORED and not is_legal(value):
-            raise ValueError(f"lora.adapter: {path}: {key} is {json.dumps(value)}; supported is {supported}")
+            what = f"{key} is {cut(json.dumps(value))}; supported is {supported}"
+            raise ValueError(f"lora.adapter: {path}: {what}")
     targets = values["target_modules"]
     return {
         "rank": values["r"], "alpha": float(values["lora_alpha"]), "use_rslora": values["use_rslora"],
@@ -126,7 +124,7 @@ def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     """
     path = directory / _WEIGHTS_FILE
     shapes = tensor_shapes(spec)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{directory} has no {_WEIGHTS_FILE}; adapters are read from safetensors only")
     tensors = read_header(path)
     optional = {param.in_file.name for param in spec.params if param.short_name == SCORE}

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
@@ -17,16 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.checkpoint.names import CHECKSUM, MANIFEST
+from realhf.checkpoint.names import CHECKSUM, MANIFEST, METRICS, rank_name, samples_name
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
 from realhf.checkpoint.write import memory_of
+from realhf.errors import shown
+from realhf.layout import MAX_RANKS
 from realhf.models.region import Region, overlap, region_size, region_slices
 from realhf.realloc.pieces import Piece, cut
 from realhf.user_input.field_types import check_types
+from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_bytes, read_json_lines
 
 FORMAT = 3
 """Version of the format; a checkpoint of another version is refused."""
 _BLOCK_BYTES = 4 << 20
+_MAX_COUNT = 2**53
+"""Largest count in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +89,57 @@ class Manifest:
         text = _read(path)
         if _read(directory / CHECKSUM) != _checksum_line(text):
             raise ValueError(f"{path} does not have the checksum in {CHECKSUM}: one of the two is damaged")
+        fields = parse_json(text, str(path))
         try:
-            fields = json.loads(text)
             if (file_format := fields["format"]) == FORMAT:
-                files = {name: _file_entry(name, entry) for name, entry in fields["files"].items()}
+                files = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
                 sets = {name: _saved(entry) for name, entry in fields["sets"].items()}
                 manifest = cls(**{**fields, "files": files, "sets": sets, "ranks": tuple(fields["ranks"])})
-                check_types(manifest)
+                manifest._check()
                 return manifest
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
-        raise ValueError(f"{path} has format {file_format!r}; this version of realhf reads {FORMAT}")
+        raise ValueError(f"{path} has format {shown(file_format)}; this version of realhf reads {FORMAT}")
 
+    def _check(self) -> None:
+        """Raise ValueError unless the values are such as `save` writes, with no more ranks than there are."""
+        check_types(self)
+        state = {name: value for name, value in self.run.items() if name != "state"}
+        for name, value in {"step": self.step, "versions": self.versions, "run": state}.items():
+            _check_counts(value, name)
+        if not 1 <= self.num_ranks <= MAX_RANKS or len(self.ranks) != self.num_ranks:
+            raise ValueError(f"num_ranks is {self.num_ranks}, and ranks has {len(self.ranks)} entries")
+        for rank in self.ranks:
+            if not isinstance(rank, dict):
+                raise ValueError(f"ranks has {shown(rank)}: it must be an object")
+        names = {METRICS, *map(rank_name, range(self.num_ranks)), *map(samples_name, range(self.num_ranks))}
+        for name, entry in self.files.items():
+            if name not in names:
+                raise ValueError(f"files has {shown(name)}, which is no file of a checkpoint")
+            check_types(entry, f"files.{name}.")
+            _check_counts(entry.num_bytes, f"files.{name}.num_bytes")
+        if METRICS not in self.files:
+            raise ValueError(f"files lacks {METRICS}")
+        for name, saved in self.sets.items():
+            check_types(saved, f"sets.{name}.")
+            _check_counts([saved.num_steps, saved.num_skipped], f"sets.{name}.num_steps")
+            for parameter, parts in saved.pieces.items():
+                where = f"sets.{name}.pieces.{parameter}"
+                if not parts or len({len(region) for _, region in parts}) != 1:
+                    raise ValueError(f"{where} must have at least one region, and all of the same dims")
+                for file, region in parts:
+                    _check_piece(file, region, self.files, where)
 
-def _file_entry(name: str, fields: Mapping[str, Any]) -> FileEntry:
-    """Return the entry of a file, which lies beside the manifest."""
-    if Path(name).name != name:
-        raise ValueError(f"it names the file {name}")
-    entry = FileEntry(**fields)
-    check_types(entry, f"files.{name}.")
-    return entry
+    def tensors_in(self, file: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the shape of each tensor that a file must have."""
+        for name, saved in self.sets.items():
+            for parameter, parts in saved.pieces.items():
+                for holder, region in parts:
+                    if holder == file:
+                        shape = tuple(stop - start for start, stop in region)
+                        for kind in saved.kinds:
+                            yield tensor_name(name, kind, parameter, region), shape
 
 
 def _saved(entry: Mapping[str, Any]) -> Saved:
@@ -114,13 +149,34 @@ def _saved(entry: Mapping[str, Any]) -> Saved:
     return Saved(**{**entry, "kinds": tuple(entry["kinds"]), "pieces": pieces})
 
 
+def _check_piece(file: Any, region: Region, files: Mapping[str, FileEntry], where: str) -> None:
+    if not isinstance(file, str) or file not in files or not file.startswith("rank_"):
+        raise ValueError(f"{where} is in {shown(file)}, which is no file of tensors among files")
+    for start, stop in region:
+        is_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in (start, stop))
+        if not is_whole or not 0 <= start < stop <= _MAX_COUNT:
+            raise ValueError(f"{where} has the range {shown(start)} to {shown(stop)}")
+
+
+def _check_counts(value: Any, where: str) -> None:
+    """Raise ValueError unless all numbers in a value of JSON are possible counts, or -1 for none."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _check_counts(part, f"{where}.{name}")
+    elif isinstance(value, list):
+        for part in value:
+            _check_counts(part, where)
+    elif isinstance(value, int | float) and not -1 <= value <= _MAX_COUNT:
+        raise ValueError(f"{where} is {shown(value)}: it must be at least 0 and at most {_MAX_COUNT}")
+
+
 def _checksum_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, most=MAX_TABLE_BYTES, follow=False)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -131,19 +187,32 @@ def tensor_name(set_name: str, kind: str, parameter: str, box: Region) -> str:
     return f"{set_name}/{kind}/{parameter}[{spans}]"
 
 
-def check_file(directory: Path, name: str, entry: FileEntry) -> str:
-    """Return what is wrong with a file of a checkpoint, or an empty string."""
+def check_file(directory: Path, name: str, manifest: Manifest) -> None:
+    """Raise ValueError unless a file of a checkpoint is the one that was saved, with what it must hold."""
     path = directory / name
+    entry = manifest.files[name]
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.num_bytes:
-                return f"{path} has {size} bytes instead of {entry.num_bytes}"
+                raise ValueError(f"{path} has {size} bytes instead of {entry.num_bytes}")
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                return f"{path} does not have the checksum in {MANIFEST}: it is damaged"
+                raise ValueError(f"{path} does not have the checksum in {MANIFEST}: it is damaged")
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return ""
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if name == METRICS:
+        for number, record in read_json_lines(path):
+            if not isinstance(record.get("step"), int):
+                raise ValueError(f"{path} line {number} has no step")
+        return
+    stored = read_header(path)
+    for tensor, shape in manifest.tensors_in(name):
+        if tensor not in stored:
+            raise ValueError(f"{path} lacks the tensor {tensor}")
+        if stored[tensor].shape != shape or stored[tensor].dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{path}: tensor {tensor} is {stored[tensor].dtype} of shape {stored[tensor].shape}: "
+                f"it must have the shape {shape} and one of {', '.join(STORED_DTYPES)}")
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> FileEntry:
@@ -228,7 +297,7 @@ class SavedTensors:
         """Return a tensor of a file, mapped into memory: its pages are read when they are used."""
         if file not in self._files:
             path = self._directory / file
-            with path.open("rb") as opened:
+            with open_regular(path, follow=False) as opened:
                 self._files[file] = read_header(path), mmap(opened.fileno(), 0, access=ACCESS_COPY)
         headers, memory = self._files[file]
         stored = headers[tensor]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.errors import cut
+from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_object
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -19,6 +22,7 @@ _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+_MAX_NAME_BYTES = 255
 _MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -45,10 +49,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Raises ValueError that names the file, and the tensor if the error lies in one.
     """
-    if (directory / SINGLE).is_file():
+    if (directory / SINGLE).exists():
         return read_header(directory / SINGLE)
     index = directory / INDEX
-    if not index.is_file():
+    if not index.exists():
         if any(directory.glob("*.bin")):
             raise ValueError(
                 f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs "
@@ -59,7 +63,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     promised = _read_index(index)
     for file in dict.fromkeys(promised.values()):
         path = directory / file
-        if not path.is_file():
+        if not path.exists():
             raise ValueError(f"{index} names the file {file}, which is missing")
         for name, tensor in read_header(path).items():
             if name not in promised:
@@ -74,21 +78,24 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return name of a tensor -> name of the file that holds it."""
-    try:
-        files = json.loads(index.read_text())["weight_map"]
-        assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
-        why = str(error) if isinstance(error, ValueError) else "it needs an object weight_map: tensor -> file"
-        raise ValueError(f"{index} is not an index of safetensors files: {why}") from error
-    if outside := [file for file in files.values() if Path(file).name != file]:
-        raise ValueError(f"{index} names the file {outside[0]}: files must lie beside it")
+    files = read_object(index, most=MAX_TABLE_BYTES).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(
+            f"{index} is not an index of safetensors files: it needs an object weight_map: tensor -> file")
+    if outside := [file for file in files.values() if Path(file).name != file or not _is_name(file)]:
+        raise ValueError(f"{index} names the file {cut(outside[0])}: files must lie beside it")
     return files
+
+
+def _is_name(file: str) -> bool:
+    """Return whether a file can have this name."""
+    return "\0" not in file and len(file.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file in their order; raise ValueError unless they fill the file exactly."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
@@ -100,9 +107,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        header = json.loads(text)
+        header = parse_json(text, "the header")
         assert isinstance(header, dict)
-    except (ValueError, AssertionError, RecursionError) as error:
+    except (ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length

@@ -71,7 +71,7 @@ def _printable(text: str) -> str:
 def try_out(program: Program) -> Trial:
     """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
-    if not (Path(directory) / "tokenizer.json").is_file():
+    if not (Path(directory) / "tokenizer.json").exists():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
         return Trial([*warnings_of(program, None, {}), untried])
     tokenizer = LightTokenizer(directory)

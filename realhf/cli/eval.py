@@ -36,6 +36,7 @@ from realhf.rewards.by_name import SHIPPED, reward_by_name
 from realhf.rewards.reward import Reward
 from realhf.runtime.compile.program import Program, compile_evaluation
 from realhf.runtime.records.run_directory import check_run_directory, new_run_directory
+from realhf.user_input.files import read_object
 
 HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
@@ -288,7 +289,7 @@ def _role(model: str, role: Role) -> Role:
         model = str(path)
     if not (path / CONFIG_FILE).is_file():
         return dataclasses.replace(role, model=model)
-    base = json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    base = read_object(path / CONFIG_FILE, what="adapters").get("base_model_name_or_path")
     if not base:
         raise UserError(f"{path / CONFIG_FILE} names no base_model_name_or_path: merge the adapters first")
     return dataclasses.replace(role, model=base, lora=LoraConfig(adapter=model))

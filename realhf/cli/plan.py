@@ -18,7 +18,7 @@ from realhf.cli.job import is_worker
 from realhf.cli.planning_problem import problem_of, without_lag
 from realhf.cli.search_watch import SearchWatch
 from realhf.cluster import Cluster, host_memory_bytes, num_cores
-from realhf.errors import UserError, naming, require_output
+from realhf.errors import UserError, naming
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
@@ -32,6 +32,7 @@ from realhf.planner.make import Planned, make_plan
 from realhf.planner.what_if import SearchLimits, what_if
 from realhf.planner.what_if import render as render_changes
 from realhf.planner.workload.problem import Problem
+from realhf.user_input.files import require_output
 from realhf.user_input.units import format_seconds
 
 HELP = "search for a fast plan for a cluster, with a lower bound over the plans enumerated"

@@ -9,8 +9,9 @@ from realhf.cli.job import ProfileJob, is_worker
 from realhf.cli.plan import this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.errors import UserError, require_output
+from realhf.errors import UserError
 from realhf.experiment import Experiment
+from realhf.user_input.files import require_output
 
 HELP = "measure this machine for the models of an experiment, for the planner"
 EXAMPLES = ("realhf profile examples/sft.py -o profile.yaml",)

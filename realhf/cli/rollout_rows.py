@@ -10,6 +10,7 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.runtime.records.rollout_file import ROLLOUTS
+from realhf.user_input.files import read_json_lines
 from realhf.user_input.suggest import did_you_mean
 
 Row = dict[str, Any]
@@ -239,22 +240,11 @@ def _eval_files(run: Path) -> list[tuple[str, int | None, Path]]:
 
 def _read(path: Path) -> Iterator[Row]:
     """Yield the answers of a file, without a last line that is incomplete. Raises UserError."""
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith("\n") and line.strip():
-                    yield _parsed(line, f"{path} line {number}")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    for _, row in read_json_lines(path):
+        yield _with_columns(row)
 
 
-def _parsed(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
+def _with_columns(row: Row) -> Row:
     if isinstance(scores := row.pop("scores", None), dict):  # The name of rewards in evaluations.
         row.setdefault("rewards", scores)
     if "columns" not in row:

@@ -1,6 +1,5 @@
 """RunSettings: how a run made prompts and sampled answers, read by `realhf eval`. Free of torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from realhf.calls import SamplingConfig
 from realhf.data.dataset import DatasetConfig
-from realhf.errors import UserError
+from realhf.user_input.files import read_json
 
 _CONFIG = "config.json"
 _OF_PROMPTS = ("prompt_key", "chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs",
@@ -74,10 +73,7 @@ def read_settings(run: Path, *, name: str, path: str) -> RunSettings | None:
     Return None if config.json is not that of a run. Raises UserError if it cannot be read.
     """
     file = run / _CONFIG
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    config = read_json(file)
     if not isinstance(config, dict) or not isinstance(training := config.get("dataset"), dict):
         return None
     sets = _sets(config.get("eval_dataset"))

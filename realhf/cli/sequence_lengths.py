@@ -1,6 +1,6 @@
 """The lengths of prompts and responses with which an experiment is planned. Free of torch."""
 
-import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from realhf.experiment import Expected, Experiment
 from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.user_input.field_types import require
+from realhf.user_input.files import read_json_lines
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
 _ANSWERS = 5000  # The newest answers of a run whose lengths are read.
@@ -82,9 +83,7 @@ def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:
     path = Path(run) / ROLLOUTS
     if not path.is_file():
         raise ValueError(f"expected.lengths_from is {run!r}: there is no {path}")
-    with path.open(encoding="utf-8") as file:
-        lines = [line for line in file if line.endswith("\n")][-_ANSWERS:]
-    answers = [json.loads(line) for line in lines]
+    answers = list(deque((row for _, row in read_json_lines(path)), _ANSWERS))
     lengths = [answer["length"] for answer in answers if "length" in answer]
     if not lengths:
         raise ValueError(f"expected.lengths_from is {run!r}: {path} has no answers")
@@ -115,7 +114,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
     directory = experiment.tokenizer_dir()
-    if not (Path(directory) / "tokenizer.json").is_file():
+    if not (Path(directory) / "tokenizer.json").exists():
         raise ValueError(f"tokenizer {directory!r} has no tokenizer.json; {hint}")
     tokenizer = LightTokenizer(directory)
     texts: tuple[list[str], list[str]] = ([], [])

@@ -17,6 +17,7 @@ import torch
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
 from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
+from realhf.data.light_tokenizer import panics_as_errors
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
@@ -225,7 +226,8 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
         world = World(
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
             ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity)
-        code = task(world)
+        with panics_as_errors():
+            code = task(world)
     except UserError as error:
         if activity is not None:
             activity.leave_record(place.rank, str(error), traceback.format_exc())

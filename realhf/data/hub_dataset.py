@@ -16,6 +16,7 @@ from typing import Any
 
 from realhf.data.row_files import ArrowFile, mapped_batches
 from realhf.errors import UserError
+from realhf.user_input.files import read_object
 from realhf.user_input.hub import HubName, asking_hub, host_lock
 
 
@@ -66,8 +67,8 @@ def find_dataset(path: str, *, name: str | None, revision: str | None) -> HubDat
 def _read(record: Path) -> HubDataset | None:
     """Return the files that an earlier process has recorded, if all of them still exist."""
     try:
-        content = json.loads(record.read_text())
-    except (OSError, ValueError):
+        content = read_object(record)
+    except ValueError:
         return None
     splits = {split: (tuple(files), rows) for split, (files, rows) in content["splits"].items()}
     is_there = all(Path(file).is_file() for files, _ in splits.values() for file in files)

@@ -1,9 +1,13 @@
 """LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from realhf.data.tokenizer_process import read_tokenizer
+from realhf.errors import UserError
+from realhf.user_input.files import read_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -15,18 +19,12 @@ class LightTokenizer:
     """
 
     def __init__(self, directory: str) -> None:
-        from tokenizers import Tokenizer  # Imported here, as only checks need it.
-
         path = Path(directory)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # The library has no more specific class.
-            raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-        # The file may ask for both, but transformers pads and cuts a text only if it is told to.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = read_tokenizer(path / "tokenizer.json")
         settings = _settings(path)
-        self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
+        self.special_tokens_map = {
+            name: _content(settings[name], f"{path / 'tokenizer_config.json'}: {name}")
+            for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
 
@@ -37,11 +35,11 @@ class LightTokenizer:
 
     @property
     def largest_id(self) -> int:
-        return max(self._tokenizer.get_vocab().values())
+        return max(self._tokenizer.get_vocab().values(), default=-1)
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        return self._tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -56,42 +54,24 @@ class LightTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def get_chat_template(self, *, tools: list[Any] | None = None) -> str | None:
-        """Return the chat template, for chats with tools that of its own if there is one."""
+    def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str | None:
+        """Return the template of chats without or with tools."""
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, tools: list[Any] | None = None,
-        add_generation_prompt: bool = False, continue_final_message: bool = False, tokenize: bool = True,
-        return_dict: bool = True, return_assistant_tokens_mask: bool = False, **arguments: Any,
-    ) -> Any:
-        """Return the text of a chat or its tokens; `arguments` are further ones of the template.
 
-        With `return_assistant_tokens_mask` and `return_dict` there is a mask of the tokens that the template
-        writes between {% generation %} and {% endgeneration %}, too.
-        """
-        # Imported here, as it is slow and only chats need it.
-        from transformers.utils.chat_template_utils import render_jinja_template
+class TokenizerPanicError(UserError):
+    """The library `tokenizers` has failed in a way that it does not expect."""
 
-        messages = [
-            {key: value for key, value in message.items() if value is not None} for message in messages]
-        rendered: Any = render_jinja_template(
-            [messages], tools=tools, chat_template=self.get_chat_template(tools=tools),
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            return_assistant_tokens_mask=return_assistant_tokens_mask, **{**self._special, **arguments})
-        (text,), spans = rendered
-        if not tokenize:
-            return text
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        if not return_dict:
-            return encoding.ids
-        mask = [0] * len(encoding.ids)
-        for start, stop in spans[0] if spans else ():
-            if (first := encoding.char_to_token(start)) is not None:
-                last = encoding.char_to_token(stop - 1) if stop > start else first - 1
-                stop_token = len(mask) if last is None else last + 1
-                mask[first:stop_token] = [1] * max(0, stop_token - first)
-        return {"input_ids": encoding.ids, "assistant_masks": mask}
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic of Rust in the `with` block, which is no Exception, into a TokenizerPanicError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanicError(f"the library tokenizers has failed: {error}") from error
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
@@ -121,27 +101,25 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    return read_object(path) if path.exists() else {}
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+def _content(token: Any, where: str) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise UserError(f"{where} is no token: it must be text, or an object with its content")
+    return content
 
 
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a directory has a chat template."""
-    return _chat_template(directory, _json_of(directory / "tokenizer_config.json"), "default") is not None
+    return _chat_template(directory, _settings(directory), "default") is not None
 
 
 def named_token(directory: Path, name: str) -> str | None:
     """Return the text of a special token that a tokenizer's settings name, such as `pad_token`."""
     token = _settings(directory).get(name)
-    return _content(token) if token else None
+    return _content(token, f"{directory}: {name}") if token else None
 
 
 def is_written(token: str, directory: Path) -> bool:
@@ -163,10 +141,13 @@ def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str 
     file = directory / "chat_template.jinja"
     if name != "default":
         file = directory / "additional_chat_templates" / f"{name}.jinja"
-    if file.is_file():
-        return file.read_text()
+    if file.exists():
+        return read_text(file)
     template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(template, list):  # There are several templates, each with a name.
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        return by_name.get(name)
-    return template if name == "default" else None
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    for entry in named:  # There may be several templates, each with a name.
+        if isinstance(entry, dict) and entry.get("name") == name:
+            if not isinstance(entry.get("template"), str | None):
+                raise UserError(f"{directory}: the chat template {name!r} must be text")
+            return entry.get("template")
+    return None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
+from realhf.data.light_tokenizer import panics_as_errors
 from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
+from realhf.data.tokenizer_process import try_tokenizer
 from realhf.errors import UserError
 from realhf.sample_ids import samples_of
+from realhf.user_input.files import require_regular_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +29,15 @@ _DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask"
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # Imported here, as it is slow and few ranks need it.
 
+    path = Path(directory)
+    require_regular_files(path)
+    if (path / "tokenizer.json").exists():
+        try_tokenizer(path / "tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {directory}: {str(error).splitlines()[0]}") from error
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # The library raises many kinds about malformed files.
+        raise UserError(f"tokenizer {directory}: {next(iter(str(error).splitlines()), '')}") from error
 
 
 class Loader(TokenizedRows):

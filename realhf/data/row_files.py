@@ -7,7 +7,8 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,20 @@ from numpy.typing import NDArray
 
 from realhf.errors import UserError
 from realhf.prepare import prepare_once
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular
+from realhf.user_input.units import format_bytes
 
 LARGE_BYTES = 64 << 20
 """Files of more bytes are not read as a whole: rows are read, checked and tokenised when they come up."""
 _CHUNK_BYTES = 8 << 20
 _NEWLINE = 10
 _BLANK = np.frombuffer(b" \t\r\n\x0b\x0c", np.uint8)
-_ROWS_OF_BATCH = 512
-"""Rows of a record batch in the copy of a parquet file, from which single rows are read."""
+_ROWS_OF_BATCH = 128
+"""Rows of a record batch of a parquet file, from which single rows are read."""
+_FACTOR_OF_SMALL = 4
+"""How much larger the rows of a parquet file may be in memory than its data without compression."""
+_MAX_EXPANSION = 1000
+"""How much larger its rows may be than the file itself."""
 
 
 class RowFile(ABC):
@@ -61,7 +68,7 @@ class JsonlFile(RowFile):
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self.num_bytes = path.stat().st_size
-        self._file = path.open("rb", buffering=0)
+        self._file = open_regular(path)
 
     def __len__(self) -> int:
         return len(self._index[0])
@@ -70,7 +77,7 @@ class JsonlFile(RowFile):
         starts = self._index[0]
         start = int(starts[number])
         stop = int(starts[number + 1]) if number + 1 < len(starts) else self.num_bytes
-        data = os.pread(self._file.fileno(), stop - start, start)
+        data = os.pread(self._file.fileno(), min(stop - start, MAX_ROW_BYTES + 1), start)
         line = data[: data.find(b"\n") + 1 or None]  # Blank lines may follow.
         return self._parsed(line, self._line_number(number))
 
@@ -78,13 +85,15 @@ class JsonlFile(RowFile):
         return f"line {self._line_number(number)}"
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
-        with Path(self.name).open("rb") as lines:
+        with open_regular(self.name) as file:
+            lines = iter(partial(file.readline, MAX_ROW_BYTES + 1), b"")
             not_blank = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
             for number, line in islice(not_blank, count):
                 yield self._parsed(line, number)
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         where = f"dataset {self.name} line {number}"
+        _require_short(len(line), where)
         try:
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
@@ -107,10 +116,11 @@ class JsonlFile(RowFile):
         """Return the bytes at which lines with rows start, and those at which blank lines do."""
         buffer = np.empty(_CHUNK_BYTES, np.uint8)
         line_starts: list[NDArray[np.int64]] = []
+        blank: list[NDArray[np.int64]] = []
         suspects: list[NDArray[np.int64]] = []
         position = 0
         starts_line = True
-        with Path(self.name).open("rb", buffering=0) as file:
+        with open_regular(self.name) as file:
             while count := file.readinto(buffer.data):
                 chunk = buffer[:count]
                 after = np.flatnonzero(chunk == _NEWLINE) + 1
@@ -118,17 +128,26 @@ class JsonlFile(RowFile):
                 if starts_line:
                     starts = np.concatenate([np.zeros(1, starts.dtype), starts])
                 line_starts.append(starts + position)
-                suspects.append(starts[np.isin(chunk[starts], _BLANK)] + position)
+                empty = chunk[starts] == _NEWLINE
+                blank.append(starts[empty] + position)
+                suspects.append(starts[np.isin(chunk[starts], _BLANK) & ~empty] + position)
                 starts_line = bool(chunk[-1] == _NEWLINE)
                 position += count
+            found = [s for chunk in suspects for s in chunk.tolist() if _is_blank(file, s)]
         starts = np.concatenate(line_starts) if line_starts else np.zeros(0, np.int64)
-        blank = np.array([s for chunk in suspects for s in chunk.tolist() if self._is_blank(s)], np.int64)
-        return (starts[~np.isin(starts, blank)] if len(blank) else starts), blank
+        all_blank = np.sort(np.concatenate([*blank, np.array(found, np.int64)]))
+        return (np.setdiff1d(starts, all_blank, assume_unique=True) if len(all_blank) else starts), all_blank
 
-    def _is_blank(self, start: int) -> bool:
-        with Path(self.name).open("rb") as file:
-            file.seek(start)
-            return not file.readline().strip()
+
+def _is_blank(file: BufferedReader, start: int) -> bool:
+    """Return whether the line from byte `start` on is blank; one of more than the legal length is not."""
+    file.seek(start)
+    return not file.readline(MAX_ROW_BYTES + 1).strip()
+
+
+def _require_short(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_ROW_BYTES:
+        raise UserError(f"{where} has more than {format_bytes(MAX_ROW_BYTES)}: a row may have at most that")
 
 
 class ArrowFile(RowFile):
@@ -150,7 +169,13 @@ class ArrowFile(RowFile):
     def __getitem__(self, number: int) -> dict[str, Any]:
         which = int(np.searchsorted(self._ends, number, side="right"))
         batch = self._batches[which]
-        return batch.slice(number - int(self._ends[which]) + batch.num_rows, 1).to_pylist()[0]
+        row = batch.slice(number - int(self._ends[which]) + batch.num_rows, 1)
+        if batch.nbytes > MAX_ROW_BYTES:
+            _require_short(row.nbytes, f"dataset {self.name} {self.place(number)}")
+        try:
+            return row.to_pylist()[0]
+        except (ValueError, OSError, OverflowError) as error:  # The bytes of a value are not of its type.
+            raise UserError(f"dataset {self.name} {self.place(number)} cannot be read: {error}") from error
 
     def place(self, number: int) -> str:
         return f"row {self._start + number}"
@@ -190,16 +215,21 @@ def _opened(path: Path, size: int, modified: int, cache: Callable[[], Path]) -> 
     import pyarrow.parquet
 
     try:
+        open_regular(path).close()
         groups = pyarrow.parquet.read_metadata(path)
-        num_bytes = sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
-        if num_bytes <= LARGE_BYTES:  # Without compression.
-            batches = pyarrow.parquet.read_table(path).to_batches()
+        num_bytes = 0
+        for group in map(groups.row_group, range(groups.num_row_groups)):
+            num_bytes += group.total_byte_size  # Without compression.
+            _require_short(group.total_byte_size // max(1, group.num_rows), f"dataset {path}: the mean row")
+        if num_bytes <= LARGE_BYTES and (batches := _small_batches(path)) is not None:
             return ArrowFile(str(path), batches, num_bytes=num_bytes)
         # Reading rows in random order from the file itself would decode a whole row group for each row.
         key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
         target = cache() / "realhf" / f"{path.stem}-{key}.arrow"
         copy = prepare_once(target, lambda temporary: _copy(path, temporary))
         return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
+    except UserError:
+        raise
     except (ValueError, OSError) as error:
         raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error
 
@@ -216,7 +246,30 @@ def _copy(path: Path, target: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    written = 0
+    most = _MAX_EXPANSION * (path.stat().st_size + _CHUNK_BYTES)
     source = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
     with pyarrow.ipc.new_stream(str(target), source.schema_arrow) as writer:
         for batch in source.iter_batches(batch_size=_ROWS_OF_BATCH):
             writer.write_batch(batch)
+            written += batch.nbytes
+            if written > most:
+                times = f"{_MAX_EXPANSION} times the size of the file"
+                raise ValueError(f"its rows have more than {format_bytes(most)}, {times}")
+
+
+def _small_batches(path: Path) -> list[Any] | None:
+    """Return all rows of a parquet file; None if they are larger than they seemed.
+
+    A small file may have one long value in every row.
+    """
+    import pyarrow.parquet
+
+    batches = []
+    num_bytes = 0
+    for batch in pyarrow.parquet.ParquetFile(path, pre_buffer=False).iter_batches(batch_size=_ROWS_OF_BATCH):
+        batches.append(batch)
+        num_bytes += batch.nbytes
+        if num_bytes > _FACTOR_OF_SMALL * LARGE_BYTES:
+            return None
+    return batches

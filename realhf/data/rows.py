@@ -264,6 +264,8 @@ def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
     else:
         if path and Path(path).is_dir():
             raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
+        if path and Path(path).exists():
+            raise UserError(f"dataset.path {path!r} is no regular file")
         raise UserError(f"dataset.path {path!r}: there is no such file{_near_file(Path(path))}")
     for name in names:
         if (suffix := Path(name).suffix) not in _SUFFIXES:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from realhf.data.conversations import is_continued, joined
 from realhf.data.light_tokenizer import LightTokenizer, has_chat_template
+from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
 
 Chat = list[dict[str, Any]]
@@ -73,7 +74,7 @@ def turn_ends(tokenizer: Any, arguments: dict[str, Any]) -> TurnEnds:
     found = []
     for messages in ([user, answer], [user, answer, user]):
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            text, _ = render_chat(tokenizer, messages, **arguments)
         except Exception:  # A template may raise any exception, and refuse these messages.
             text = ""
         found.append(first_special(text.partition(_MARK)[2], specials))
@@ -247,17 +248,16 @@ class ChatTokens:
         ids = list(encoded["input_ids"])
         starts, ends = ([place[side] for place in encoded["offset_mapping"]] for side in (0, 1))
         prompt_length = bisect_right(ends, start)
-        if not self.assistant_only:
-            mask = [1] * len(ids)
-        elif self._has_markers(tools):
-            made = self.tokenizer.apply_chat_template(
-                chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True, **self.arguments)
-            mask = list(made["assistant_masks"])
-        else:
-            mask = [0] * len(ids)
-            for low, high in self._turns(chat, text, tools, start=start, first=first, is_whole=is_whole):
-                for i in range(bisect_right(ends, low), bisect_left(starts, high)):
-                    mask[i] = 1
+        mask = [0 if self.assistant_only else 1] * len(ids)
+        turns: list[tuple[int, int]] = []
+        if self.assistant_only and self._has_markers(tools):
+            _, turns = render_chat(
+                self.tokenizer, chat, tools=tools, finds_answers=True, **self.arguments)
+        elif self.assistant_only:
+            turns = self._turns(chat, text, tools, start=start, first=first, is_whole=is_whole)
+        for low, high in turns:
+            for i in range(bisect_right(ends, low), bisect_left(starts, high)):
+                mask[i] = 1
         learned_from = 1 if is_whole else prompt_length  # Nothing comes before the first token.
         mask[:learned_from] = [0] * len(mask[:learned_from])
         return TokenizedSequence(ids, mask, prompt_length)
@@ -357,8 +357,7 @@ class ChatTokens:
         return self._text(prompt, tools, add_generation_prompt=asks)
 
     def _text(self, messages: Chat, tools: Tools, **how: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, **how, **self.arguments)
+        return render_chat(self.tokenizer, messages, tools=tools, **how, **self.arguments)[0]
 
 
 def _texts_of_arguments(message: dict[str, Any]) -> list[str]:

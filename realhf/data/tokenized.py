@@ -17,7 +17,7 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
-from realhf.data.light_tokenizer import unknown_token_id
+from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
 from realhf.errors import UserError
@@ -60,6 +60,8 @@ class TokenizedRows:
         self.num_cut = 0
         self._shortest: int | None = None
         self._limit: tuple[int, str] | None = None
+        self._last_chat: str | None = None
+        """The place of the last chat that the chat template has rendered."""
         numbers = self._file.tried() if sample is None else spread(self.num_in_file, sample)
         tokenized = [(number, samples) for number in numbers if (samples := self._tokenize(number))]
         self.samples = [samples for _, samples in tokenized]
@@ -175,15 +177,21 @@ class TokenizedRows:
             self.num_unmapped += 1
             return None
         prompt = row[self.config.prompt_key]
+        is_chat = not isinstance(prompt, str) or self.config.makes_chats
         try:
-            samples = self._samples(row, number)
-        except UserError:
-            raise
-        except Exception as error:  # A chat template may raise any exception.
-            how = "text" if isinstance(prompt, str) and not self.config.makes_chats else "chat"
-            raise UserError(
-                f"{self._file.place(number)}: the tokenizer refuses the {how}: "
-                f"{type(error).__name__}: {error}") from error
+            with panics_as_errors():
+                samples = self._samples(row, number)
+        except Exception as error:  # A tokenizer may raise any exception.
+            if isinstance(error, UserError) and not isinstance(error, TokenizerPanicError):
+                raise
+            says_all = type(error) in (ValueError, TokenizerPanicError)
+            what = str(error) if says_all else f"{type(error).__name__}: {error}"
+            if is_chat and self._last_chat is not None:
+                what += f"; the last good one is that of {self._last_chat}"
+            how = "chat" if is_chat else "text"
+            raise UserError(f"{self._file.place(number)}: the tokenizer refuses the {how}: {what}") from error
+        if is_chat:
+            self._last_chat = self._file.short_place(number)
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
         columns |= {"prompt": prompt, DATASET_ROW: self._first_row + number}
         return tuple(columns | sample for sample in samples) if samples is not None else None

@@ -1,11 +1,12 @@
 """Compares the vocabularies of two tokenizers. Imports no torch."""
 
-import json
+import filecmp
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from realhf.data.light_tokenizer import is_written, named_token
+from realhf.user_input.files import MAX_TABLE_BYTES, read_object
 
 
 def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str | None] | None:
@@ -16,7 +17,7 @@ def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str | None] | 
     that both files have must have the same id, and where we write one ourselves (to begin and to end texts,
     and in chats) there must be no other.
     """
-    if ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes():
+    if ours.samefile(theirs) or filecmp.cmp(ours, theirs, shallow=False):
         return None
     here, there = _vocabulary(ours), _vocabulary(theirs)
     for number in sorted(here.tokens.keys() & there.tokens.keys()):
@@ -48,8 +49,8 @@ def _vocabulary(path: Path) -> _Vocabulary:
 
     Raises ValueError, which names the file, if it is malformed.
     """
+    content = read_object(path, most=MAX_TABLE_BYTES)
     try:
-        content = json.loads(path.read_text())
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, list):  # It has pairs of a token and its score.
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}

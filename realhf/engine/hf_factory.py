@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from realhf.models.param_spec import InFile, ModelSpec, ParamSpec
 from realhf.models.transformers_config import TransformersConfig
+from realhf.user_input.files import require_regular_files
 
 _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
@@ -95,6 +97,7 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
 
     A missing score head is drawn from `seed`. Raises ValueError that names the directory.
     """
+    require_regular_files(Path(directory))
     torch = import_module("torch")
     logging = import_module("transformers").logging
     auto = _auto_class(config)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from realhf.errors import cut, shown
 from realhf.layout import Layout
 from realhf.models.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
+from realhf.user_input.files import read_object
 from realhf.user_input.hf_fields import MAX_EXPERTS, MAX_SIZE, CheckedFields, is_positive, is_whole
 from realhf.user_input.shipped import resolve
 
@@ -125,10 +127,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
-            raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
+            raise ValueError(f"head is {shown(self.head)}: legal are {', '.join(HEADS)}")
         for name in ("vocab_size", "head_dim"):  # Readers of config.json check the other sizes.
             if not is_whole(value := getattr(self, name)):
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+                raise ValueError(f"{name} is {shown(value)}: it must be a whole number of at least 1")
             if value > MAX_SIZE:
                 raise ValueError(f"{name} is {value}: it must be at most {MAX_SIZE}")
         if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERTS:
@@ -157,9 +159,9 @@ class ModelConfig:
         if architecture not in _ARCHITECTURES:
             prefixes = ", ".join(family.prefix for family in FAMILIES.values())
             raise ValueError(
-                f"architectures is {architecture!r}: supported are the causal and sequence classification "
-                f"models of {prefixes}; docs/adding-a-model.md shows how to add one, and engine transformers "
-                "(--actor.engine transformers) takes those of other families as they are")
+                f"architectures is {shown(architecture)}: supported are the causal and sequence "
+                f"classification models of {prefixes}; docs/adding-a-model.md shows how to add one, and "
+                "engine transformers (--actor.engine transformers) takes those of other families as they are")
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]
         full = CheckedFields({**COMMON_DEFAULTS, **family.defaults, **hf})
@@ -195,24 +197,18 @@ class ModelConfig:
         """
         path = resolve(name, kind="models", suffix=".json")
         path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        if not path.exists():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
         _refuse_run(path.parent)
         generation = None
         beside = path.parent / "generation_config.json"
-        if path.name == "config.json" and beside.is_file():
-            try:
-                generation = json.loads(beside.read_text())
-                assert isinstance(generation, dict)
-            except (ValueError, AssertionError, RecursionError, OSError) as error:
-                raise ValueError(f"{beside} is not a JSON object: {error}") from error
+        if path.name == "config.json" and beside.exists():
+            generation = read_object(beside)
+        hf = read_object(path, what="model config")
         try:
-            hf = json.loads(path.read_text())
-            if not isinstance(hf, dict):
-                raise ValueError("it must be a JSON object")
             return cls.from_hf(hf, head=head, generation=generation)
-        except (ValueError, RecursionError, OSError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"model config {path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
@@ -326,8 +322,8 @@ def refuse_adapters(directory: Path) -> None:
     """Raise ValueError if the directory has LoRA adapters saved by PEFT instead of a model."""
     if (file := directory / "adapter_config.json").is_file():
         try:
-            base = json.loads(file.read_text()).get("base_model_name_or_path")
-        except (ValueError, AttributeError):
+            base = read_object(file).get("base_model_name_or_path")
+        except ValueError:
             base = None
         raise ValueError(
             f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
@@ -388,7 +384,7 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
 
 
 def _json(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)
+    return "not set" if value is None else cut(json.dumps(value))
 
 
 def labelled(hf: dict[str, Any], head: str) -> dict[str, Any]:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import queue
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
+from realhf.job_process import CannotStart, JobEnded, JobProcess
 from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.user_input.field_types import check_types, require
 
-_ROOT = Path(__file__).parent.parent.parent
-_START = "import sys; sys.path[0] = {root!r}; from realhf.rewards import math_worker as w; w.main()"
+_WORKER = "realhf.rewards.math_worker"
+_MEMORY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -90,12 +84,11 @@ class _Workers:
     """Processes that compare answers. They start when they are needed, and end with this process."""
 
     def __init__(self, count: int, seconds: float, *, anchored: bool) -> None:
-        self._seconds = seconds
         self._anchored = anchored
         self._count = count
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[JobProcess] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put(_Worker(seconds))
+            self._free.put(JobProcess(_WORKER, seconds=seconds, memory_bytes=_MEMORY_BYTES))
 
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
         """Return the result of each job; None if its process ended over it (see math_worker.py)."""
@@ -108,51 +101,11 @@ class _Workers:
     def _answer(self, job: dict[str, Any]) -> dict[str, Any] | None:
         worker = self._free.get()
         try:
-            return worker.answer(job)
+            return dict(worker.answer(job))
+        except JobEnded:
+            return None
+        except CannotStart as error:
+            raise UserError(
+                "MathAnswer cannot start: see what `python -c 'import math_verify'` says") from error
         finally:
             self._free.put(worker)
-
-
-class _Worker:
-    """A process that compares answers, and is started again if it has ended."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-
-    def answer(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the result of a job; None if the process has ended."""
-        with self._lock:
-            process = self._process or self._start()
-            line = ""
-            with suppress(BrokenPipeError):
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            if line:
-                return dict(json.loads(line))
-            self._end(process)
-            return None
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _START.format(root=str(_ROOT)), str(self._seconds)]
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment, start_new_session=True)
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            self._end(self._process)
-            raise UserError("MathAnswer cannot start: see what `python -c 'import math_verify'` says")
-        return self._process
-
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        self._process = None

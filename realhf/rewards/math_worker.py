@@ -1,20 +1,14 @@
-"""A process that parses and compares mathematical answers, started by `MathAnswer`.
+"""A process that parses and compares mathematical answers, started by `MathAnswer`."""
 
-It reads one job per line, as JSON, and writes one result per line. The kernel ends it if a job takes too
-long.
-"""
-
-import json
 import logging
 import re
-import resource
-import signal
-import sys
+from functools import partial
 from typing import Any
+
+from realhf.job_process import serve
 
 _ANCHOR = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_MEMORY_BYTES = 2 << 30
 _BOX = "\\boxed{"
 _UNUSUAL = (
     (re.compile(r"\\(?:boxed|fbox)\s*\{"), r"\\boxed{"),
@@ -27,22 +21,11 @@ _UNUSUAL = (
 
 
 def main() -> None:
-    """Answer jobs until standard input ends; the arguments are the most seconds of a job."""
+    """Answer jobs until standard input ends."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    seconds = float(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    results = sys.stdout
-    sys.stdout = sys.stderr
-    print("ready", file=results, flush=True)
-    for line in sys.stdin:
-        # When the time is over, the signal ends the process, even within a long computation in C.
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        result = _answer(math_verify, json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        print(json.dumps(result), file=results, flush=True)
+    serve(partial(_answer, math_verify))
 
 
 def _answer(math_verify: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from realhf.checkpoint.names import METRICS, checkpoint_name, find_checkpoints, samples_name
+from safetensors import SafetensorError
+
+from realhf.checkpoint.names import METRICS, checkpoint_name, find_checkpoints, rank_name, samples_name
 from realhf.checkpoint.run_state import (
     FileEntry,
     Manifest,
@@ -38,9 +40,12 @@ from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
+from realhf.user_input.files import open_regular, read_bytes
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"
+_JUNK = (AttributeError, AssertionError, LookupError, SafetensorError, TypeError, ValueError, OverflowError)
+"""Errors of readers that get other values than those which were saved."""
 _PATIENCE_SECONDS = 3.0
 """Time that a failed run waits for a checkpoint to be complete."""
 _RESCUE_SECONDS = 60.0
@@ -75,8 +80,8 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
         manifest = None
         try:
             manifest = Manifest.load(directory)
-            for name, entry in list(manifest.files.items())[world.rank :: world.size]:
-                fault = fault or check_file(directory, name, entry)
+            for name in list(manifest.files)[world.rank :: world.size]:
+                check_file(directory, name, manifest)
         except ValueError as error:
             fault = str(error)
         faults = [fault for fault in world.control.all_gather_json(fault) if fault]
@@ -138,7 +143,7 @@ class Checkpointer:
         """The ends of the last steps; another rank may be some steps behind."""
         self._joined = threading.Lock()
         """Held once this rank has begun to write its part of a rescue."""
-        self._files = [f"rank_{rank:05d}.safetensors" for rank in range(self._world.size)]
+        self._files = [rank_name(rank) for rank in range(self._world.size)]
         if self._world.rank == 0:
             self._clean()
         self.is_on = (self._every_steps > 0 or self._every_seconds > 0) and self._is_shared()
@@ -290,7 +295,7 @@ class Checkpointer:
     def _finish_directory(self, end: StepEnd, directory: Path, ranks: list[dict[str, Any]]) -> None:
         """Write metrics and manifest, and give the directory its final name."""
         files = {name: FileEntry(*entry) for rank in ranks for name, entry in rank["entries"].items()}
-        with (self._directory.parent / METRICS).open("rb") as metrics:
+        with open_regular(self._directory.parent / METRICS) as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(ranks[0]["history"])])
         counts: dict[str, Sequence[int]] = {}
         for rank in ranks:
@@ -439,8 +444,23 @@ def _size(journal: "Future[int] | None", seconds: float | None) -> int:
 def restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
-    Under the same plan the run continues bit for bit.
+    Under the same plan the run continues bit for bit. Raises UserError if the state is not one that this
+    version of realhf writes.
     """
+    try:
+        _restore(checkpoint, program, state, run)
+    except UserError:
+        raise
+    except _JUNK as error:
+        raise UserError(_is_junk(checkpoint, error)) from error
+
+
+def _is_junk(checkpoint: Checkpoint, error: Exception) -> str:
+    what = f"checkpoint {checkpoint.path} has right checksums, but its state is not that of such a run"
+    return f"{what} ({type(error).__name__}: {error})"
+
+
+def _restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:
     manifest = checkpoint.manifest
     models = state.models
     run.restore(manifest.run)
@@ -471,8 +491,8 @@ def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState)
     is_same = checkpoint.is_of(program, state.world)
     savers = [rank] if is_same else range(checkpoint.manifest.num_ranks)
     for name in map(samples_name, savers):
-        if name in checkpoint.manifest.files:
-            state.samples.unpack((checkpoint.path / name).read_bytes())
+        if (entry := checkpoint.manifest.files.get(name)) is not None:
+            state.samples.unpack(read_bytes(checkpoint.path / name, most=entry.num_bytes))
     if not is_same:
         layouts = {call.name: program.plan[call.name].layout for call in program.graph.calls}
         state.samples.deal(layouts, rank, group_size=program.experiment.group_size)
@@ -492,6 +512,8 @@ def check_continuable(
         run.require_continuable(saved)
     except UserError as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
+    except _JUNK as error:
+        raise UserError(_is_junk(checkpoint, error)) from error
 
 
 def _check_models(checkpoint: Checkpoint, store: ModelStore) -> None:

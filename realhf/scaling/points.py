@@ -1,16 +1,17 @@
 """Curves of scores by compute, read from the metrics of runs and from CSV files."""
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from realhf.errors import UserError
+from realhf.errors import UserError, shown
+from realhf.user_input.files import open_regular, read_json_lines
 
 DEFAULT_COLUMNS = {".jsonl": ("compute/device_seconds", "eval/score"), ".csv": ("compute", "score")}
 """Kind of file -> the names of compute and score in it."""
@@ -86,7 +87,7 @@ def _read_file(path: Path, *, x: str | None, y: str | None) -> list[tuple[float,
             if compute < 0 or (compute == 0 and any(point[0] == 0 for point in points)):
                 raise UserError(f"{where}: {x} is {compute:g}: it must be above 0, except at the start")
             points.append((compute, _number(row[y], f"{where}: {y}")))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not points:
         raise UserError(f"{path} has no line with {y}: name the score with --y")
@@ -96,7 +97,7 @@ def _read_file(path: Path, *, x: str | None, y: str | None) -> list[tuple[float,
 def _read_rows(path: Path, x: str, y: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the lines of a file, with their numbers, as dicts."""
     if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with TextIOWrapper(open_regular(path), newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             for column, option in ((x, "--x"), (y, "--y")):
                 if column not in (has := reader.fieldnames or []):
@@ -105,14 +106,7 @@ def _read_rows(path: Path, x: str, y: str) -> Iterator[tuple[int, dict[str, Any]
             for row in reader:
                 yield reader.line_num, row
         return
-    lines = path.read_text().split("\n")[:-1]  # A run in progress may not have written its last line.
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object")
+    for number, row in read_json_lines(path):
         if y in row and x not in row:
             raise UserError(f"{path} line {number} has no {x}: name the compute with --x")
         yield number, row
@@ -124,7 +118,7 @@ def _number(value: Any, what: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
-        raise UserError(f"{what} is {value!r}: it must be a finite number")
+        raise UserError(f"{what} is {shown(value)}: it must be a finite number")
     return number
 
 

@@ -1,7 +1,6 @@
 """Checks the values of a config's fields against the types that its class declares."""
 
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +9,7 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
+from realhf.errors import cut, shown
 from realhf.user_input.other_libraries import keyword_hint
 from realhf.user_input.suggest import did_you_mean
 
@@ -31,7 +31,7 @@ def check_types(config: Any, prefix: str = "") -> None:
         where = f"{prefix}{field.name}"
         hint = hints[field.name]
         if not _is_legal(value, hint):
-            raise ValueError(f"{where} is {value!r}: it must be {_describe(hint)}")
+            raise ValueError(f"{where} is {shown(value)}: it must be {_describe(hint)}")
         if is_dataclass(value) and not isinstance(value, type):
             check_types(value, f"{where}.")
 
@@ -39,7 +39,7 @@ def check_types(config: Any, prefix: str = "") -> None:
 def require(legal: bool, name: str, value: Any, rule: str) -> None:
     """Raise ValueError unless the value of the field `name` is legal; `rule` follows "it must"."""
     if not legal:
-        raise ValueError(f"{name} is {value}: it must {rule}")
+        raise ValueError(f"{name} is {cut(str(value))}: it must {rule}")
 
 
 def check_fields(
@@ -52,8 +52,7 @@ def check_fields(
     """
     prefix = where and f"{where}."
     if not isinstance(document, dict):
-        shown = textwrap.shorten(repr(document), 60)
-        raise ValueError(f"{where or whole} is {shown}: it must give {', '.join(legal)}")
+        raise ValueError(f"{where or whole} is {shown(document)}: it must give {', '.join(legal)}")
     for name in [*document, *(name for name in legal if name not in optional)]:
         if name not in legal:
             meant = did_you_mean(str(name), legal)

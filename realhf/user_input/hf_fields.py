@@ -6,6 +6,8 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+from realhf.errors import cut
+
 
 def is_whole(value: Any, *, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -82,7 +84,7 @@ class CheckedFields(UserDict[str, Any]):
         value = super().__getitem__(key)
         is_legal, legal = LEGAL.get(key, (None, ""))
         if is_legal is not None and not is_legal(value):
-            raise ValueError(f"{key} is {json.dumps(value)}: it must be {legal}")
+            raise ValueError(f"{key} is {cut(json.dumps(value))}: it must be {legal}")
         if isinstance(value, int) and value > (most := _LARGEST.get(key, value)):
             raise ValueError(f"{key} is {value}: it must be at most {most}")
         return value

@@ -3,14 +3,17 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from realhf.errors import UserError
+from realhf.errors import UserError, shown
+from realhf.user_input.files import read_text
 from realhf.user_input.hub import find_model, parse_hub_name
 
 _PACKAGE = Path(__file__).parent.parent
+_MAX_YAML_BYTES = 1 << 18
+_MAX_DIGITS = 300
 
 
 def shipped_dir(kind: str) -> Path:
@@ -51,7 +54,7 @@ def find_experiment(name: str) -> Path:
     if str(path.parent) in (".", "examples") and (example := directory / f"{short}.py").is_file():
         return example
     files = directory.glob("*.py")
-    examples = sorted(p.stem for p in files if re.search(r"(?m)^experiment\b", p.read_text()))
+    examples = sorted(p.stem for p in files if re.search(r"(?m)^experiment\b", read_text(p)))
     shipped = f", nor a shipped example of that name: these are {', '.join(examples)}" if examples else ""
     raise UserError(f"experiment {name!r}: there is no such file{shipped}")
 
@@ -62,28 +65,50 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None
     Errors become a UserError that names the file.
     """
     path = Path(name) if kind is None else resolve(name, kind=kind, suffix=".yaml")
+    text = read_text(path, most=_MAX_YAML_BYTES, what=what)
     try:
-        return build(yaml.load(path.read_text(encoding="utf-8"), _Loader))
+        return build(yaml.load(text, _Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         problem = ", ".join(filter(None, (error.context, error.problem)))
         where = f" line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
         raise UserError(f"{what} {path}{where} is not YAML: {problem}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{what} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
         raise UserError(f"{what} {path} is nested too deeply") from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{what} {path}: {' '.join(str(error).split())}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that builds no Python objects and refuses a field that is given twice."""
+    """A YAML loader for plain documents, which are as large in memory as they are in the file.
+
+    It refuses aliases, merge keys and tags, a field that is given twice, and numbers without end.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            self._refuse("anchors (&) and aliases (*) are not read: write the value out", event.start_mark)
+        if event.tag is not None:
+            self._refuse("tags (!) are not read: leave it out", event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, name in enumerate(names):
-            if name in names[:i] and name != "<<":
-                mark = node.value[i][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", mark)
+        names = set[str]()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                self._refuse("merge keys (<<) are not read: write the fields out", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    self._refuse(f"{shown(key.value)} is given twice", key.start_mark)
+                names.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: Any) -> Any:
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and len(node.value) > _MAX_DIGITS:
+            self._refuse(f"a number of {len(node.value)} characters is not read", node.start_mark)
+        return super().construct_scalar(node)
+
+    def _refuse(self, problem: str, mark: Any) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, mark)

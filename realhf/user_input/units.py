@@ -2,6 +2,8 @@
 
 import re
 
+from realhf.errors import shown
+
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BYTES = {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()}
 _BYTES |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
@@ -25,7 +27,7 @@ def parse(name: str, value: object, *, of: str) -> float:
     factor = {"": 1.0, **_UNITS[of]}.get(match[2]) if match else None
     if match is None or factor is None:
         legal = ", ".join(_UNITS[of])
-        raise ValueError(f"{name} is {value!r}: it must be a number, or one with a unit of {legal}")
+        raise ValueError(f"{name} is {shown(value)}: it must be a number, or one with a unit of {legal}")
     return float(match[1]) * factor
 
 

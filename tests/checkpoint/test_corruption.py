@@ -1,5 +1,6 @@
 """Damaged checkpoints: none is ever accepted, the one before it is used, and a sentence names the file."""
 
+import hashlib
 import json
 import random
 import shutil
@@ -115,6 +116,46 @@ def test_a_run_goes_on_from_the_last_undamaged_checkpoint(finished, tmp_path, ca
     ends = [Manifest.load(path / f"checkpoints/step_{STEPS}") for path in (out, run)]
     weights = [end.files["rank_00000.safetensors"] for end in ends]
     assert weights[0] == weights[1]
+
+
+STATES = {
+    "no ledger": lambda m: m["run"].pop("ledger"),
+    "a ledger of text": lambda m: m["run"].update(ledger="x"),
+    "no program": lambda m: m["run"].pop("program"),
+    "pools that are a list": lambda m: m["run"].update(pools=[3]),
+    "batches of numbers": lambda m: m["run"].update(batches=[7]),
+    "unfinished batches of text": lambda m: m["run"].update(unfinished=["x"]),
+    "a state that is a number": lambda m: m["run"].update(state=4),
+    "no versions": lambda m: m.update(versions={}),
+    "copies that are no copies": lambda m: m["versions"].update(copies=[[1]]),
+    "ranks without a state": lambda m: m["ranks"][0].pop("host_state"),
+    "a host state that is a list": lambda m: m["ranks"][0].update(host_state=[1]),
+    "cache limits of text": lambda m: m["ranks"][0].update(cache_limits="x"),
+    "copies in flight that are numbers": lambda m: m["ranks"][0].update(in_flight=[5]),
+    "other sets": lambda m: m["sets"].update(other=m["sets"].pop("actor")),
+    "another shape": lambda m: next(iter(m["sets"]["actor"]["pieces"].values()))[0][1][0].__setitem__(1, 1),
+    "no steps": lambda m: m["run"].pop("steps"),
+}
+
+
+@pytest.mark.parametrize("junk", STATES)
+def test_a_state_with_right_checksums_that_no_run_has_is_a_sentence(finished, tmp_path, capsys, junk):
+    experiment, run = finished
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    (out / "summary.json").unlink()
+    for step in range(1, STEPS + 1):
+        checkpoint = out / f"checkpoints/step_{step}"
+        fields = json.loads((checkpoint / "manifest.json").read_text())
+        STATES[junk](fields)
+        text = json.dumps(fields).encode()
+        (checkpoint / "manifest.json").write_bytes(text)
+        digest = hashlib.sha256(text).hexdigest()
+        (checkpoint / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+    shutil.rmtree(out / f"checkpoints/step_{STEPS}")
+    assert main(["run", str(experiment), "--out", str(out), "--resume"]) == 2, capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "realhf: " in err.splitlines()[-1] and "checkpoint" in err
 
 
 def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished, tmp_path):

@@ -395,9 +395,9 @@ def test_a_file_that_shrinks_is_named(directory, monkeypatch):
 
 # Error -> the index, given the names of the tensors; words of the message.
 INDICES = {
-    "no JSON": (lambda names: "{", "index.json is not an index of safetensors files: "),
-    "a nest": (lambda names: "[" * 100_000, "it needs an object weight_map"),
-    "a list": (lambda names: [], "index.json is not an index of safetensors files: it needs an object"),
+    "no JSON": (lambda names: "{", "index.json is not JSON: "),
+    "a nest": (lambda names: "[" * 100_000, "index.json is nested too deeply"),
+    "a list": (lambda names: [], "index.json is not a JSON object"),
     "no map": (lambda names: {"metadata": {}}, "it needs an object weight_map"),
     "lacks a file": (
         lambda names: {"weight_map": names | {"lm_head.weight": "gone.safetensors"}},
@@ -410,6 +410,10 @@ INDICES = {
     "lacks a tensor": (
         lambda names: {"weight_map": names | {"lm_head.weight": "norm.safetensors"}},
         "index.json promises tensor lm_head.weight in norm.safetensors, where it is not",
+    ),
+    "a long name": (
+        lambda names: {"weight_map": names | {"lm_head.weight": "x" * 3000}},
+        "xxx: files must lie beside it",
     ),
     "outside": (
         lambda names: {"weight_map": names | {"lm_head.weight": "../gone.safetensors"}},

@@ -17,9 +17,9 @@ from realhf.checkpoint.read import params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import pack_header, pack_index
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.main import main
-from realhf.errors import require_output
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
+from realhf.user_input.files import require_output
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
 from tests.runtime.tiny import write_task
 from tests.samples import drawn

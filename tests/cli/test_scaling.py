@@ -144,7 +144,7 @@ def test_wrong_files_are_refused(tmp_path, call):
     metrics = tmp_path / "metrics.jsonl"
     for text, words in {
         "{]\n": "line 1 is not JSON",
-        "[1]\n": "line 1 is not a JSON object",
+        "[1]\n": "line 1 is list: every line must be an object",
         '{"step": 0, "eval/score": 0.5}\n': "line 1 has no compute/device_seconds: name the compute with --x",
         '{"step": 0, "reward/mean": 0.5}\n': "has no line with eval/score: name the score with --y",
         '{"compute/device_seconds": 1, "eval/score": NaN}\n': "line 1: eval/score is nan: it must be",

@@ -89,8 +89,9 @@ def test_templates_with_a_name_of_their_own_for_tools(tmp_path, directory):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
     for tokenizer in (LightTokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))):
         for tools, text in ((None, "plain"), (TOOLS, "1")):
-            ids = tokenizer.apply_chat_template([USER], tools=tools, return_dict=False)
-            assert tokenizer.decode(ids) == text
+            row = {"prompt": [USER], "functions": tools}
+            made = _rows(tmp_path, row, tokenizer, PROMPT, tools_key="functions")
+            assert tokenizer.decode(made["prompt_ids"]) == text
 
 
 def test_arguments_that_cannot_be_set(tmp_path, tokenizers):

@@ -14,6 +14,7 @@ from realhf.data.dataset import DatasetConfig, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.data.tokenized import TokenizedRows
+from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
 from tests.tokenizers import byte_tokenizer, llama_tokenizer
 
@@ -146,9 +147,8 @@ def test_turns_without_markers_are_those_of_templates_with_markers(tmp_path, nam
         try:
             theirs = marked.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True)
-            same = marked.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(
-                messages, tokenize=False)
-            prompt = tokenizer.apply_chat_template([user("Hi")], tokenize=False, add_generation_prompt=True)
+            same = marked.apply_chat_template(messages, tokenize=False) == render_chat(tokenizer, messages)[0]
+            prompt, _ = render_chat(tokenizer, [user("Hi")], add_generation_prompt=True)
         except Exception:  # The template refuses these messages.
             continue
         if not same:  # The training template keeps reasoning that the model's own leaves out.

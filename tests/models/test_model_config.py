@@ -277,7 +277,7 @@ def test_refuses_what_it_cannot_compute(tmp_path, changes, sentence):
     [
         (json.dumps({k: v for k, v in LLAMA.items() if k != "vocab_size"}), "vocab_size is missing"),
         ("{", "line 1"),
-        ("[]", "must be a JSON object"),
+        ("[]", "is not a JSON object"),
     ],
 )
 def test_refuses_what_is_no_config(tmp_path, text, sentence):

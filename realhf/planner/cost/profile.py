@@ -7,7 +7,6 @@ a core of its own.
 """
 
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 import yaml
 
 from realhf.cluster import Cluster
+from realhf.errors import shown
 from realhf.models.model_config import ModelConfig
 from realhf.planner.workload.problem import ITEMSIZE
 from realhf.user_input.field_types import check_fields
@@ -159,10 +159,10 @@ class ModelTables:
         shape = check_fields(content["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
-                shown = textwrap.shorten(repr(value), 60)
-                raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
+                raise ValueError(
+                    f"{where}.shape.{name} is {shown(value)}: it must be as in the model's config")
         if str(content["dtype"]) not in ITEMSIZE:
-            raise ValueError(f"{where}.dtype is {content['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
+            raise ValueError(f"{where}.dtype is {shown(content['dtype'])}: legal are {', '.join(ITEMSIZE)}")
         tp, ep = (_count(content.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
         tables = _tables(content["tables"], OF_MODEL, f"{where}.tables")
         noise = _shares(content.get("noise", {}), f"{where}.noise")
@@ -301,23 +301,23 @@ def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> di
 
 def _count(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where} is {value!r}: it must be a whole number of at least 1")
+        raise ValueError(f"{where} is {shown(value)}: it must be a whole number of at least 1")
     return value
 
 
 def _shares(document: Any, where: str) -> dict[str, float]:
     if not isinstance(document, dict):
-        raise ValueError(f"{where} is {textwrap.shorten(repr(document), 60)}: it must map names to numbers")
+        raise ValueError(f"{where} is {shown(document)}: it must map names to numbers")
     _numbers(list(document.values()), where)
     return document
 
 
 def _numbers(values: Any, where: str) -> list[float]:
     if not isinstance(values, list):
-        raise ValueError(f"{where} is {textwrap.shorten(repr(values), 60)}: it must be a list of numbers")
+        raise ValueError(f"{where} is {shown(values)}: it must be a list of numbers")
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{where}[{i}] is {value!r}: it must be a number of at least 0")
+            raise ValueError(f"{where}[{i}] is {shown(value)}: it must be a number of at least 0")
     return values
 
 

@@ -1,6 +1,5 @@
 """Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +20,7 @@ from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
+from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
 
 _SCHEDULE = (
@@ -121,7 +121,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
             continue
         adapter = role.lora.adapter
         ours = role.base_name()
-        settings = json.loads((find_model(adapter) / CONFIG_FILE).read_text())
+        settings = read_object(find_model(adapter) / CONFIG_FILE)
         theirs = settings.get("base_model_name_or_path")
         if not isinstance(theirs, str) or not theirs:
             continue

@@ -11,6 +11,7 @@ import torch
 from realhf.errors import UserError
 from realhf.runtime.compile.program import Program
 from realhf.sizes.kv_blocks import padded_size
+from realhf.user_input.files import read_object
 
 RECORD = "determinism.json"
 """The file of a run directory with its surroundings."""
@@ -57,7 +58,7 @@ def record_surroundings(program: Program, out: Path) -> None:
     if not path.exists():
         path.write_text(json.dumps(here, indent=2) + "\n")
         return
-    there = json.loads(path.read_text())
+    there = read_object(path)
     for name, value in {**here, **here["variables"]}.items():
         other = {**there, **there["variables"]}.get(name)
         if name != "variables" and other != value:

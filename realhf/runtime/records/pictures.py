@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from realhf.user_input.files import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ _PANELS = (
 def draw_pictures(run: Path) -> None:
     """Write reward.png and timeline.png into the run directory."""
     steps, events = (
-        [json.loads(line) for line in (run / name).read_text().splitlines()]
+        [row for _, row in read_json_lines(run / name)]
         for name in ("metrics.jsonl", "timeline.jsonl")
     )
     _draw_curves(steps, run / "reward.png")

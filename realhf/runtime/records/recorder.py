@@ -19,6 +19,7 @@ from realhf.runtime.records.pictures import draw_pictures
 from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.records.trackers import Ending, Trackers
+from realhf.user_input.files import read_json_lines
 
 _LAST = "eval.jsonl"
 _ALL = "evals"
@@ -173,8 +174,7 @@ class _ScalarFile:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file with one per line, without a last line that is incomplete."""
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    return [record for _, record in read_json_lines(path)]
 
 
 def _start_with(path: Path, records: Sequence[Mapping[str, Any]]) -> TextIO:

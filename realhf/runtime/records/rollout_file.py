@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.user_input.files import read_lines
+
 ROLLOUTS = "rollouts.jsonl"
 _HEAD = re.compile(rb'\{"step": (\d+), "followed": (true|false), ')
 """Beginning of every line."""
@@ -57,7 +59,7 @@ class RolloutFile:
         self._path = path
         self._max_bytes = max_bytes
         self._sizes = Counter[_Kind]()
-        if earlier is not None and earlier.exists() and not path.exists():
+        if earlier is not None and earlier.is_file() and not path.exists():
             shutil.copyfile(earlier, path)
         if path.exists():
             for kind, line in _lines(path):
@@ -122,8 +124,7 @@ def _encoded(rollout: Mapping[str, Any]) -> bytes:
 
 def _lines(path: Path) -> Iterator[tuple[_Kind, bytes]]:
     """Yield the complete lines of a file, each with its step and whether its row is followed."""
-    with path.open("rb") as file:
-        for line in file:
-            head = _HEAD.match(line)
-            if head is not None and line.endswith(b"\n"):
-                yield (int(head[1]), head[2] == b"true"), line
+    for line in read_lines(path):
+        head = _HEAD.match(line)
+        if head is not None and line.endswith(b"\n"):
+            yield (int(head[1]), head[2] == b"true"), line

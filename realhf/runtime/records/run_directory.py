@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from realhf.checkpoint.names import MANIFEST, find_checkpoints, step_of
 from realhf.errors import UserError
+from realhf.user_input.files import open_regular, read_lines, read_object
 
 LOCK = "run.lock"
 """A file in the run directory that rank 0 keeps locked during the run; it names rank 0's process and host."""
@@ -40,7 +41,8 @@ def check_run_directory(out: Path, *, option: str = "--out", resumes: bool = Fal
 
 
 def _has_record(out: Path) -> bool:
-    return (out / "metrics.jsonl").exists() and "\n" in (out / "metrics.jsonl").read_text()
+    path = out / "metrics.jsonl"
+    return path.is_file() and any(line.endswith(b"\n") for line in read_lines(path))
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
     in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
     """
     if resume == "" and out is None:
-        owners = {lock: _read_owner(lock.read_text()) for lock in _RUNS.glob(f"*/{LOCK}")}
+        owners = {lock: _read_owner(lock) for lock in _RUNS.glob(f"*/{LOCK}")}
         locks = [lock for lock, owner in owners.items() if owner.get("experiment") == stem]
         if not locks:
             raise UserError(f"--resume: no directory in {_RUNS}/ has a run of {stem}: name one with --out")
@@ -97,7 +99,7 @@ def find_restarted(out: Path | None) -> Path | None:
     if run_id == "none" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     for lock in sorted(_RUNS.glob(f"*/{LOCK}")) if out is None else [out / LOCK]:
-        if lock.is_file() and _read_owner(lock.read_text()).get("run_id") == run_id:
+        if _read_owner(lock).get("run_id") == run_id:
             return lock.parent
     return None
 
@@ -128,14 +130,16 @@ class RunDirectory:
         check_run_directory(out, resumes=resumes)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            self._lock = (out / LOCK).open("a+")
+            if (out / LOCK).exists():
+                open_regular(out / LOCK).close()
+            self._lock = (out / LOCK).open("a")
         except OSError as error:
             raise UserError(
                 f"--out {out}: {error.filename or out} cannot be made: {error.strerror}") from error
         try:
             _lock(self._lock)
         except BlockingIOError as error:
-            raise UserError(f"--out {out} is in use by another run{_owner(self._lock)}") from error
+            raise UserError(f"--out {out} is in use by another run{_owner(out / LOCK)}") from error
         check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
@@ -174,15 +178,14 @@ def _lock(file: TextIO) -> None:
             raise
 
 
-def _owner(file: TextIO) -> str:
-    file.seek(0)
-    owner = _read_owner(file.read())
-    return f", process {owner['pid']} on {owner['host']}" if owner else ""
+def _owner(lock: Path) -> str:
+    owner = _read_owner(lock)
+    return f", process {owner.get('pid')} on {owner.get('host')}" if owner else ""
 
 
-def _read_owner(text: str) -> dict[str, Any]:
+def _read_owner(lock: Path) -> dict[str, Any]:
     """Return the owner that a lock file names; empty if the owner has not written it yet."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return read_object(lock)
+    except UserError:
         return {}

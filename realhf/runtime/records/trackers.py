@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from realhf.errors import UserError, one_line, warn
 from realhf.runtime.compile.experiment_json import leaves
+from realhf.user_input.files import read_object
 
 Ending = Literal["finished", "stopped", "failed"]
 """How a run ends; a stopped one may be resumed."""
@@ -178,7 +179,7 @@ class Trackers:
         Raises UserError if one cannot begin.
         """
         path = directory / IDS
-        ids = json.loads(path.read_text()) if path.exists() and history else {}
+        ids = read_object(path) if path.exists() and history else {}
         self._senders: list[_Sender] = []
         for name in names:
             run_id = ids.get(name)

@@ -1,0 +1,180 @@
+"""Reads files that others may have written: regular ones of a bounded size only. Imports no torch.
+
+A FIFO or a device would make a reader wait for ever, or give it bytes without end.
+"""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from realhf.errors import UserError
+from realhf.user_input.units import format_bytes
+
+MAX_SETTINGS_BYTES = 16 << 20
+"""Most bytes of a file of settings, such as config.json."""
+MAX_TABLE_BYTES = 256 << 20
+"""Most bytes of a JSON file with long tables: a tokenizer.json, an index of weights, or a manifest."""
+MAX_ROW_BYTES = 4_000_000
+"""Most bytes of a row of a data set, and of its chat: a million tokens have about as many."""
+MAX_LINE_BYTES = 16 << 20
+"""Most bytes of a line of another file with one JSON object per line."""
+_MAX_DIGITS = 300
+"""Most digits of a whole number in a settings file: every number is then a finite float, too."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
+    """Open a file for reading. Raises OSError at once if it is no regular file.
+
+    Without `follow`, a symbolic link is refused, too.
+    """
+    _require_regular(os.stat(path, follow_symlinks=follow), path)
+    more = 0 if follow else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | more)
+    try:
+        _require_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_regular(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of another kind")
+        raise OSError(errno.EINVAL, f"it is {kind}, and must be a regular file", str(path))
+
+
+def require_regular_files(directory: Path, *, most: int = MAX_TABLE_BYTES) -> None:
+    """Raise UserError unless all small files of a directory are regular ones of at most `most` bytes.
+
+    Other libraries read such a directory, and would wait for a FIFO. Weights may be larger.
+    """
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.is_dir():
+            continue
+        try:
+            _require_regular(os.stat(path), path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        size = path.stat().st_size
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and size > most:
+            raise UserError(f"{path} cannot be read: {_too_large(size, most)}")
+
+
+def read_bytes(path: str | Path, *, most: int, follow: bool = True) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it has more than `most` bytes."""
+    with open_regular(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most else file.read(most + 1)
+    if size > most or len(data) > most:
+        raise OSError(errno.EFBIG, _too_large(max(size, len(data)), most), str(path))
+    return data
+
+
+def _too_large(size: int, most: int) -> str:
+    return f"it has {format_bytes(size)}, and at most {format_bytes(most)} are read"
+
+
+def read_text(path: str | Path, *, most: int = MAX_SETTINGS_BYTES, what: str = "") -> str:
+    """Return the text of a regular file in UTF-8.
+
+    Raises UserError that begins with `what` and names the file.
+    """
+    name = f"{what} {path}".strip()
+    try:
+        return read_bytes(path, most=most).decode()
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def read_json(path: str | Path, *, most: int = MAX_SETTINGS_BYTES, what: str = "") -> Any:
+    """Return the value in a JSON file. Raises UserError that begins with `what` and names the file."""
+    return parse_json(read_text(path, most=most, what=what), f"{what} {path}".strip())
+
+
+def read_object(path: str | Path, *, most: int = MAX_SETTINGS_BYTES, what: str = "") -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UserError that begins with `what` and names the file."""
+    value = read_json(path, most=most, what=what)
+    if not isinstance(value, dict):
+        raise UserError(f"{what} {path} is not a JSON object".lstrip())
+    return value
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Return the value of a JSON text. Raises UserError that begins with `where`."""
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except RecursionError as error:
+        raise UserError(f"{where} is nested too deeply") from error
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"it has a whole number of {len(digits)} digits, and at most {_MAX_DIGITS} are read")
+    return int(digits)
+
+
+def read_lines(path: str | Path, *, most: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file with their ends.
+
+    Raises OSError, also about a line of more than `most` bytes.
+    """
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(most + 1):
+            number += 1
+            if len(line) > most:
+                raise OSError(errno.EFBIG, f"line {number} has more than {format_bytes(most)}", str(path))
+            yield line
+
+
+def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line, without a last line that has no end yet.
+
+    Raises UserError that names the file and the line.
+    """
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            if line.endswith(b"\n") and line.strip():
+                where = f"{path} line {number}"
+                row = parse_json(line.decode(errors="replace"), where)
+                if not isinstance(row, dict):
+                    raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
+                yield number, row
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def require_output(path: Path, option: str, *, first: str, what: str) -> None:
+    """Raise UserError if no file can be written here, or if one of another kind exists, and would be lost.
+
+    A file of the right kind begins with the field `first`, behind any comments.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a directory: name the file to write")
+    if not path.exists():
+        return
+    try:
+        lines = read_bytes(path, most=MAX_TABLE_BYTES).decode(errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{option} {path} exists and is no {what}: {error.strerror}") from error
+    fields = [line for line in lines if line.strip() and not line.startswith(("#", "---"))]
+    if fields and not fields[0].startswith(first):
+        raise UserError(f"{option} {path} exists and is no {what}: name another file")
