@@ -50,7 +50,7 @@ ELSEWHERE = {
     "pytest tests/models/test_families.py -k olmo-2": "one of these tests",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST --master-port 29500 "
     "-m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": "two hosts: test_torchrun.py",
     "torchrun --nnodes 1:2 --max-restarts 3 --rdzv-id my-run --nproc-per-node 8 --rdzv-backend c10d "
     "--rdzv-endpoint HOST:29500 -m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": (
