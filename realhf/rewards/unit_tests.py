@@ -128,9 +128,10 @@ def code_of(completion: str, *, defines: bool = False) -> str:
     """
     text = after_thinking(text_of(completion))
     markdown = _with_fences_alone(text)
-    blocks = _fences(markdown, ["html_block"]) or _fences(markdown, ["html_block", "code"])
-    of_python = [block.content for block in blocks if _PYTHON.match(block.info)]
-    found = of_python or [block.content for block in blocks if not block.info.strip()]
+    readings = [_fences(markdown, without) for without in (["html_block"], ["html_block", "code"])]
+    of_python = [[block.content for block in blocks if _PYTHON.match(block.info)] for blocks in readings]
+    of_any = [[block.content for block in blocks if not block.info.strip()] for blocks in readings]
+    found = next(filter(None, (*of_python, *of_any)), [])
     sign = _DEFINITION if defines else _OUTPUT
     found = [code for code in found if sign.search(code)] or found
     return found[-1] if found else text

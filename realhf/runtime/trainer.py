@@ -191,6 +191,7 @@ class Trainer:
                 self._rescue(error)
             raise
         finally:
+            self._activity.rescue = None  # It holds the trainer, whose threads end when nobody holds it.
             if not is_frozen:
                 gc.unfreeze()
             if self._progress is not None:

@@ -6,6 +6,8 @@ import queue
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -228,6 +230,18 @@ def test_a_call_that_never_returns_is_interrupted_wherever_it_is():
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     with pytest.raises(KeyError), time_limit(0.05, KeyError), time_limit(5.0, AssertionError):
         time.sleep(10)
+
+
+def test_a_process_that_is_stuck_in_a_library_ends(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import hashlib\nfrom realhf import time_limit as t\nt._STUCK_SECONDS = 0.3\n"
+        "with t.time_limit(0.1, KeyError):\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**10)\n")
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and f'File "{script}", line 5' in ended.stderr
+    assert time.monotonic() - started < 20
 
 
 def _swallows():

@@ -52,6 +52,7 @@ FORMS = {
     "a draft before": f"```python\ndef add(a, b):\n    return 1\n```\nNo:\n{BLOCK}",
     "indented": _indented(BLOCK, "  "),
     "far indented": _indented(BLOCK, "      "),
+    "far indented beside others": f"```sh\nls\n```\n{_indented(BLOCK, '      ')}\n\n```\n3\n```",
     "tab": _indented(BLOCK, "\t"),
     "list": f"1. Add them.\n\n{_indented(BLOCK, '   ')}\n2. Done.",
     "in a list's first line": "1. " + _indented(BLOCK, "   ").lstrip(),
