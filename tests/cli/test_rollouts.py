@@ -313,7 +313,8 @@ def test_colours_on_a_terminal_and_no_torch(run):
 
 
 def test_tokens_are_shown_with_the_log_probs_of_those_that_were_sampled(call, tmp_path):
-    with_tokens = ROWS[0] | {"token_ids": [5, 6, 7], "response_mask": [0, 1, 0], "logprobs": [0.0, -0.25, 0.0]}
+    tokens = {"token_ids": [5, 6, 7], "response_mask": [0, 1, 0], "logprobs": [0.0, -0.25, 0.0]}
+    with_tokens = ROWS[0] | tokens
     write(tmp_path / "rollouts.jsonl", [with_tokens, ROWS[1]])
     code, out, _ = call(tmp_path, "--tokens", "--sort", "sample")
     assert code == 0 and "token ids: 5 6:-0.25 7" in out and out.count("token ids") == 1
