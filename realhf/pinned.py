@@ -28,6 +28,31 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
+class Download:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type != "cpu":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the host has had the tensor all along."""
+        return self._event is None
+
+    def wait(self) -> NDArray[Any]:
+        """Return the numbers, after waiting for the work that made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: NDArray[Any] = self._host.numpy()
+        return numbers
+
+
 def run_bounds(sizes: Sequence[int]) -> list[int]:
     """Split tensors of these sizes in bytes into runs, each for one allocation; return the runs' bounds.
 

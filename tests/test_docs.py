@@ -116,7 +116,8 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
         Path(TEACHER).symlink_to(Path(MODEL).absolute())
         write_profile(directory, devices_per_host=1)
         for name in ("rollouts", "eval"):
-            write(Path("runs/grpo") / f"{name}.jsonl", ROWS)
+            tokens = {"token_ids": [5, 6], "response_mask": [0, 1], "logprobs": [0.0, -0.5]}
+            write(Path("runs/grpo") / f"{name}.jsonl", [{**row, **tokens} for row in ROWS])
         yield directory
     del sys.modules["arithmetic"]
 

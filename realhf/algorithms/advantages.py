@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.mismatch import UPDATES
-from realhf.algorithms.responses import normalized, per_token, response_sums, rollout_metrics
+from realhf.algorithms.responses import (
+    deviations,
+    normalized,
+    per_token,
+    response_sums,
+    rollout_metrics,
+    standard_deviation,
+)
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
 from realhf.data.responses import response_lengths
@@ -79,8 +86,8 @@ class AdvantageInputs:
         return shaped
 
     def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """Return the scores after shaping, and metrics."""
-        shaped = self.shaped(batch["score"], batch["response_mask"], batch["finished"])
+        """Return the scores after shaping, in float64, and metrics."""
+        shaped = self.shaped(batch["score"].double(), batch["response_mask"], batch["finished"])
         scores = shaped[~shaped.isnan()]
         if self.score_shaping is None or not len(scores):
             return shaped, {}
@@ -120,6 +127,7 @@ class SampleAdvantages:
     each token's advantage is reduced by the penalties from it on instead, which neither the baseline nor the
     deviations of groups and batches change. In a group with a failed reward (NaN), all
     advantages are NaN. So are those of tokens that are too old; the rewards of their samples still count.
+    All is computed in float64, in which equal scores have advantages of exactly 0.
     """
 
     group_size: int
@@ -174,7 +182,7 @@ class SampleAdvantages:
             is_prompt_T = mask.values == 0
             normalized_T = self._normalized(advantage_T.masked_fill(is_prompt_T, nan))
             advantage_T = normalized_T.masked_fill(is_prompt_T, 0.0)
-        columns["advantages"] = mask.like(advantage_T)
+        columns["advantages"] = mask.like(advantage_T.to(mask.values.dtype))
         if self.counts_prompt_tokens:
             columns["prompt_tokens"] = self._prompt_tokens(batch, advantage_T)
         return columns, metrics
@@ -192,18 +200,18 @@ class SampleAdvantages:
     def _compared(self, scores: Tensor, batch: Batch) -> Tensor:
         """Return the differences from the baseline, divided by the deviation of the group if wanted."""
         if self.baseline == "greedy":
-            greedy = batch["greedy_score"], batch["greedy_mask"], batch["greedy_finished"]
+            greedy = batch["greedy_score"].double(), batch["greedy_mask"], batch["greedy_finished"]
             scores = scores - self.inputs.shaped(*greedy)
         if not compares_groups(self.baseline, self.normalize):
             return scores
         score_GK = scores.view(-1, self.group_size)
-        deviation_G1 = score_GK.std(-1, keepdim=True, correction=_CORRECTION[self.deviation])
+        deviation_G = standard_deviation(score_GK, correction=_CORRECTION[self.deviation])
         if self.baseline in ("group_mean", "leave_one_out"):
-            score_GK = score_GK - score_GK.mean(-1, keepdim=True)
+            score_GK = deviations(score_GK)
         if self.baseline == "leave_one_out":  # r_i - mean of the others = K / (K - 1) (r_i - mean of all).
             score_GK = score_GK * (self.group_size / (self.group_size - 1))
         if self.normalize == "group":
-            score_GK = score_GK / (deviation_G1 + self.eps)
+            score_GK = score_GK / (deviation_G[:, None] + self.eps)
         return score_GK.reshape(-1)
 
     def _normalized(self, values: Tensor) -> Tensor:
@@ -229,10 +237,12 @@ class SampleAdvantages:
 
 
 def _sums_to_go(values_T: Tensor, mask: Packed) -> Tensor:
-    """Return for every token the sum of its response's values from this token on."""
-    sums_T = values_T.double().cumsum(0)
-    totals_T = per_token(response_sums(values_T.double(), mask.like(mask.values.double())), mask)
-    before = [0, *mask.lengths[:-1]]
-    starts = values_T.new_tensor(before).long().cumsum(0)
-    offsets_T = per_token(sums_T[starts] - values_T[starts].double(), mask)
-    return (totals_T - (sums_T - offsets_T) + values_T.double()).to(values_T.dtype)
+    """Return for every token the sum of its response's values from this token on, in float64.
+
+    Each response is added up by itself, so that equal responses have equal sums.
+    """
+    values_T = values_T.double()
+    sums_T = values_T.new_empty(values_T.shape)
+    for values, sums in zip(mask.like(values_T).split(), mask.like(sums_T).split(), strict=True):
+        sums.copy_(values.flip(0).cumsum(0).flip(0))
+    return sums_T

@@ -7,8 +7,10 @@ means one entry per packed token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from realhf.errors import UserError
 from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
@@ -100,6 +102,9 @@ class RewardKL:
         ref_T = batch["ref_logprobs"].values
         kl_T = kl_estimate(batch["gen_logprobs"].values, ref_T, self.kl_estimator) * mask.values
         mean = kl_T.sum().item() / len(mask)
+        if not isfinite(mean):
+            raise UserError(
+                f"the KL of the reward is {mean}: gen_logprobs or ref_logprobs have NaN or infinite values")
         metrics = {"reward/kl": mean}
         coefficient = self._coefficient(context)
         if self.kl_target is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import networkx as nx
+
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
 from realhf.algorithms.staleness import AgeLimit
@@ -226,20 +228,43 @@ class OnPolicy(Experiment):
         return self.sampling.greedy()
 
     def eval_graph(self) -> DataflowGraph | None:
+        """Return the calls that answer held-out prompts and score the answers.
+
+        They are those of `graph` on which the scores depend, so that a subclass that answers in several calls
+        is evaluated by the same calls. Each generating call has the sampling of the evaluation.
+        """
         held_out = self.evaluation
         function = held_out.function or self.eval_function or self.reward_function
-        limits = self.max_new_tokens_key
-        if limits not in extra_columns(held_out.dataset):
-            limits = None
-        answering = replace(
-            self, sampling=held_out.answer_sampling(self.sampling), max_new_tokens_key=limits)
-        generate = replace(answering.actor_generate(), outputs=ANSWER)
+        answering = self._answering_calls()
         if function is not None:
-            reward = self._reward_call(function, held_out.dataset)
-            return graph_of(generate, reward)
+            return graph_of(*answering, self._reward_call(function, held_out.dataset))
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
-        return graph_of(generate, answering.reward_forward(), decode)
+        return graph_of(*answering, self.reward_forward(), decode)
+
+    def _answering_calls(self) -> list[FunctionCall]:
+        """Return the calls of the training graph that make the answers, as an evaluation runs them."""
+        held_out = self.evaluation
+        graph = self.graph()
+        makers = [call for key in SEQUENCE if (call := graph.producer(key)) is not None]
+        names = {call.name for call in makers}.union(*(nx.ancestors(graph.nx_graph, c.name) for c in makers))
+        calls = [call for call in graph.order if call.name in names]
+        columns = {column_key(name) for name in extra_columns(held_out.dataset)}
+        needed = {key for call in calls for key in call.inputs}
+
+        def evaluated(call: FunctionCall) -> FunctionCall:
+            if call.kind != "generate":
+                return call
+            sampling = held_out.answer_sampling(call.work.sampling)
+            tokenizer = self.tokenizer_dir() if sampling.reads_text else None
+            prompts, *limits = call.inputs  # The limits of answers may be a column of the training rows only.
+            limits = [key for key in limits if key in columns or graph.producer(key) is not None]
+            outputs = [key for i, key in enumerate(call.outputs) if i < len(ANSWER) or key in needed]
+            return replace(
+                call, inputs=(prompts, *limits), outputs=tuple(outputs),
+                work=replace(call.work, sampling=sampling, tokenizer=tokenizer))
+
+        return [evaluated(call) for call in calls]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ from realhf.algorithms.advantages import AdvantageInputs
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
-from realhf.algorithms.responses import normalized, num_trained_tokens, rollout_metrics, without_dropped
+from realhf.algorithms.responses import (
+    normalized,
+    num_trained_tokens,
+    rollout_metrics,
+    standard_deviation,
+    without_dropped,
+)
 from realhf.calls import HostFunction, Loss, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -109,6 +115,7 @@ class TokenAdvantages:
     Rewards of single tokens have discounts of their own: their returns are added to both (Yeo et al. 2025,
     arXiv:2502.03373, who do so with lam = 1). Both are NaN for samples whose reward has failed and for tokens
     that are too old; the rewards and values of the latter still count for the tokens before them.
+    All is computed in float64.
     """
 
     config: AdvantageConfig
@@ -130,8 +137,8 @@ class TokenAdvantages:
         chosen_T = mask.values.bool()
         counts_S = num_trained_tokens(mask).long()
         valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
-        values_N = batch["values"].values[chosen_T]
-        rewards_ST = _scattered(-penalties_T[chosen_T], valid_ST)
+        values_N = batch["values"].values[chosen_T].double()
+        rewards_ST = _scattered(-penalties_T[chosen_T].double(), valid_ST)
         rewards_ST[list(range(len(mask))), counts_S - 1] += scores
         advantages_ST, returns_ST = generalized_advantages(
             rewards_ST, _scattered(values_N, valid_ST), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
@@ -142,15 +149,26 @@ class TokenAdvantages:
         more_N = batch["token_returns"].values[chosen_T] if self.inputs.token_returns else 0.0
         advantage_N = (advantages_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
         return_N = (returns_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
-        metrics |= shaping | kl | ages
-        if len(kept_N := return_N[~left_out_N]):
-            variance = kept_N.var(correction=0).clamp(min=1e-12)
-            residual = (kept_N - values_N[~left_out_N]).var(correction=0) / variance
-            metrics["critic/explained_variance"] = 1.0 - residual.item()
+        metrics |= shaping | kl | ages | _explained_variance(return_N[~left_out_N], values_N[~left_out_N])
         if c.whiten:
             advantage_N = normalized(advantage_N)
         columns = {"advantages": advantage_N, "returns": return_N}
-        return {key: mask.like(_scattered(x_N, chosen_T)) for key, x_N in columns.items()}, metrics
+        dtype = batch["values"].values.dtype
+        return {key: mask.like(_scattered(x_N, chosen_T).to(dtype)) for key, x_N in columns.items()}, metrics
+
+
+def _explained_variance(return_N: Tensor, value_N: Tensor) -> dict[str, float]:
+    """Return the share of the returns' variance that the values explain; nothing if they have no variance.
+
+    Returns that should be equal differ by the rounding of their sums, which is far below 1e-12 of them.
+    """
+    if not len(return_N):
+        return {}
+    deviation = standard_deviation(return_N).item()
+    if deviation <= 1e-12 * return_N.abs().max().item():
+        return {}
+    residual = standard_deviation(return_N - value_N).item()
+    return {"critic/explained_variance": 1.0 - (residual / deviation) ** 2}
 
 
 def _scattered(x_N: Tensor, where: Tensor) -> Tensor:

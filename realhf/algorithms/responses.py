@@ -55,15 +55,37 @@ def _sample_of_tokens(mask: Packed) -> Tensor:
     return counts.new_tensor(range(len(mask))).repeat_interleave(counts, output_size=len(mask.values))
 
 
-def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Tensor:
-    """Return values with mean 0 and variance 1; NaN values do not count and stay.
+def deviations(values: Tensor) -> Tensor:
+    """Return the values minus their mean over the last dim, in float64; exactly 0 where all are equal.
+
+    The mean of equal numbers may differ from them by rounding. So the first number is subtracted before: the
+    difference of equal numbers is 0, and so is the mean of such differences.
+    """
+    from_first = values.double() - values[..., :1].double()
+    return from_first - from_first.mean(-1, keepdim=True)
+
+
+def standard_deviation(values: Tensor, *, correction: int = 0) -> Tensor:
+    """Return the standard deviation over the last dim, in float64; exactly 0 if all values are equal.
 
     `correction` is 0 for the standard deviation of a population and 1 for that of a sample.
     """
-    numbers = values[~values.isnan()]
+    squares = deviations(values).square()
+    return (squares.sum(-1) / (values.shape[-1] - correction)).sqrt()
+
+
+def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Tensor:
+    """Return values with mean 0 and variance 1, in float64; NaN values do not count and stay.
+
+    Equal values become exactly 0. `correction` is that of `standard_deviation`.
+    """
+    values = values.double()
+    is_number = ~values.isnan()
+    numbers = values[is_number]
     if len(numbers) <= correction:  # There is no deviation: a single value is its own mean.
         return values * 0
-    return (values - numbers.mean()) / (numbers.std(correction=correction) + eps)
+    ratios = deviations(numbers) / (standard_deviation(numbers, correction=correction) + eps)
+    return values.masked_scatter(is_number, ratios)
 
 
 def rollout_metrics(batch: Batch, *, group_size: int = 1) -> dict[str, float]:
@@ -85,7 +107,7 @@ def rollout_metrics(batch: Batch, *, group_size: int = 1) -> dict[str, float]:
     score = score[~failed]
     return failures | _reward_logs(batch) | {
         "reward/mean": score.mean().item(),
-        "reward/std": score.std(correction=0).item(),
+        "reward/std": standard_deviation(score).item(),
         **spread, **length_metrics(batch)}
 
 
@@ -95,8 +117,8 @@ def _group_std(ids: Sequence[int], scores: Sequence[float], group_size: int) -> 
     for sample, score in zip(ids, scores, strict=True):
         if not isnan(score):
             groups.setdefault(prompt_of(sample, group_size), []).append(score)
-    deviations = [pstdev(group) for group in groups.values() if len(group) > 1]
-    return {"reward/group_std": fmean(deviations)} if deviations else {}
+    spreads = [pstdev(group) for group in groups.values() if len(group) > 1]
+    return {"reward/group_std": fmean(spreads)} if spreads else {}
 
 
 def _reward_logs(batch: Batch) -> dict[str, float]:

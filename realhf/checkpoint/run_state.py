@@ -27,7 +27,7 @@ from realhf.realloc.pieces import Piece, cut
 from realhf.user_input.field_types import check_types
 from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_bytes, read_json_lines
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format; a checkpoint of another version is refused."""
 _BLOCK_BYTES = 4 << 20
 _MAX_COUNT = 2**53

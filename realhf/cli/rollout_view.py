@@ -147,11 +147,12 @@ def _prompt_of(row: Row) -> list[Any]:
     return [row.get(name) for name in ("set", "step", "dataset_row", "prompt")]
 
 
-def show_in_full(console: Console, rows: Sequence[Row], *, note: str) -> None:
-    """Print each answer in a panel: the prompt, the completion and what the reward has read."""
+def show_in_full(console: Console, rows: Sequence[Row], *, note: str, tokens: bool = False) -> None:
+    """Print each answer in a panel: prompt, completion, what the reward has read, and perhaps `tokens`."""
     low, high = _score_range(rows)
     for row in rows:
-        body = Group(Text(" · ", style="dim").join(_facts(row, low, high)), Rule(style="dim"), _body(row))
+        body = Group(Text(" · ", style="dim").join(_facts(row, low, high)), Rule(style="dim"), _body(row),
+                     *(_tokens(row) if tokens else []))
         title = Text(_place(row), style="not dim")
         console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
     console.print(Text(note, style="dim"), soft_wrap=True)
@@ -240,6 +241,19 @@ def _facts(row: Row, low: float, high: float) -> list[Text]:
 def _body(row: Row) -> Group:
     completion = Text(printable(str(row.get("completion", ""))), style="green")
     return Group(*_prompt(row), Rule(style="dim"), completion, *_columns(row))
+
+
+def _tokens(row: Row) -> list[RenderableType]:
+    """Return the token ids of an answer; those that were sampled have their log-probs behind them."""
+    ids = row.get("token_ids") or []
+    mask = row.get("response_mask") or [0] * len(ids)
+    logprobs = row.get("logprobs") or [None] * len(ids)
+    if not ids:
+        return []
+    words = [
+        f"{token}:{logprob:z.4g}" if is_sampled and logprob is not None else str(token)
+        for token, is_sampled, logprob in zip(ids, mask, logprobs, strict=False)]
+    return [Rule(style="dim"), Text(f"token ids: {' '.join(words)}", style="blue")]
 
 
 def _prompt(row: Row) -> list[Text]:

@@ -55,6 +55,8 @@ def add_options(parser: ArgumentParser) -> None:
     text = f"most answers to show, 0 for all; default: {_LIMIT}, with --json all"
     add("--limit", type=int, metavar="N", help=text)
     add("--full", action="store_true", help="show whole prompts and completions")
+    text = "show token ids and log-probs, too (of runs with rollouts.tokens)"
+    add("--tokens", action="store_true", help=text)
     text = "answers to one prompt over the steps, by its row in the dataset or a text in it; no ROW: a list"
     add("--story", nargs="?", const="", metavar="ROW", help=text)
     text = "answers of evaluations instead of training, of one set or of all"
@@ -71,6 +73,8 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     path = Path(options.run)
     source, rows = read_rollouts(path) if options.eval is None else read_evaluations(path, options.eval)
     matching = _filtered(rows, options)
+    if options.tokens and not any("token_ids" in row for row in matching):
+        raise UserError(f"--tokens: no such answer in {source} has token ids: set rollouts.tokens in the run")
     if options.story == "":
         return _print_stories(matching, options, source)
     if options.story is not None:
@@ -87,8 +91,10 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     note = f"{len(shown)} of {len(matching)} matching answers; {source} has {len(rows)}"
     if len(shown) < len(matching):
         note += " (--limit 0 shows all)"
-    show = show_in_full if options.full else show_rows
-    show(_console(), shown, note=note)
+    if options.full or options.tokens:
+        show_in_full(_console(), shown, note=note, tokens=options.tokens)
+    else:
+        show_rows(_console(), shown, note=note)
     return 0
 
 
@@ -191,9 +197,10 @@ def _print_story(rows: Sequence[Row], options: Namespace) -> int:
         print(json.dumps({**about, "steps": story}))
         return 0
     console = _console()
-    if options.full:
+    if options.full or options.tokens:
         ordered = [row for answers in steps.values() for row in answers]
-        show_in_full(console, ordered[: options.limit or None], note=f"{len(ordered)} answers")
+        show_in_full(console, ordered[: options.limit or None], note=f"{len(ordered)} answers",
+                     tokens=options.tokens)
     show_story(console, list(steps.items()))
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from realhf.calls import OptimizerConfig, Scores, TopLogProbs, TrainStep
+from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
@@ -171,7 +171,10 @@ class Engine(ABC):
     def forward(
         self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report
     ) -> Batch:
-        """Run a forward call on this rank's share of the samples; return its output columns."""
+        """Run a forward call on this rank's share of the samples; return its output columns.
+
+        Raises FloatingPointError if there are NaN or infinite values in them.
+        """
         batch = batch.to(self.groups.world.device)
         work = call.work
         num_top = work.k if isinstance(work, TopLogProbs) else 0
@@ -191,7 +194,10 @@ class Engine(ABC):
         if isinstance(work, Scores):
             scores = [column.values for column in columns]
             columns = [score.sigmoid() for score in scores] if work.probability else scores
-        return output_batch(call, batch.ids, columns)
+        outputs_on_host = output_batch(call, batch.ids, columns)
+        for key in call.outputs:
+            require_numbers(outputs_on_host, key, rank=self.groups.rank)
+        return outputs_on_host
 
     def train(
         self, call: FunctionCall, minibatches: Sequence[Batch],
@@ -298,7 +304,7 @@ class GeneratingEngine(Engine):
 
         Every sample gets at most `budget` tokens (None: as many as the call allows), which are of this
         `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
-        others may be passed.
+        others may be passed. Raises FloatingPointError if a token was drawn from logits that are no numbers.
         """
         begun = Batch([])
         if unfinished is not None and unfinished.ids:
@@ -306,6 +312,8 @@ class GeneratingEngine(Engine):
             begun = unfinished.pick([*call.outputs, *limits])
         batch = batch.to(self.groups.world.device)
         ended, unfinished = self._generate(call, batch, Round(begun, budget, version), report)
+        for samples in (ended, unfinished):
+            require_numbers(samples, GenerateOutputs.of(call).logprobs, rank=self.groups.rank)
         return CallResult(ended, {}, unfinished)
 
     @abstractmethod
@@ -327,6 +335,27 @@ def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
     """Return the output columns in host memory, from which samples are sent; only the last stage has any."""
     fields = dict(zip(call.outputs, columns, strict=False))
     return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
+
+
+def require_numbers(samples: Batch, key: str, *, rank: int) -> None:
+    """Raise FloatingPointError if a column in host memory has NaN or infinite values.
+
+    The log-prob of a token may be minus infinity: it is then impossible.
+    """
+    column = samples.fields.get(key)
+    values = column.values if isinstance(column, Packed) else column
+    if values is None or not values.is_floating_point():
+        return
+    wrong = values.isnan() | (values == torch.inf)
+    if not wrong.any():
+        return
+    rows = column.like(wrong).split() if isinstance(column, Packed) else wrong[:, None]
+    first, at = next((i, int(row.flatten().nonzero()[0])) for i, row in enumerate(rows) if row.any())
+    num_wrong = sum(bool(row.any()) for row in rows)
+    where = f"token {at + 1} of " if isinstance(column, Packed) and values.dim() == 1 else ""
+    raise FloatingPointError(
+        f"rank {rank} computed {key} that are NaN or infinite for {num_wrong} of {len(samples)} samples, "
+        f"first at {where}sample {samples.ids[first]}")
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:

@@ -7,12 +7,14 @@ token: logits, or one score.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,13 +23,33 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec
+from realhf.nn.grad_accumulation import collects
+from realhf.nn.linear import embedding, linear
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.vocab_parallel import top_tokens
 from realhf.pinned import upload
 
 
+def _linear(module: torch.nn.Linear, x: Tensor) -> Tensor:
+    """Return the output of a linear layer, whose weight adds up its gradients in float32."""
+    if not torch.is_grad_enabled() or not collects(module.weight):
+        return F.linear(x, module.weight, module.bias)
+    return linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
+
+
+def _embedding(module: torch.nn.Embedding, ids: Tensor) -> Tensor:
+    """Return the rows of an embedding, which adds up its gradients in float32."""
+    if not torch.is_grad_enabled() or not collects(module.weight):
+        return F.embedding(ids, module.weight)
+    return embedding(ids.flatten(), module.weight).unflatten(0, ids.shape)
+
+
 class TransformersModel(ShardedParameters):
-    """A model whose parameters are the tensors of the state dict; every rank holds all of them."""
+    """A model whose parameters are the tensors of the state dict; every rank holds all of them.
+
+    The gradients of its other 16-bit parameters, such as those of norms, are computed by autograd, which
+    rounds that of each micro-batch before it is added up in float32.
+    """
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
@@ -39,6 +61,11 @@ class TransformersModel(ShardedParameters):
         self.hf.get_input_embeddings().padding_idx = None
         # Generation follows the call's settings, not generation_config.json.
         self.hf.generation_config = import_module("transformers").GenerationConfig()
+        for module in self.hf.modules():
+            if type(module) is torch.nn.Linear:
+                module.forward = partial(_linear, module)  # type: ignore[method-assign]
+            elif type(module) is torch.nn.Embedding:
+                module.forward = partial(_embedding, module)  # type: ignore[method-assign]
         for names, tensor in hf_factory.named_tensors(self.hf):
             for name in names:
                 path, _, attribute = name.rpartition(".")

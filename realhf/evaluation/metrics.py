@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, isnan, nan
+from math import comb, fsum, isnan, nan
 from typing import Any
 
 
@@ -104,4 +104,4 @@ def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def mean(values: Iterable[float]) -> float:
     """Return the mean of the values; NaN if there are none."""
     numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else nan
+    return fsum(numbers) / len(numbers) if numbers else nan

@@ -34,7 +34,7 @@ from realhf.inference.block_tables import Flags
 from realhf.inference.decode_graphs import DecodeGraphs
 from realhf.inference.decode_windows import DecodeWindows
 from realhf.inference.forward_batch import chunk_pages, cpu_segments, paged_chunks, paged_rows, prefill
-from realhf.inference.host_copies import Download, StepUpload
+from realhf.inference.host_copies import StepUpload
 from realhf.inference.kept_cache import KeptCache
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.page_pool import PagePool
@@ -46,7 +46,7 @@ from realhf.inference.step_inputs import NO_INPUTS, ChunkPages, RowPages, StepIn
 from realhf.inference.steps import ParkedRow, Prompt, Step
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
-from realhf.pinned import upload
+from realhf.pinned import Download, upload
 
 
 @dataclass

@@ -106,6 +106,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Return token ids (int64) and their log-probs (float64), on all ranks of `group`.
 
+    Logits that are NaN or infinite give a log-prob of NaN, and some token of the vocabulary.
+
     The ranks hold shards of the vocabulary; this rank's shard begins at token `vocab_start`, and the largest
     shard has `widest_shard` tokens (a group of one rank need not say). `processing` changes the logits from
     which tokens are drawn. The log-probs are those of `logits_BV` at the temperature, without processing and
@@ -175,7 +177,7 @@ def _sample_sharded(
     logprobs_B = shard.chosen_logits(local_B) - sums.log_total_B
     answer_2B = torch.stack([(local_B + vocab_start).to(logprobs_B.dtype), logprobs_B])
     tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
-    return tokens_B.long(), logprobs_B
+    return tokens_B.long(), logprobs_B + sums.log_total_B * 0  # NaN where no rank owns the token.
 
 
 class _ShardSums(NamedTuple):

@@ -7,7 +7,6 @@ heads, K key-value heads.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.attention.choose import packed_backend
@@ -18,10 +17,11 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.models.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
 from realhf.nn.attention import Attend, attend_each
+from realhf.nn.grad_accumulation import add_bias, wide
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.moe import Moe, RouterLosses
-from realhf.nn.norm import rms_norm
+from realhf.nn.norm import layer_norm, rms_norm
 from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
 
@@ -39,7 +39,7 @@ class Norm:
         if self.weight is None:
             return x
         if self.bias is not None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return layer_norm(x, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
@@ -114,8 +114,7 @@ class Attention:
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
         out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
         y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
-        y_TH = sum_over_group(y_TH, self.tp)
-        return y_TH if self.out_bias is None else y_TH + self.out_bias
+        return add_bias(sum_over_group(y_TH, self.tp), self.out_bias)
 
     def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
         """Return queries or keys normalised per head, or over all heads, those of other ranks included."""
@@ -130,7 +129,8 @@ class Attention:
         squares_T = sum_over_group(x.square().sum((1, 2)) / (copies * whole), self.tp)
         squares_T = copy_to_group(squares_T, self.tp)  # The outputs of every rank depend on it.
         x = x * (squares_T + norm.eps).rsqrt()[:, None, None]
-        return x.to(x_TND.dtype) * norm.weight.view(x_TND.shape[1:])
+        weight_ND = wide(norm.weight).view(x_TND.shape[1:])
+        return (x.to(x_TND.dtype) * weight_ND).to(x_TND.dtype)
 
 
 class Mlp:
@@ -152,5 +152,4 @@ class Mlp:
     def __call__(self, x_TH: Tensor, _: RouterLosses | None = None) -> Tensor:
         up_TF = adapted_linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
         y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
-        y_TH = sum_over_group(y_TH, self.tp)
-        return y_TH if self.down_bias is None else y_TH + self.down_bias
+        return add_bias(sum_over_group(y_TH, self.tp), self.down_bias)

@@ -1,19 +1,21 @@
 """Weight: a parameter whose gradients are added directly to the gradient buffer.
 
 Autograd would allocate a gradient for every use of a weight and then add it to the buffer. Instead, linear
-layers and embeddings add to the buffer themselves, and the first gradient of a step overwrites it. So no
-gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulation fusion).
+layers, experts, embeddings, norms and biases add to the buffer themselves, and the first gradient of a step
+overwrites it. So no gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulation
+fusion). The gradients of 16-bit weights are computed and added up in float32: autograd would round that of
+each micro-batch to 16 bits first.
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from realhf.nn import half_matmul
-from realhf.sizes.chunk_sizes import block_numel
 
 
 class Weight(torch.nn.Parameter):
@@ -37,24 +39,25 @@ class Weight(torch.nn.Parameter):
             self.total.add_(grad)
         self.is_empty = False
 
-    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """Add grad^T x to the sum."""
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor, *, scale: float = 1.0) -> None:
+        """Add scale grad^T x to the sum."""
         assert self.total is not None
-        total_OI = self.total
-        if total_OI.dtype == grad_TO.dtype == x_TI.dtype:
-            if self.is_empty:
-                torch.mm(grad_TO.T, x_TI, out=total_OI)
-            else:
-                total_OI.addmm_(grad_TO.T, x_TI)
-        elif half_matmul.needs_float32(grad_TO) or grad_TO.dtype != x_TI.dtype:
-            half_matmul.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
-        else:
-            numel = block_numel(is_cuda=grad_TO.is_cuda)
-            rows = max(1, numel // total_OI.shape[1])
-            for grad, total in zip(grad_TO.split(rows, dim=1), total_OI.split(rows), strict=True):
-                product = grad.T @ x_TI
-                total.copy_(product) if self.is_empty else total.add_(product)
+        half_matmul.add_product(self.total, grad_TO, x_TI, is_empty=self.is_empty, scale=scale)
         self.is_empty = False
+
+    def add_products(self, grad_RO: Tensor, x_RI: Tensor, counts: Sequence[int]) -> None:
+        """Add grad^T x of each group of rows, which have these counts, to its rows of the sum."""
+        self.finish()
+        assert self.total is not None
+        total_LOI = self.total.view(len(counts), -1, x_RI.shape[1])
+        for total, grad, x in zip(total_LOI, grad_RO.split(counts), x_RI.split(counts), strict=True):
+            if len(x):
+                half_matmul.add_product(total, grad, x, is_empty=False)
+
+    def add_sum(self, grad: Tensor) -> None:
+        """Add the sum over all dims but the last, the gradient of a bias."""
+        assert self.total is not None
+        self.add_gradient(grad.flatten(0, -2).sum(0, dtype=self.total.dtype))
 
     def add_rows(self, index_T: Tensor, rows_TI: Tensor) -> None:
         """Add rows to the rows of the sum at these indices."""
@@ -68,6 +71,47 @@ class Weight(torch.nn.Parameter):
         if self.is_empty:
             self.total.zero_()
         self.is_empty = False
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Weight) -> Tensor:
+        ctx.weight = weight
+        assert weight.total is not None
+        return weight.to(weight.total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.weight.add_gradient(grad)
+
+
+def wide(weight: Tensor) -> Tensor:
+    """Return the weight in at least float32; its gradient is added up in that dtype."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    if dtype != weight.dtype and torch.is_grad_enabled() and collects(weight):
+        return _Wide.apply(weight)
+    return weight.to(dtype)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Weight) -> Tensor:
+        ctx.bias = bias
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.bias.add_sum(grad)
+        return grad, None
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x + bias, or x if there is no bias."""
+    if bias is None:
+        return x
+    if torch.is_grad_enabled() and collects(bias):
+        return _AddBias.apply(x, bias)
+    return x + bias
 
 
 def add_rows(x: Tensor, index_T: Tensor, rows_T: Tensor) -> Tensor:

@@ -1,17 +1,20 @@
 """grouped_linear: a linear layer in which each group of rows has its own weight.
 
-Shape suffixes: R rows, L groups (experts), I and O input and output dims.
+Shape suffixes: R rows, L groups (experts), I and O input and output dims, N = L O.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.nn import half_matmul
+from realhf.nn.grad_accumulation import collects
+from realhf.pinned import Download
 
 
 class RowGroups:
@@ -22,25 +25,42 @@ class RowGroups:
         """Without `counts`, they are computed when they are first asked for, which waits for a GPU."""
         self.ends_L = ends_L
         self._counts = counts
+        self._ends: Download | None = None
+
+    def download(self) -> None:
+        """Begin to copy the ends to the host, so that it need not wait when it asks for `counts` later."""
+        if self._counts is None and self._ends is None:
+            self._ends = Download(self.ends_L)
 
     @cached_property
     def counts(self) -> list[int]:
         """The number of rows of each group."""
         if self._counts is not None:
             return list(self._counts)
+        if self._ends is not None:
+            counts: list[int] = np.diff(self._ends.wait(), prepend=0).tolist()
+            return counts
         return self.ends_L.diff(prepend=self.ends_L.new_zeros(1)).tolist()
 
 
-def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
-    """Return y_RO: the rows of group i times the transpose of weight i.
+def grouped_linear(x_RI: Tensor, weight_NI: Tensor, groups: RowGroups) -> Tensor:
+    """Return y_RO: the rows of each group times the transpose of its weight, which is O rows of `weight_NI`.
 
     Uses torch's grouped kernel, which is faster, where it takes the operands, as in bfloat16 on a GPU. Else
     computes one product per group, for which the host must know how many rows each group has.
     """
-    if _kernel_takes(x_RI) and takes_kernel(weight_LOI):
-        x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
-        return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
-    return _ByGroup.apply(x_RI, weight_LOI, groups.counts)
+    weight_LOI = weight_NI.view(len(groups.ends_L), -1, x_RI.shape[1])
+    by_kernel = _kernel_takes(x_RI) and takes_kernel(weight_LOI)
+    if by_kernel and not (torch.is_grad_enabled() and collects(weight_NI)):
+        return _by_kernel(x_RI, weight_LOI, groups)
+    if by_kernel:
+        groups.download()
+    return _Grouped.apply(x_RI, weight_NI, groups, by_kernel)
+
+
+def _by_kernel(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
+    x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
+    return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
 
 
 def takes_kernel(weight_LOI: Tensor) -> bool:
@@ -63,31 +83,50 @@ def _kernel_takes(x: Tensor) -> bool:
     return x.dtype in dtypes and has_aligned_rows and has_base and not half_matmul.needs_float32(x)
 
 
-class _ByGroup(torch.autograd.Function):
-    """A product for each group. Autograd would make a gradient of full size for every slice."""
+class _Grouped(torch.autograd.Function):
+    """A product for each group.
+
+    Autograd would make a gradient of full size for every slice, and the kernel rounds the gradient of a
+    weight to 16 bits. So that gradient is computed by group. On a GPU the host has learned in the meantime
+    how many rows each group has.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_LOI)
-        ctx.counts = counts
+    def forward(ctx: Any, x_RI: Tensor, weight_NI: Tensor, groups: RowGroups, by_kernel: bool) -> Tensor:
+        ctx.save_for_backward(x_RI)
+        ctx.settings = weight_NI, groups, by_kernel
+        weight_LOI = weight_NI.view(len(groups.ends_L), -1, x_RI.shape[1])
+        if by_kernel:
+            return _by_kernel(x_RI, weight_LOI, groups)
         y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
+        counts = groups.counts
         num_rows = sum(counts)
-        groups = zip(x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts), strict=True)
-        for x, weight, y in groups:
+        pairs = zip(x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts), strict=True)
+        for x, weight, y in pairs:
             half_matmul.product(x, weight.T, out=y)
         return y_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_RI, weight_LOI = ctx.saved_tensors
-        grads = grad_RO.split(ctx.counts)
-        grad_x_RI = grad_weight_LOI = None
-        if ctx.needs_input_grad[0]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x_RI,) = ctx.saved_tensors
+        weight_NI, groups, by_kernel = ctx.settings
+        weight_LOI = weight_NI.view(len(groups.ends_L), -1, x_RI.shape[1])
+        grad_x_RI = grad_weight_NI = None
+        if ctx.needs_input_grad[0] and by_kernel:
+            grad_x_RI = _by_kernel(grad_RO.contiguous(), weight_LOI.transpose(1, 2), groups)
+        elif ctx.needs_input_grad[0]:
+            counts = groups.counts
             grad_x_RI = torch.empty_like(x_RI)
-            for grad, weight, grad_x in zip(grads, weight_LOI, grad_x_RI.split(ctx.counts), strict=True):
+            parts = zip(grad_RO.split(counts), weight_LOI, grad_x_RI.split(counts), strict=True)
+            for grad, weight, grad_x in parts:
                 half_matmul.product(grad, weight, out=grad_x)
-        if ctx.needs_input_grad[1]:
-            grad_weight_LOI = torch.zeros_like(weight_LOI)
-            for grad, x, grad_weight in zip(grads, x_RI.split(ctx.counts), grad_weight_LOI, strict=True):
+        if collects(weight_NI):
+            weight_NI.add_products(grad_RO, x_RI, groups.counts)
+        elif ctx.needs_input_grad[1]:
+            grad_weight_NI = torch.zeros_like(weight_NI)
+            parts = zip(
+                grad_RO.split(groups.counts), x_RI.split(groups.counts), grad_weight_NI.view_as(weight_LOI),
+                strict=True)
+            for grad, x, grad_weight in parts:
                 half_matmul.product(grad.T, x, out=grad_weight)
-        return grad_x_RI, grad_weight_LOI, None
+        return grad_x_RI, grad_weight_NI, None, None

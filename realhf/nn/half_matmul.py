@@ -2,7 +2,8 @@
 
 A CPU without units for 16-bit numbers multiplies them one by one, which is far slower than float32. So the
 operands are converted to float32, as many rows at a time as fit a core's cache, and the results are rounded.
-The head of a model with `float32_head` computes in float32 on every device, and does not round.
+The head of a model with `float32_head` computes in float32 on every device, and does not round. Nor do the
+gradients of weights, which are added up in float32 (see `add_product`).
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from realhf.half_precision import needs_float32
 from realhf.models.region import row_blocks
-from realhf.sizes.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
+from realhf.sizes.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL, block_numel
 
 
 def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -63,29 +64,45 @@ def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Te
     return y_TI
 
 
-def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool) -> None:
-    """Add grad^T x to a sum in float32, which is overwritten if `is_empty`."""
+def add_product(
+    total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool, scale: float = 1.0
+) -> None:
+    """Add scale grad^T x, without rounding it, to a sum in at least float32; overwrite it if `is_empty`.
+
+    A CPU computes products of 16-bit operands in float32, whatever units it has: torch would round the
+    product to 16 bits, and with transposed operands it is no faster. A GPU adds them up in float32.
+    """
+    if total_OI.dtype == grad_TO.dtype == x_TI.dtype:
+        total_OI.addmm_(grad_TO.T, x_TI, beta=0 if is_empty else 1, alpha=scale)
+        return
+    if grad_TO.is_cuda and grad_TO.dtype == x_TI.dtype:
+        for outputs in row_blocks(len(total_OI), total_OI.shape[1], block_numel(is_cuda=True)):
+            if is_empty:
+                total_OI[outputs].zero_()
+            product = torch.mm(grad_TO[:, outputs].T, x_TI, out_dtype=torch.float32)
+            total_OI[outputs].add_(product, alpha=scale)
+        return
     for tokens in _tokens(x_TI, x_TI.shape[1]):
         x_tI = x_TI[tokens] if x_TI.is_cuda else x_TI[tokens].float()
         for outputs in _outputs(total_OI, len(x_tI)):
             if is_empty and tokens.start == 0:
                 total_OI[outputs].zero_()
-            _add_mm(total_OI[outputs], grad_TO[tokens, outputs].T, x_tI)
+            _add_mm(total_OI[outputs], grad_TO[tokens, outputs].T, x_tI, scale=scale)
 
 
-def _add_mm(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add x y, computed in float32, to a float32 sum.
+def _add_mm(total: Tensor, x: Tensor, y: Tensor, *, scale: float = 1.0) -> None:
+    """Add scale x y, computed in float32, to a float32 sum.
 
     If y is in bfloat16, a GPU multiplies it with three bfloat16 tensors whose sum is x. Their products are
     exact in float32, and a GPU's 16-bit units are several times as fast as those for float32.
     """
     if not y.is_cuda or y.dtype != torch.bfloat16:
-        total.addmm_(x.float(), y.float())
+        total.addmm_(x.float(), y.float(), alpha=scale)
         return
     remainder = x.float()
     for _ in range(3):  # A bfloat16 number has 8 of the 24 bits of a float32.
         term = remainder.bfloat16()
-        total.add_(torch.mm(term, y, out_dtype=torch.float32))
+        total.add_(torch.mm(term, y, out_dtype=torch.float32), alpha=scale)
         remainder = remainder - term
 
 

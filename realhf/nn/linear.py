@@ -52,6 +52,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
+        ctx.bias = bias_O
         return half_matmul.affine(x_TI, weight_OI, bias_O)
 
     @staticmethod
@@ -63,8 +64,13 @@ class _Linear(torch.autograd.Function):
             weight_OI.add_product(grad_TO, x_TI)
         elif ctx.needs_input_grad[1]:
             grad_OI = (widened(grad_TO).T @ widened(x_TI)).to(weight_OI.dtype)
+        grad_O = None
+        if ctx.bias is not None and collects(ctx.bias):
+            ctx.bias.add_sum(grad_TO)
+        elif ctx.needs_input_grad[2]:
+            grad_O = grad_TO.sum(0)
         grad_x = half_matmul.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
-        return grad_x, grad_OI, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_OI, grad_O
 
 
 class _Embedding(torch.autograd.Function):

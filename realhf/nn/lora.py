@@ -4,6 +4,7 @@ Shape suffixes: T tokens; I and O inputs and outputs of a layer on this rank, R 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,37 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.half_precision import needs_float32
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
+from realhf.nn import half_matmul
+from realhf.nn.grad_accumulation import Weight, collects
 from realhf.nn.linear import linear
 from realhf.nn.parameters import ShardedParameters
+
+
+def _add_product(y_TO: Tensor, x_TR: Tensor, weight_OR: Tensor, scale: float) -> None:
+    """Add scale x W^T to y in place."""
+    if needs_float32(x_TR):
+        y_TO.add_(half_matmul.affine(x_TR, weight_OR), alpha=scale)
+    else:
+        y_TO.addmm_(x_TR, weight_OR.T, alpha=scale)
+
+
+class _AddProduct(torch.autograd.Function):
+    """Adds scale x W^T to y in place, for a weight that adds up its gradients itself."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TO: Tensor, x_TR: Tensor, weight_OR: Weight, scale: float) -> Tensor:
+        ctx.save_for_backward(x_TR)
+        ctx.settings = weight_OR, scale
+        ctx.mark_dirty(y_TO)
+        _add_product(y_TO, x_TR, weight_OR, scale)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (x_TR,) = ctx.saved_tensors
+        weight_OR, scale = ctx.settings
+        weight_OR.add_product(grad_TO, x_TR, scale=scale)
+        return grad_TO, half_matmul.product(grad_TO, weight_OR) * scale, None, None
 
 
 class Adapter:
@@ -50,13 +80,14 @@ class Adapter:
         if self.merged_weight is not None:
             return multiply(x_TI, self.merged_weight, bias)
         y_TO = multiply(x_TI, self.weight, bias)
-        x_TR = multiply(x_TI, self._down)
+        is_trained = torch.is_grad_enabled() and collects(self._down)
+        x_TR = (linear if is_trained else multiply)(x_TI, self._down)
         for ranks, outputs, up_OR in self._ups:
             layer_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
-            if needs_float32(x_TI):
-                layer_TO.add_(linear(x_TR[:, ranks], up_OR), alpha=self._scale)
+            if is_trained:
+                _AddProduct.apply(layer_TO, x_TR[:, ranks], up_OR, self._scale)
             else:
-                layer_TO.addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
+                _add_product(layer_TO, x_TR[:, ranks], up_OR, self._scale)
         return y_TO
 
     @torch.no_grad()

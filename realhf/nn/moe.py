@@ -21,7 +21,9 @@ from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grad_accumulation import add_rows
+from realhf.nn.grad_accumulation import wide as wide_weight
 from realhf.nn.grouped_linear import RowGroups, grouped_linear, takes_kernel
+from realhf.nn.linear import linear
 from realhf.nn.split_float32 import joined
 
 
@@ -122,7 +124,7 @@ class Moe:
             return y_TH
         shared_TH = self.shared(x_TH)
         if self.shared_router is not None:
-            shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
+            shared_TH = linear(x_TH, self.shared_router).sigmoid() * shared_TH
         return y_TH + shared_TH
 
     def _dispatched(self, x_TH: Tensor, losses: RouterLosses | None) -> Tensor:
@@ -171,10 +173,10 @@ class Moe:
         moe = self.moe
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         if moe.scores == "sigmoid":
-            logits_TE = F.linear(x_TH.to(wide), self.router.to(wide))
+            logits_TE = F.linear(x_TH.to(wide), wide_weight(self.router))
             scores_TE = logits_TE.sigmoid()
         else:
-            logits_TE = _router_logits(x_TH, self.router)
+            logits_TE = linear(x_TH, self.router)
             scores_TE = logits_TE.softmax(-1, dtype=wide)
         bias_E = None if self.choice_bias is None else joined(self.choice_bias.detach())
         expert_TK = _choose(scores_TE.detach(), bias_E, moe)
@@ -213,9 +215,8 @@ class Moe:
 
     def _compute(self, rows_RH: Tensor, groups: RowGroups) -> Tensor:
         """Return the outputs of this rank's experts, each of which has a group of rows."""
-        up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), groups)
-        down_LHF = self.down.view(self.num_local, rows_RH.shape[1], -1)
-        return grouped_linear(self.activation(up_RF), down_LHF, groups)
+        up_RF = grouped_linear(rows_RH, self.up, groups)
+        return grouped_linear(self.activation(up_RF), self.down, groups)
 
 
 def _mixed(weights_TK: Tensor, y_TKH: Tensor) -> Tensor:
@@ -244,10 +245,6 @@ def _ends(expert_R: Tensor, num_experts: int) -> Tensor:
     """Return where the rows of each expert end (int32), given the sorted experts of all rows."""
     experts_E = torch.arange(num_experts, device=expert_R.device)
     return torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
-
-
-def _router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    return F.linear(widened(x_TH), widened(weight_EH)).to(x_TH.dtype)
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +25,7 @@ from realhf.models.param_spec import ModelSpec
 from realhf.nn.attention import Attend, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.nn.linear import embedding
+from realhf.nn.linear import embedding, linear
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import Moe, RouterLosses, gathering
 from realhf.nn.packed import Segment, token_positions
@@ -260,7 +259,7 @@ class Transformer(ShardedParameters):
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Return scores_T, in dtype `wide`, on the last stage of a model with a score head."""
         assert self._score_weight is not None
-        return F.linear(hidden_TH, self._score_weight)[:, 0].to(self.wide)
+        return linear(hidden_TH, self._score_weight)[:, 0].to(self.wide)
 
     @property
     def _score_weight(self) -> Tensor | None:

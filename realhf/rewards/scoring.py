@@ -53,8 +53,8 @@ class AnswerScores:
 class RewardCall:
     """A host function that decodes responses, returns them as `completion`, and scores them.
 
-    Column `score` has the weighted sum of the rewards, and `reward_scores` a dict from the name of each
-    reward to its value. `sequence` are the keys under which the call reads tokens and response masks.
+    Column `score` has the weighted sum of the rewards, in float64, and `reward_scores` a dict from the name
+    of each reward to its value. `sequence` are the keys under which the call reads tokens and response masks.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class RewardCall:
         step = getattr(context, "step", 0)
         scores = self.scored(Answers(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
         outputs = {
-            "score": batch[self.sequence[1]].values.new_tensor(scores.totals), "completion": completions,
+            "score": batch[self.sequence[1]].values.double().new_tensor(scores.totals),
+            "completion": completions,
             "reward_scores": scores.by_name, "reward_metrics": scores.metrics, "reward_extra": scores.extra,
         }
         return {key: outputs[key] for key in self.outputs}
@@ -139,7 +140,7 @@ class RewardCall:
             values = [None if value is None else float(value) for value in row]
             applied = [(r.weight, x) for r, x in zip(self.rewards, values, strict=True) if x is not None]
             is_lost = not applied and any(result.skipped and result.skipped[i] for result in results)
-            totals.append(math.nan if is_lost else float(sum(weight * value for weight, value in applied)))
+            totals.append(math.nan if is_lost else _weighted_sum(applied))
             shown = [None if value is None or math.isnan(value) else value for value in values]
             by_name.append(dict(zip(names, shown, strict=True)))
         self._warn_of_none(answers.ids, results)
@@ -159,6 +160,19 @@ class RewardCall:
                 warn(f"reward function {self._scorers[0].name} returned None for {samples}: None counts as 0")
             else:
                 warn(f"all reward functions returned None for {samples}: the score is 0")
+
+
+def _weighted_sum(terms: Sequence[tuple[float, float]]) -> float:
+    """Return the sum of weights times values, rounded to 12 digits below the largest term.
+
+    So sums that are equal on paper, such as 0.1 + 0.2 and 0.3, are equal.
+    """
+    products = [weight * value for weight, value in terms]
+    total = math.fsum(products)
+    largest = max(map(abs, products), default=0.0)
+    if not largest > 0 or not math.isfinite(largest) or (len(terms) == 1 and terms[0][0] == 1):
+        return total
+    return round(total, 11 - math.floor(math.log10(largest)))
 
 
 def _merged(columns: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

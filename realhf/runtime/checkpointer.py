@@ -196,7 +196,7 @@ class Checkpointer:
         counts = {state.name: state.counts for state in self._states if state.optimizer is not None}
         mine = {
             "counts": counts, "in_flight": models.reallocations.in_flight,
-            "host_state": self._state.context.state, "cache_limits": models.engines.cache_limits()}
+            "host_states": self._state.context.states, "cache_limits": models.engines.cache_limits()}
         shared = {"versions": models.versions.to_json(), "run": self._run.to_json()}
         mine, shared = json.loads(json.dumps([mine, shared]))  # Copies: the run goes on.
         self._ends[step] = StepEnd(
@@ -475,14 +475,29 @@ def _restore(checkpoint: Checkpoint, program: Program, state: RankState, run: St
             home.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
     if not checkpoint.is_of(program, state.world):
         models.versions.outdate_sharded()
-        for rank in manifest.ranks:
-            state.context.state |= rank["host_state"]
+        state.context.states |= _host_states(checkpoint, program, state.world.rank)
         return
     mine = manifest.ranks[state.world.rank]
     models.engines.restore_cache_limits(mine.get("cache_limits", {}))
-    state.context.state |= mine["host_state"]
+    state.context.states |= mine["host_states"]
     models.versions.restore(manifest.versions, program.actions, models.start)
     models.reallocations.finish_all_but(mine["in_flight"])
+
+
+def _host_states(checkpoint: Checkpoint, program: Program, rank: int) -> dict[str, dict[str, Any]]:
+    """Return the states of the host calls that another plan puts on this rank.
+
+    Only the ranks of a call keep its state, so that no other rank saves one that is out of date. Each of them
+    gets that of the first rank on which the call ran.
+    """
+    layouts = {call.name: program.plan[call.name].layout for call in program.graph.of_kind("host")}
+    for eval_set in program.evaluations:
+        for call in eval_set.graph.of_kind("host"):
+            layouts[eval_set.prefix + call.name] = eval_set.plan[call.name].layout
+    saved: dict[str, dict[str, Any]] = {}
+    for of_rank in reversed(checkpoint.manifest.ranks):
+        saved |= of_rank["host_states"]
+    return {name: saved[name] for name, layout in layouts.items() if name in saved and rank in layout}
 
 
 def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState) -> None:

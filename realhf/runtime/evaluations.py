@@ -103,7 +103,7 @@ class Evaluations:
             state = RankState(self._world, store, self._context)
             program = PartsProgram(
                 {_PART: eval_set.actions}, eval_set.plan, None if loader is None else loader.batch,
-                eval_set.group_size, is_evaluation=True)
+                eval_set.group_size, is_evaluation=True, prefix=eval_set.prefix)
             self._outboxes.append(state.outbox)
             self._executors[eval_set.name] = Executor(state, program)
 

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, overload
 
 from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
@@ -24,6 +25,39 @@ _SECONDS = "perf/run_seconds"
 _PATIENCE_SECONDS = 2.0
 """Seconds that a failed run waits for the records of finished steps."""
 _TOKENS = ("generated", "trained")
+
+
+class History(Sequence[dict[str, float]]):
+    """The metrics of the steps of a run, about 10 bytes for each number, as a run may have 100,000 steps.
+
+    Steps with the same metrics share the names of these.
+    """
+
+    def __init__(self, records: Iterable[Mapping[str, float]] = ()) -> None:
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._values: list[tuple[tuple[str, ...], array[float]]] = []
+        for record in records:
+            self.append(record)
+
+    def append(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of the next step."""
+        names = tuple(metrics)
+        values = array("d", (math.nan if value is None else value for value in metrics.values()))
+        self._values.append((self._names.setdefault(names, names), values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, float]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, float]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[str, float] | list[dict[str, float]]:
+        if isinstance(index, slice):
+            return [dict(zip(*row, strict=True)) for row in self._values[index]]
+        return dict(zip(*self._values[index], strict=True))
 
 
 class Journal:
@@ -52,7 +86,7 @@ class Journal:
         """Whether something else came between the previous step and the next one."""
         earlier = [] if recorder is None else recorder.history
         steps = [record for record in earlier if record["step"] > 0]
-        self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
+        self.history = History({k: v for k, v in record.items() if k != "step"} for record in steps)
         """The metrics of each step."""
         evaluations = {record["step"]: _of_evaluation(record) for record in earlier}
         self.evaluations = {int(step): metrics for step, metrics in evaluations.items() if metrics}

@@ -235,7 +235,7 @@ class Trainer:
         if stopped_after is not None:
             self._stop_tracking("stopped")
         summary = {} if stopped_after is not None else self._finish()
-        return RunResult(self._journal.history, summary, stopped_after)
+        return RunResult(list(self._journal.history), summary, stopped_after)
 
     def _answer_to_signal(self) -> str:
         """Return what follows a signal, for the user; another thread calls this."""

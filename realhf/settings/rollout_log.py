@@ -30,6 +30,9 @@ class RolloutLog:
     max_megabytes: int = 256
     """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""
     max_characters: int = 20_000  # Longer texts lose their middle.
+    tokens: bool = False
+    """Whether the token ids of each answer are kept, with the response mask and the log-probs with which the
+    tokens were sampled, so that anyone can check them."""
 
     def __post_init__(self) -> None:
         check_types(self, "rollouts.")

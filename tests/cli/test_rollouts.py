@@ -310,3 +310,17 @@ def test_colours_on_a_terminal_and_no_torch(run):
         pass
     assert process.wait() == 0, process.stderr.read()
     assert b"\x1b[31m" in shown and b"\x1b[31malert" not in shown and b"\x07" not in shown
+
+
+def test_tokens_are_shown_with_the_log_probs_of_those_that_were_sampled(call, tmp_path):
+    tokens = {"token_ids": [5, 6, 7], "response_mask": [0, 1, 0], "logprobs": [0.0, -0.25, 0.0]}
+    with_tokens = ROWS[0] | tokens
+    write(tmp_path / "rollouts.jsonl", [with_tokens, ROWS[1]])
+    code, out, _ = call(tmp_path, "--tokens", "--sort", "sample")
+    assert code == 0 and "token ids: 5 6:-0.25 7" in out and out.count("token ids") == 1
+    _, out, _ = call(tmp_path, "--full")
+    assert "token ids" not in out
+    _, out, _ = call(tmp_path, "--json", "--sort", "sample")
+    assert json.loads(out)["rollouts"][0]["logprobs"] == [0.0, -0.25, 0.0]
+    code, _, err = call(tmp_path, "--tokens", "--where", f"sample={ROWS[1]['sample']}")
+    assert code == 2 and "has token ids: set rollouts.tokens in the run" in err

@@ -6,8 +6,8 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 
-from realhf.inference.host_copies import Download
 from realhf.layout import Layout
+from realhf.pinned import Download
 from tests.dist.emulated_nccl import NcclWorld
 from tests.dist.recording import MESSAGES, Post, fault_of
 from tests.engine.reference import plain_model

@@ -256,7 +256,7 @@ def test_grouped_products_and_their_gradients(counts, dtype, sizes):
     weight = torch.randn(3, sizes[1], sizes[0]).to(dtype).requires_grad_()
     grad = torch.randn(sum(counts), sizes[1]).to(dtype)
     outs = [
-        grouped_linear(x, weight, RowGroups(torch.tensor(counts).cumsum(0).int())),
+        grouped_linear(x, weight.flatten(0, 1), RowGroups(torch.tensor(counts).cumsum(0).int())),
         torch.cat([part.double() @ w.double().T for part, w in zip(x.split(counts), weight, strict=True)]),
     ]
     (ours, *our_grads), (expected, *grads) = (

@@ -174,7 +174,7 @@ def test_peak_is_as_predicted(pool, case):
         call = predicted[2].num_bytes
         assert predicted[0] == weights
         assert predicted[1] == pytest.approx(training, rel=0.01)
-        assert 0.97 * peak <= call <= 1.16 * peak, predicted[2]
+        assert 0.97 * peak <= call <= 1.18 * peak, predicted[2]
         assert sum(predicted[:2]) + call == pytest.approx(weights + training + peak, rel=0.06), predicted[2]
 
 

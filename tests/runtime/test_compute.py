@@ -1,5 +1,7 @@
 """The compute that a run logs: FLOPs against a naive count over its tokens, and sums over resumed runs."""
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.compute_meter import DEVICE_SECONDS, FLOPS, ComputeMeter, generate_flops
-from realhf.runtime.journal import Journal
+from realhf.runtime.journal import History, Journal
 from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
@@ -158,3 +160,23 @@ def test_a_checkpoint_between_two_steps_does_not_count(pauses, seconds):
     journal.add(2, StepRecord([], [event("a", 115, 120)]))
     journal.finish()
     assert [m[DEVICE_SECONDS] for m in journal.history] == [10.0, seconds]
+
+
+def test_the_history_of_a_run_takes_little_memory():
+    """Every step's names are new strings, as metrics are made; 60 of them took 7 kB of a step."""
+    names = [f"timing_s/call_{i}" for i in range(60)]
+    history = History([{name: 0.5 for name in names}])
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for step in range(2000):
+            history.append({f"timing_s/call_{i}": step + i / 7 for i in range(60)})
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 2000 * 700
+    assert len(history) == 2001 and history[0] == dict.fromkeys(names, 0.5)
+    assert history[-1] == {name: 1999 + i / 7 for i, name in enumerate(names)}
+    assert history[1:3] == [history[1], history[2]] and list(history)[5] == history[5]
+    history.append({"a": 1.0, "b": None})  # As metrics.jsonl has a number that is none.
+    assert history[-1]["a"] == 1.0 and history[-1]["b"] != history[-1]["b"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from realhf import LoraConfig
+from realhf import DatasetConfig, FunctionCall, HostFunction, LoraConfig, RewardKL
 from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
@@ -208,3 +208,48 @@ def test_another_layout_continues_to_summation_order(pool, tmp_path, variant):
             for metric in theirs.keys() & ours.keys():
                 if not metric.startswith("realloc_"):
                     assert ours[metric] == pytest.approx(theirs[metric], rel=1e-9, abs=1e-9), metric
+
+
+def count_calls(batch, context):
+    """Count the calls, and log what another call of the same rank has left in the state."""
+    context.state.setdefault("steps", []).append(context.step)
+    return {}, {"host/calls": float(len(context.state["steps"])), "host/keys": float(len(context.state))}
+
+
+def _run_with_state(world, places, directory, out, start, steps):
+    """Run up to `steps` with host calls on these ranks; the adaptive KL coefficient is a state of one."""
+    experiment = make_experiment(
+        "grpo", directory, steps=steps, checkpoint_every=1, keep_checkpoints=9, eval_every=1,
+        reward_kl=RewardKL(kl_coef=0.1, kl_target=1e-6, kl_horizon=50),
+        eval_dataset=DatasetConfig(str(directory / "data.jsonl"), max_rows=4))
+    graph = experiment.graph()
+    counter = FunctionCall("counter", "host", ("score",), (), work=HostFunction(count_calls))
+    experiment.graph = lambda: graph.add(counter)
+    named = zip(("advantages", "counter"), places, strict=True)
+    calls = {name: {"layout": f"d1@{place}"} for name, place in named}
+    for call in ("actor_generate", "ref_forward", "actor_train"):
+        calls[call] = {"layout": "d2@0-1"}
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    plan = ExecutionPlan.from_dict({"calls": calls})
+    program = compile_program(experiment, plan, world_size=world.size)
+    Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+
+
+def test_states_of_host_calls_follow_them_through_changes_of_plan(pool, tmp_path):
+    """Twice, so that a rank that had the state once has an old copy of it when it comes back."""
+    directory = write_task(tmp_path)
+    pool.run(_run_with_state, (0, 0), directory, tmp_path / "whole", None, 4)
+    start = None
+    for step, places in ((1, (3, 3)), (2, (0, 0)), (3, (3, 1)), (4, (2, 0))):
+        out = tmp_path / f"to_{step}"
+        pool.run(_run_with_state, places, directory, out, start, step)
+        start = out / f"checkpoints/step_{step}"
+    whole, parts = (untimed(tmp_path / name / "metrics.jsonl") for name in ("whole", "to_4"))
+    for metric in ("reward/kl_coef", "host/calls", "host/keys"):
+        expected = [record[metric] for record in whole if record["step"] > 0]
+        found = [record[metric] for record in parts if record["step"] > 0]
+        assert found == pytest.approx(expected, rel=1e-9), metric
+    coefficients = [record["reward/kl_coef"] for record in whole if record["step"] > 0]
+    assert len(set(coefficients)) == 4
+    assert [record["host/calls"] for record in whole if record["step"] > 0] == [1, 2, 3, 4]
+    assert all(record["host/keys"] == 1 for record in whole if record["step"] > 0)

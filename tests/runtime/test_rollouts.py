@@ -2,16 +2,31 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from realhf import DAPO, Distillation, PolicyLossConfig, RolloutLog
+from realhf import (
+    DAPO,
+    GRPO,
+    DataflowGraph,
+    Distillation,
+    Evaluation,
+    FunctionCall,
+    HostFunction,
+    PolicyLossConfig,
+    RolloutLog,
+    SamplingConfig,
+)
+from realhf.calls import answer_keys
+from realhf.data.batch import Packed
 from realhf.data.order import row_order
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.compile import warnings
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.rollout_file import merged
 from realhf.runtime.trainer import Trainer
@@ -189,3 +204,160 @@ def test_ranks_are_joined_by_sample_and_scores_by_name_are_kept():
     assert all(line["prompt"] == "1+1=" and line["followed"] for line in lines)
     assert lines[1]["rewards"] == {"exact": 1.0, "format": None} and "score" not in lines[0]
     assert json.loads(json.dumps(lines)) == lines
+
+
+def last_three(batch, context):
+    """Return a mask in which only the last three tokens of each answer count."""
+    masks = []
+    for mask in batch["drawn_mask"].split():
+        mask = mask.clone()
+        mask[:-3] = 0
+        masks.append(mask)
+    return {"response_mask": Packed.of(masks), "finished": batch["drawn_finished"]}
+
+
+@dataclass
+class Masked(GRPO):
+    """GRPO in which a host call says what of a generated answer is trained on."""
+
+    def graph(self) -> DataflowGraph:
+        graph = super().graph()
+        generate = graph["actor_generate"]
+        sequences, _, *rest = generate.outputs
+        outputs = (sequences, "drawn_mask", "gen_logprobs", "drawn_finished", *rest[2:])
+        host = FunctionCall(
+            "mask", "host", ("drawn_mask", "drawn_finished"), ("response_mask", "finished"),
+            work=HostFunction(last_three))
+        graph = DataflowGraph(
+            tuple(replace(c, outputs=outputs) if c.name == generate.name else c for c in graph.calls)
+            + (host,), graph.inputs)
+        return graph
+
+
+def masked(directory: Path, **changes):
+    settings = common(directory) | {"rollouts": LOG, "eval_dataset": None, "steps": 2} | changes
+    return Masked(actor=role(directory), reward_function=some_reward, group_size=4, **settings)
+
+
+def train_masked(world, directory: Path, out: Path, calls: dict):
+    plan = ExecutionPlan.from_dict({"calls": {name: {"layout": layout} for name, layout in calls.items()}})
+    program = compile_program(masked(directory), plan, world_size=world.size)
+    Trainer(program, world, out=out, quiet=True).run()
+
+
+def test_a_response_mask_of_a_host_call_keeps_rollouts_on(pool, tmp_path):
+    """Its lengths count, on whichever rank it runs."""
+    directory = write_task(tmp_path)
+    train(World(), masked(directory), tmp_path / "one")
+    found = rollouts(tmp_path / "one")
+    assert {line["step"] for line in found} == {1, 2}
+    assert {line["length"] for line in found} <= {1, 2, 3}
+    assert all(line["length"] == 3 for line in found if len(line["completion"]) > 3)
+    assert all(isinstance(line["finished"], bool) and line["advantage"] is not None for line in found)
+    calls = {"actor_generate": "d2@0-1", "mask": "d1@3", "reward_forward": "d2@2-3", "advantages": "d1@1",
+             "actor_train": "d2@0-1"}
+    pool.run(train_masked, directory, tmp_path / "split", calls)
+    assert rollouts(tmp_path / "split") == found
+
+
+def test_several_generating_calls_without_a_response_mask_are_a_warning(tmp_path):
+    experiment = masked(write_task(tmp_path))
+    program = compile_program(experiment, None, world_size=1)
+    assert not [text for text in warnings.warnings_of(program, None, {}) if "rollouts" in text]
+    assert answer_keys(program.graph)[:4] == ("sequence_ids", "response_mask", "gen_logprobs", "finished")
+    generate = program.graph["actor_generate"]
+    calls = [replace(generate, name=f"g{i}", outputs=tuple(f"{key}{i}" for key in "abcd")) for i in (1, 2)]
+    assert answer_keys(DataflowGraph((calls[0],), generate.inputs))[:4] == ("a1", "b1", "c1", "d1")
+    several = DataflowGraph(tuple(calls), generate.inputs)
+    assert answer_keys(several) is None
+    (warning,) = warnings._no_rollouts(replace(program, graph=several))
+    assert warning.startswith("rollouts are not kept: g1 and g2 generate, and no call writes response_mask")
+
+
+def test_tokens_and_log_probs_are_those_of_the_model(tmp_path):
+    """Computed again from the exported model, which with a learning rate of 0 is the one that sampled."""
+    import transformers
+
+    directory = write_task(tmp_path)
+    log = replace(LOG, tokens=True)
+    actor = role(directory)
+    actor = replace(actor, optimizer=replace(actor.optimizer, lr=0.0))
+    sampling = SamplingConfig(max_new_tokens=7, temperature=0.8)
+    experiment = build("grpo", directory, rollouts=log, actor=actor, sampling=sampling, steps=1)
+    train(World(), experiment, tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf/step_1", dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    found = rollouts(tmp_path / "run")
+    assert len(found) >= 8
+    for line in found:
+        ids = torch.tensor(line["token_ids"])
+        mask = torch.tensor(line["response_mask"])
+        assert len(ids) == len(mask) == len(line["logprobs"]) and mask.sum() == line["length"]
+        assert tokenizer.decode(ids[mask == 1], skip_special_tokens=True) == line["completion"]
+        assert tokenizer.decode(ids[mask == 0]) == line["prompt"]
+        with torch.no_grad():
+            logps = (model(ids[None]).logits[0, :-1] / 0.8).log_softmax(-1)
+        expected = logps.gather(1, ids[1:, None])[:, 0] * mask[1:]
+        assert line["logprobs"] == pytest.approx([0.0, *expected.tolist()], rel=1e-5, abs=1e-6)
+    assert "token_ids" not in merged([{"sample": 1, "prompt_number": 0, "length": 3}])[0]
+
+
+QUESTION = 15  # The token of "a".
+
+
+def second_prompt(batch, context):
+    """Return the first answer with a question of an environment behind it: the prompt of the second turn."""
+    first = batch["first_ids"].split()
+    return {"second_prompt": Packed.of([torch.cat([ids, ids.new_tensor([QUESTION])]) for ids in first])}
+
+
+def both_turns(batch, context):
+    """Return the mask of both turns."""
+    columns = (batch[key].split() for key in ("first_mask", "second_mask", "first_lp", "second_lp"))
+    masks, logprobs = [], []
+    for first, second, first_lp, second_lp in zip(*columns, strict=True):
+        mask, lp = second.clone(), second_lp.clone()
+        mask[: len(first)] += first
+        lp[: len(first)] += first_lp
+        masks.append(mask)
+        logprobs.append(lp)
+    return {"response_mask": Packed.of(masks), "gen_logprobs": Packed.of(logprobs)}
+
+
+@dataclass
+class TwoTurns(GRPO):
+    """GRPO whose actor answers, is asked again and answers again."""
+
+    def graph(self) -> DataflowGraph:
+        graph = super().graph()
+        one = graph["actor_generate"]
+        first = replace(one, name="first_turn", outputs=("first_ids", "first_mask", "first_lp", "first_end"))
+        work = HostFunction(second_prompt)
+        ask = FunctionCall("ask", "host", ("first_ids",), ("second_prompt",), work=work)
+        second = replace(
+            one, inputs=("second_prompt",), outputs=("sequence_ids", "second_mask", "second_lp", "finished"))
+        join = FunctionCall(
+            "join", "host", ("first_mask", "second_mask", "first_lp", "second_lp"),
+            ("response_mask", "gen_logprobs"), work=HostFunction(both_turns))
+        others = [call for call in graph.calls if call.name != one.name]
+        return DataflowGraph((first, ask, second, join, *others), graph.inputs)
+
+
+def test_held_out_answers_are_made_by_the_calls_that_train(tmp_path):
+    """Answers of two turns have two turns in evaluations; before, a single call answered there."""
+    directory = write_task(tmp_path)
+    settings = common(directory) | {"rollouts": LOG, "steps": 1, "max_new_tokens_key": None}
+    settings |= {"actor": role(directory), "reward_function": some_reward, "group_size": 4}
+    held_out = Evaluation(settings["eval_dataset"], samples=2)
+    experiment = TwoTurns(**settings | {"eval_dataset": held_out})
+    graph = experiment.eval_graph()
+    assert [call.name for call in graph.order] == [
+        "first_turn", "ask", "actor_generate", "join", "reward_forward"]
+    greedy = TwoTurns(**settings).eval_graph()
+    assert [call.work.sampling.temperature for call in greedy.of_kind("generate")] == [0, 0]
+    out = tmp_path / "run"
+    train(World(), experiment, out)
+    for line in read_jsonl(out / "eval.jsonl"):
+        assert "a" in line["completion"]
+    for line in rollouts(out):
+        assert "a" in line["completion"] and line["length"] >= 3

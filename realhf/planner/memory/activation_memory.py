@@ -138,11 +138,20 @@ class CallPieces:
         config = self.role.config
         return (2 if config.gated else 1) + (config.moe is not None or self.role.lora is not None)
 
-    def weight_gradient(self, numel: float) -> float:
-        """Return the bytes of a weight's gradient before it is added to the buffer; 0 where dtypes agree."""
-        if self.role.itemsize == self.role.wide_itemsize or self.role.lora is not None:
+    def weight_gradient(self, inputs: float, outputs: float, tokens: float) -> float:
+        """Return the bytes that it takes to add a weight's gradient to the buffer; 0 where dtypes agree.
+
+        A GPU computes a part of the gradient in float32, and a CPU parts of its operands (`add_product` in
+        nn/half_matmul.py).
+        """
+        if self.role.itemsize == self.role.wide_itemsize:
             return 0.0
-        return self.role.itemsize * min(numel, chunk_sizes.block_numel(is_cuda=self.fused))
+        if self.fused:
+            return self.role.wide_itemsize * min(inputs * outputs, chunk_sizes.block_numel(is_cuda=True))
+        share = chunk_sizes.WIDENED_TOKENS_NUMEL // chunk_sizes.WIDENED_WEIGHT_NUMEL
+        tokens = min(tokens, max(1, chunk_sizes.WIDENED_TOKENS_NUMEL // max(1, inputs)))
+        rows = chunk_sizes.WIDENED_WEIGHT_NUMEL // max(1, inputs, tokens // share)
+        return self.role.wide_itemsize * tokens * (inputs + min(outputs, max(1, rows)))
 
     def sum_temporaries(self, num_bytes: float) -> float:
         """Return the temporary bytes of a sum over tp."""

@@ -39,7 +39,6 @@ class Widths:
     norms: int  # Number of norms of the hidden states in one layer.
     routed: int  # Hidden states copied to experts and back, in elements, and the router's scores.
     vocabulary: int
-    widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
     head_dim: int
 
     def in_layer(self, *, num_ups: int) -> list[tuple[int, int]]:
@@ -216,17 +215,15 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         attention = num_heads * mla.v_head_dim
     mlp = rows.get("up", 0)
     routed = 0
-    widest = (2 if c.gated else 1) * rows.get("up", 0)
     if c.moe:
         shared = rows.get("shared_up", 0)
         expert = rows["expert_up"]
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
-        widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Experts count as one grouped weight.
     norms = sum(p.short_name in _NORMS for p in table)
     embedding = _table(config).params[0]
     vocabulary = max(stop - start for start, stop in (embedding.region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
         attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,
-        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim)
+        vocabulary=vocabulary, head_dim=c.head_dim)

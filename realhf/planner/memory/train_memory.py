@@ -111,9 +111,10 @@ class TrainMoments:
         states = pieces.hidden_bytes(response_tokens)  # The gradient of the head's input.
         logits = pieces.logits_bytes(numel, copies=int(pieces.workload.entropy))
         chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
-        weight_gradient = pieces.weight_gradient(vocabulary * pieces.widths.hidden)
+        tokens_at_once = pieces.logits_at_once(numel) / max(1, vocabulary)
+        weight_gradient = pieces.weight_gradient(pieces.widths.hidden, vocabulary, tokens_at_once)
         widened = pieces.widened_head_bytes(response_tokens, backward=True)
-        if self.role.widens_head:
+        if self.role.widens_head or self.role.lora is not None:
             weight_gradient = 0.0  # Products in float32 are added to the gradient buffer directly.
         return [(states, max(logits, chunk + widened)), (weight_gradient + states, chunk + widened)]
 
@@ -133,14 +134,11 @@ class TrainMoments:
     def _gate_and_up(self) -> float:
         return (2 if self.role.config.gated else 1) * self._mlp
 
-    @cached_property
-    def _weight_gradient(self) -> float:
-        """Bytes of the largest gradient of a block's weight that is not in the gradient buffer yet."""
-        widest = self.pieces.widths.widest_weight
-        gradient = self.pieces.weight_gradient(widest)
-        if self.role.config.moe is not None:  # Experts' weights have separate gradients.
-            gradient = max(gradient, float(self.role.itemsize * widest))
-        return gradient
+    def _weight_gradient(self, inputs: int, outputs: int) -> float:
+        """Return the bytes that it takes to add the gradient of such a weight of a block to the buffer."""
+        if self.role.lora is not None:
+            return self.pieces.weight_gradient(max(inputs, outputs), self.role.lora.rank, self.tokens)
+        return self.pieces.weight_gradient(inputs, outputs, self.tokens)
 
     @cached_property
     def _activated_linear(self) -> float:
@@ -149,7 +147,9 @@ class TrainMoments:
         temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
             return max(3 * self._mlp, self._gate_and_up + temporaries)
-        return self._mlp + self._gate_and_up + max(temporaries, self._weight_gradient)
+        widths = self.pieces.widths
+        return self._mlp + self._gate_and_up + max(
+            temporaries, self._weight_gradient(widths.mlp, widths.hidden))
 
     @cached_property
     def _block_gradients(self) -> float:
@@ -164,8 +164,10 @@ class TrainMoments:
             hidden + sum_over_tp,
             # activated_linear, backward: the gradients of output, down projection's input, gate and up.
             hidden + self._activated_linear,
-            # Gate and up, backward: the gradients of the output, of gate and up, and of the MLP's input.
-            2 * hidden - freed + self._gate_and_up + self._weight_gradient,
+            # Gate and up, backward: the gradients of the output, of gate and up, and of the MLP's input,
+            # which is computed last.
+            hidden - freed + self._gate_and_up + max(hidden, self._weight_gradient(
+                pieces.widths.hidden, (2 if self.role.config.gated else 1) * pieces.widths.mlp)),
             # The MLP's norm, backward: the gradient of its output; that of its input is a temporary.
             hidden - freed + self._norm,
             # copy_to_group, backward, of the MLP: the gradients of the output and of the MLP's input.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.calls import GenerateOutputs, HostFunction
+from realhf.calls import HostFunction, answer_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
 from realhf.data.responses import response_lengths
 from realhf.graph import DataflowGraph, FunctionCall
@@ -35,11 +35,9 @@ def with_record(
         return graph
     shown = [key for key in ("answer", "ground_truth") if all(key in row for row in rows)]
     columns = [key for key in graph.inputs if key not in (*LOADER_KEYS, *shown)]
-    mask = finished = None
-    if len(generating := graph.of_kind("generate")) == 1:
-        outputs = GenerateOutputs.of(generating[0])
-        mask = outputs.mask
-        finished = outputs.finished
+    answers = answer_keys(graph)
+    mask = None if answers is None or graph.producer(answers.mask) is None else answers.mask
+    finished = None if answers is None or graph.producer(answers.finished) is None else answers.finished
     by_reward = [key for key in _NAMES if graph.producer(key) is not None]
     keep = KeepAnswers(
         samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), columns=(*shown, *columns),

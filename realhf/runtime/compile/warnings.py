@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realhf.calls import Generate, longest_response
+from realhf.calls import Generate, answer_keys, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
 from realhf.data.light_tokenizer import special_tokens
@@ -50,6 +50,7 @@ def warnings_of(
     sets = program.evaluations
     parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
     warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
+    warnings += _no_rollouts(program)
     warnings += off_policy(program.graph)
     if rows is not None:
         warnings += _repeated_rows(program, rows)
@@ -65,6 +66,15 @@ def warnings_of(
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
     return list(dict.fromkeys(warnings))
+
+
+def _no_rollouts(program: Program) -> Iterator[str]:
+    """Yield a warning if answers are to be kept, and it is not clear which of the calls has them."""
+    generating = [call.name for call in program.graph.of_kind("generate")]
+    if program.experiment.rollouts.is_on and generating and answer_keys(program.graph) is None:
+        yield (
+            f"rollouts are not kept: {' and '.join(generating)} generate, and no call writes response_mask, "
+            "which says what of sequence_ids is the answer")
 
 
 def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple[str, TokenizedRows]]:

@@ -23,6 +23,10 @@ def explaining(call: FunctionCall, rank: int, step: int) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         advice = f"lower {call.role}.optimizer.lr, or look for extreme rewards and data"
+        if call.kind != "train_step":
+            advice = (
+                f"weights of {call.role} are NaN or too large, by a damaged file, by a learning rate that is "
+                "too high, or because its dtype cannot hold their products")
         raise UserError(f"call {call.name!r} in step {step}: {error}: {advice}") from error
     except (MemoryError, RuntimeError) as error:
         what = str(error).partition("DefaultCPUAllocator: ")[2]

@@ -367,8 +367,9 @@ class Executor:
         call = action.call
         timed = self._record.timed(
             rank=self._world.rank, name=call.name, kind="host", waited=self._take_waited())
-        with self._world.activity.doing(call.name), timed:
-            result = call_host_function(call, batch, self._context)
+        doing = self._world.activity.doing(call.name)
+        with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
+            result = call_host_function(call, batch, context)
         if call.work.filters or call.work.decides:
             answer = {"kept": result.batch.ids, "decision": result.decision}
             self._agreements.post(call.name, self._operation, answer)

@@ -1,6 +1,7 @@
 """HostContext: what host functions get besides their samples."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,11 +18,20 @@ class HostContext:
     updates: dict[str, int] = field(default_factory=dict)
     """Train steps of each role so far."""
     state: dict[str, Any] = field(default_factory=dict)
-    """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
+    """JSON values that the present call keeps from step to step on this rank."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """The answers that an evaluation has just kept on this rank."""
+
+    @contextmanager
+    def of_call(self, name: str) -> Iterator["HostContext"]:
+        """Let `state` be that of a call. No other call sees it, on whichever ranks a plan puts them."""
+        self.state = self.states.setdefault(name, {})
+        yield self
+        self.states[name] = self.state
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -40,6 +40,8 @@ class PartsProgram:
     num_rounds: int = 1
     """Rounds in which an answer is generated; each may add an equal share of its tokens."""
     is_evaluation: bool = False
+    prefix: str = ""
+    """The beginning of the names under which its host calls have their states."""
 
 
 @dataclass(frozen=True)

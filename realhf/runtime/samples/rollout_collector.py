@@ -5,13 +5,14 @@ its length, and the rank that reads the dataset its prompt; rank 0 merges these 
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from realhf.data.batch import Batch
+from realhf.calls import GenerateOutputs, answer_keys
+from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, DatasetMixture, column_of
 from realhf.data.loader import Loader, MixedLoader
 from realhf.data.order import block_counts, mixture_position, row_order
@@ -24,12 +25,12 @@ from realhf.sample_ids import prompt_of, samples_of
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""
-_SEQUENCE = ("sequence_ids", "response_mask")
-_OF_ANSWERS = (*_SEQUENCE, "finished", "versions")
 _OF_SCORES = ("score", "reward_scores", "reward_extra", "completion")
 _ADVANTAGES = "advantages"
 _DIGITS = 6
 """Significant digits of numbers: they differ between plans by the order of floating-point sums only."""
+_LOGPROB_DIGITS = 9
+"""Significant digits of log-probs, as many as a float32 has."""
 
 
 class RolloutCollector:
@@ -60,11 +61,25 @@ class RolloutCollector:
         scoring = graph.producer("score") or next(iter(graph.of_kind("train_step")))
         self._scoring_part = self._part_of[scoring.name]
         self._decodes = graph.producer("completion") is None
+        answers = answer_keys(graph)
+        assert answers is not None, "the graph has answers"
+        self._answers = answers
         self._keys: dict[str, list[str]] = {}
         """Call -> the keys of its outputs that are described."""
-        for key in (*_OF_ANSWERS, *_OF_SCORES, _ADVANTAGES):
-            if (call := graph.producer(key)) is not None:
-                self._keys.setdefault(call.name, []).append(key)
+        logged = [key for key in answers if key is not None and (self._log.tokens or key != answers.logprobs)]
+        for described in (*logged, *_OF_SCORES, _ADVANTAGES):
+            if (call := graph.producer(described)) is not None:
+                self._keys.setdefault(call.name, []).append(described)
+        self._masks: dict[str, str] = {}
+        """Key of sequences or versions -> that of the response mask that the same call writes, if it does."""
+        for key in (answers.sequences, answers.versions):
+            if key is None or (call := graph.producer(key)) is None:
+                continue
+            mask = GenerateOutputs.of(call).mask if call.kind == "generate" else answers.mask
+            if mask in call.outputs:
+                self._masks[key] = mask
+                if mask not in self._keys[call.name]:
+                    self._keys[call.name].append(mask)
         self._step = 0
         self._kept: dict[int, bool] = {}
         """Prompt that is logged in this step -> whether its row is followed."""
@@ -138,31 +153,56 @@ class RolloutCollector:
             described.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
         if "completion" in columns:
             described.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
-        if "response_mask" in columns:
-            described.append(("length", response_lengths(columns["response_mask"]).tolist()))
-        if self._decodes and "sequence_ids" in columns:
-            described.append(("completion", self._decoded(batch, context)))
-        if "finished" in columns:
-            described.append(("finished", [bool(finished) for finished in columns["finished"].tolist()]))
-        if "versions" in columns:
-            described.append(("versions", _spans(columns)))
+        described += self._described_answers(columns, context)
         if _ADVANTAGES in columns:
             described.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
         return described
 
-    def _decoded(self, batch: Batch, context: Any) -> list[str]:
+    def _described_answers(
+        self, columns: Mapping[str, Any], context: Any
+    ) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Yield what the calls that write answers know of them."""
+        keys = self._answers
+        if keys.mask in columns:
+            mask = _packed(columns[keys.mask])
+            yield "length", response_lengths(mask).tolist()
+            if self._log.tokens:
+                yield "response_mask", [values.long().tolist() for values in mask.split()]
+        if keys.sequences in columns:
+            sequences = _packed(columns[keys.sequences])
+            if self._decodes and keys.sequences in self._masks:
+                mask = _packed(columns[self._masks[keys.sequences]])
+                yield "completion", self._decoded(sequences, mask, context)
+            if self._log.tokens:
+                yield "token_ids", [ids.tolist() for ids in sequences.split()]
+        if keys.logprobs in columns:
+            rows = _packed(columns[keys.logprobs]).split()
+            yield "logprobs", [[_rounded(x, _LOGPROB_DIGITS) for x in row.tolist()] for row in rows]
+        if keys.finished in columns:
+            finished = columns[keys.finished]
+            values = finished if isinstance(finished, list) else finished.tolist()
+            yield "finished", [bool(value) for value in values]
+        if keys.versions is not None and keys.versions in columns and keys.versions in self._masks:
+            yield "versions", _spans(columns[keys.versions], columns[self._masks[keys.versions]])
+
+    def _decoded(self, sequences: Packed, mask: Packed, context: Any) -> list[str]:
         """Return the texts of the responses without special tokens."""
-        mask = batch["response_mask"]
-        pairs = zip(batch["sequence_ids"].split(), mask.like(in_response(mask)).split(), strict=True)
+        pairs = zip(sequences.split(), mask.like(in_response(mask)).split(), strict=True)
         responses = [tokens[chosen].tolist() for tokens, chosen in pairs]
         decode = context.tokenizer.decode
         return [self._log.shortened(decode(ids, skip_special_tokens=True)) for ids in responses]
 
 
 def keeps_rollouts(program: Program) -> bool:
-    """Return whether rollouts are logged: the experiment asks for it, and its graph generates answers."""
-    call = program.graph.producer("response_mask")
-    return program.experiment.rollouts.is_on and call is not None and call.kind == "generate"
+    """Return whether rollouts are logged: the experiment asks for it, and its graph has answers."""
+    return program.experiment.rollouts.is_on and answer_keys(program.graph) is not None
+
+
+def _packed(column: Any) -> Packed:
+    """Return a column of sequences, which a host call may have returned as lists."""
+    if isinstance(column, Packed):
+        return column
+    return Packed.of([torch.tensor(row) for row in column], empty=torch.zeros(0))
 
 
 def make_collector(
@@ -200,11 +240,11 @@ def rows_of_run(
     return lambda prompts: [row_of(prompt) for prompt in prompts]
 
 
-def _spans(columns: Mapping[str, Any]) -> list[list[int] | None]:
+def _spans(versions: Packed, mask: Packed) -> list[list[int] | None]:
     """Return the lowest and the highest version of the tokens of each response."""
     spans: list[list[int] | None] = []
-    for versions, mask in zip(columns["versions"].split(), columns["response_mask"].split(), strict=True):
-        sampled = versions[mask != 0]
+    for of_sample, mask_of_sample in zip(versions.split(), mask.split(), strict=True):
+        sampled = of_sample[mask_of_sample != 0]
         spans.append([int(sampled.min()), int(sampled.max())] if len(sampled) else None)
     return spans
 
@@ -221,8 +261,8 @@ def _mean_advantage(advantages: torch.Tensor) -> float | None:
     return _rounded(values.mean().item()) if len(values) else 0.0
 
 
-def _rounded(value: float | None) -> float | None:
-    """Return a number with six significant digits; None for NaN, the score of a failed reward."""
+def _rounded(value: float | None, digits: int = _DIGITS) -> float | None:
+    """Return a number with so many significant digits; None for NaN, the score of a failed reward."""
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:z.{_DIGITS}g}")
+    return float(f"{value:z.{digits}g}")
