@@ -8,6 +8,11 @@ from typing import Any
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
+_OF_ADDED_TOKENS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ANCHORS = ("\n", "a", "=")
+"""Texts before one that goes on from another; it must not share a token with at least one of them."""
+
+
 class LightTokenizer:
     """A tokenizer.json with its chat template.
 
@@ -26,6 +31,7 @@ class LightTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _settings(path)
+        self._tokenizer.add_tokens(_added_tokens(settings, self._tokenizer))
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
@@ -94,6 +100,20 @@ class LightTokenizer:
         return {"input_ids": encoding.ids, "assistant_masks": mask}
 
 
+def continuation(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that goes on from another.
+
+    Some tokenizers, such as Llama 2's, put a space before a text that they get alone. `tokenizer` is a
+    LightTokenizer or one of transformers.
+    """
+    for anchor in _ANCHORS:
+        before = tokenizer.encode(anchor, add_special_tokens=False)
+        ids = tokenizer.encode(anchor + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return list(ids[len(before) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def unknown_token_id(tokenizer: Any) -> int | None:
     """Return the id of a tokenizer's token for unknown text; None if there is none, or if it is eos, too.
 
@@ -127,6 +147,24 @@ def _json_of(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def _added_tokens(settings: dict[str, Any], tokenizer: Any) -> list[Any]:
+    """Return the tokens that transformers adds: those of the settings that tokenizer.json does not have."""
+    from tokenizers import AddedToken
+
+    by_id = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
+    tokens = [token for _, token in by_id]
+    tokens += [settings[name] for name in _SPECIAL if settings.get(name)]
+    known = set(tokenizer.get_vocab(with_added_tokens=True))
+    added = []
+    for token in tokens:
+        fields = token if isinstance(token, dict) else {"content": token, "special": True}
+        if fields["content"] not in known:
+            shape = {name: fields[name] for name in _OF_ADDED_TOKENS if name in fields}
+            added.append(AddedToken(fields["content"], **shape))
+            known.add(fields["content"])
+    return added
 
 
 def _content(token: Any) -> str:
