@@ -319,7 +319,7 @@ class Checkpointer:
         is_new = end is not None and end.step > self._saved_step
         if self._world.size > 1 and not self._world.activity.is_watched:
             return  # Nobody would tell the other ranks.
-        if not self._directory.parent.exists():  # Somebody has deleted the run, of which nothing shall be left.
+        if not self._directory.parent.exists():  # Somebody has deleted the run: nothing shall be left.
             return
         store = self._world.store(RESCUE) if self._world.size > 1 else None
         if leads and is_new:
