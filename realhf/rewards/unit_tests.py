@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.errors import UserError
 from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.rewards.decoys import without_deceit
 from realhf.rewards.sandbox import Sandbox
 from realhf.user_input.field_types import check_types, require
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
 
 _PYTHON = re.compile(r"[{.\s]*(?:i?python|py)(?:[\s-]?\d[\d.]*)?(?![\w-])", re.IGNORECASE)
 """What follows the opening fence of a block of Python begins so: python, py, python3, {.python}, ..."""
@@ -142,6 +142,8 @@ def _fences(text: str, without: list[str]) -> list[Token]:
 
     Without `html_block`, a line such as `<think>` hides no fence; without `code`, indentation does not.
     """
+    from markdown_it import MarkdownIt  # Imported here, as only code in answers needs it.
+
     parser = MarkdownIt("commonmark").disable(["reference", *without])
     parser.core.ruler.enableOnly(["normalize", "block"])
     return [token for token in parser.parse(text) if token.type == "fence"]
