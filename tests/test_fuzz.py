@@ -151,6 +151,13 @@ def test_tables_of_a_profile_have_a_known_dtype(fields, tmp_path):
         Profile.load(str(path))
 
 
+def test_the_machine_of_a_profile_is_a_mapping(tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump({**PROFILE, "machine": [1]}))
+    with pytest.raises(UserError, match=r"profile.yaml: machine is \[1\]: it must map names to values"):
+        Profile.load(str(path))
+
+
 def test_shapes_of_a_profile_are_plain_values(tmp_path):
     path = tmp_path / "profile.yaml"
     shape = {**PROFILE["models"][0]["shape"], "family": {}}

@@ -40,7 +40,7 @@ from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.steps.step_runner import StepRunner
-from realhf.user_input.files import open_regular, read_bytes
+from realhf.user_input.files import open_regular, read_bytes, read_object
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"
@@ -400,7 +400,7 @@ class Checkpointer:
                 ranks[files[late]] = {"fault": f"rank {late} has not written its part"}
             for file in files:
                 if file not in ranks and file.exists():
-                    ranks[file] = json.loads(file.read_text())
+                    ranks[file] = read_object(file)
                     file.unlink()
             time.sleep(_POLL_SECONDS)
         if fault := self._complete(end, directory, [ranks[file] for file in files if file in ranks]):

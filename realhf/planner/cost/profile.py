@@ -198,6 +198,8 @@ class Profile:
             raise ValueError(f"cluster.device_type is missing: {_AGAIN}")
         if isinstance(content["links"], dict):
             raise ValueError(f"links is of an older form: {_AGAIN}")
+        if not isinstance(content["machine"], dict):
+            raise ValueError(f"machine is {shown(content['machine'])}: it must map names to values")
         for name in ("links", "models"):
             if not isinstance(content[name], list):
                 raise ValueError(f"{name} must be a list, with tables in each entry")

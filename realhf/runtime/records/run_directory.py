@@ -162,10 +162,7 @@ class RunDirectory:
 
 def has_begun(out: Path, run_id: str) -> bool:
     """Return whether the run with this id has begun its steps in `out`."""
-    try:
-        owner = _read_owner(out / LOCK)
-    except OSError:
-        return False
+    owner = _read_owner(out / LOCK)
     return owner.get("run_id") == run_id and "begun" in owner
 
 
