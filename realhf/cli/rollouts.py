@@ -73,7 +73,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     path = Path(options.run)
     source, rows = read_rollouts(path) if options.eval is None else read_evaluations(path, options.eval)
     matching = _filtered(rows, options)
-    if options.tokens and not any("token_ids" in row for row in matching):
+    if options.tokens and matching and not any("token_ids" in row for row in matching):
         raise UserError(f"--tokens: no such answer in {source} has token ids: set rollouts.tokens in the run")
     if options.story == "":
         return _print_stories(matching, options, source)
