@@ -12,6 +12,11 @@ from realhf.user_input.files import read_object, read_text
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
+_OF_ADDED_TOKENS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ANCHORS = ("\n", "a", "=")
+"""Texts before one that goes on from another; it must not share a token with at least one of them."""
+
+
 class LightTokenizer:
     """A tokenizer.json with its chat template.
 
@@ -22,9 +27,10 @@ class LightTokenizer:
         path = Path(directory)
         self._tokenizer = read_tokenizer(path / "tokenizer.json")
         settings = _settings(path)
+        where = str(path / "tokenizer_config.json")
+        self._tokenizer.add_tokens(_added_tokens(settings, self._tokenizer, where))
         self.special_tokens_map = {
-            name: _content(settings[name], f"{path / 'tokenizer_config.json'}: {name}")
-            for name in _SPECIAL if settings.get(name)}
+            name: _content(settings[name], f"{where}: {name}") for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
 
@@ -32,6 +38,11 @@ class LightTokenizer:
     def backend(self) -> Any:
         """The tokenizer of the library `tokenizers`."""
         return self._tokenizer
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Token id -> AddedToken of the library, for the tokens that are found before a text is split."""
+        return self._tokenizer.get_added_tokens_decoder()
 
     @property
     def largest_id(self) -> int:
@@ -74,6 +85,20 @@ def panics_as_errors() -> Iterator[None]:
         raise TokenizerPanicError(f"the library tokenizers has failed: {error}") from error
 
 
+def continuation(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that goes on from another.
+
+    Some tokenizers, such as Llama 2's, put a space before a text that they get alone. `tokenizer` is a
+    LightTokenizer or one of transformers.
+    """
+    for anchor in _ANCHORS:
+        before = tokenizer.encode(anchor, add_special_tokens=False)
+        ids = tokenizer.encode(anchor + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return list(ids[len(before) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def unknown_token_id(tokenizer: Any) -> int | None:
     """Return the id of a tokenizer's token for unknown text; None if there is none, or if it is eos, too.
 
@@ -102,6 +127,31 @@ def _backend(tokenizer: Any) -> Any:
 
 def _json_of(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
+
+
+def _added_tokens(settings: dict[str, Any], tokenizer: Any, where: str) -> list[Any]:
+    """Return the tokens that transformers adds: those of the settings that tokenizer.json does not have.
+
+    Raises UserError, which begins with `where`, if the settings name something else than tokens.
+    """
+    from tokenizers import AddedToken
+
+    try:
+        by_id = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
+    except (AttributeError, ValueError) as error:
+        raise UserError(f"{where}: added_tokens_decoder must map ids to tokens") from error
+    tokens = [token for _, token in by_id]
+    tokens += [settings[name] for name in _SPECIAL if settings.get(name)]
+    known = set(tokenizer.get_vocab(with_added_tokens=True))
+    added = []
+    for token in tokens:
+        content = _content(token, f"{where}: {str(token)[:80]!r}")
+        if content not in known:
+            fields = token if isinstance(token, dict) else {"special": True}
+            shape = {name: bool(fields[name]) for name in _OF_ADDED_TOKENS if name in fields}
+            added.append(AddedToken(content, **shape))
+            known.add(content)
+    return added
 
 
 def _content(token: Any, where: str) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.data.conversations import is_continued, joined
-from realhf.data.light_tokenizer import LightTokenizer, has_chat_template
+from realhf.data.light_tokenizer import LightTokenizer, continuation, has_chat_template
 from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
 
 Chat = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
-_ANCHORS = ("\n", "a", "=")
-"""Texts before a completion that is tokenised apart from its prompt, so that it gets no space of its own."""
 _MARK = "\N{RIGHT TACK}realhf\N{LEFT TACK}"
 """The content of a message by which the place and the end of an assistant's turn are found."""
 _UNTOLD = (
@@ -53,6 +51,8 @@ class Oddities:
     """The prompt ends with an assistant's message, and what follows is not known."""
     num_special: int = 0
     """What a message says has a special token, such as one that ends turns."""
+    num_left_out: int = 0
+    """The chat template does not write what a message says."""
     num_quoted: int = 0
     """The arguments of a tool's call are JSON text, which the template quotes once more."""
 
@@ -106,8 +106,7 @@ def special_texts(tokenizer: Any, *, alone: bool = True) -> list[str]:
 
     Without `alone`, leave out those that are text as other tokens are, such as <think>.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer.backend
-    added = backend.get_added_tokens_decoder().values()
+    added = tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if alone or token.special]
     return sorted((token for token in tokens if token.strip()), key=len, reverse=True)
 
@@ -153,7 +152,7 @@ class TextTokens:
             is_torn = [whole[:length] != ids for whole in together]
             self._oddities.num_torn += any(is_torn)
             wholes = [
-                [*ids, *self._continuation(completion)] if torn else whole
+                [*ids, *continuation(self._tokenizer, completion)] if torn else whole
                 for completion, whole, torn in zip(completions, together, is_torn, strict=True)]
         return [self._ended(whole, length) for whole in wholes]
 
@@ -165,15 +164,6 @@ class TextTokens:
             ids = [*ids, eos]
         first = max(1, prompt_length)  # Nothing comes before the first token.
         return TokenizedSequence(ids, [0] * first + [1] * (len(ids) - first), prompt_length)
-
-    def _continuation(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on from another, to which no space is added."""
-        for anchor in _ANCHORS:
-            before = self._encode(anchor)
-            ids = self._encode(anchor + text)
-            if ids[: len(before)] == before:
-                return ids[len(before) :]
-        return self._encode(text)
 
     @cached_property
     def _beginning(self) -> list[int]:
@@ -203,7 +193,10 @@ class ChatTokens:
 
         A completion that is not known is an answer.
         """
-        return self.tokenizer.encode(self._prompt_text(messages, completion, tools), add_special_tokens=False)
+        text = self._prompt_text(messages, completion, tools)
+        if completion is None:
+            self._look_at([(messages, text)])
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def sequences(
         self, prompt: Chat, completions: Sequence[Chat], tools: Tools, *, is_whole: bool
@@ -215,6 +208,7 @@ class ChatTokens:
         """
         chats = [[*prompt, *c] if is_whole else joined(prompt, c) for c in completions]
         texts = [self._text(chat, tools) for chat in chats]
+        self._look_at(list(zip(chats, texts, strict=True)))
         prompts = [self._prompt_text(prompt, c, tools, is_whole=is_whole) for c in completions]
         pairs = zip(prompts, texts, strict=True)
         # As in TRL, all completions of a prompt begin at the first character in which one is unlike it.
@@ -225,19 +219,21 @@ class ChatTokens:
             self._sequence(chat, text, tools, start=start, first=first, is_whole=is_whole)
             for chat, text, first in zip(chats, texts, firsts, strict=True)]
 
-    def look_at(self, prompt: Chat, completions: Sequence[Chat], tools: Tools) -> None:
-        """Count rows with messages that the model reads otherwise than they are meant."""
-        chats = [joined(prompt, completion) for completion in completions] or [prompt]
-        messages = [message for chat in chats for message in chat]
-        if any(_finds(self._special, message.get("content")) for message in messages):
-            self.oddities.num_special += 1
-        if any(_texts_of_arguments(message) for message in messages):
-            self.oddities.num_quoted += any(self._quotes_arguments(chat, tools) for chat in chats)
+    def _look_at(self, written: Sequence[tuple[Chat, str]]) -> None:
+        """Count a row if the model reads its messages otherwise than they are meant.
 
-    def _quotes_arguments(self, chat: Chat, tools: Tools) -> bool:
-        """Return whether the template writes JSON text of a tool call's arguments as a JSON string."""
-        text = self._text(chat, tools)
-        return any(json.dumps(written) in text for m in chat for written in _texts_of_arguments(m))
+        `written` has its chats, and what the template writes for them.
+        """
+        found = self.oddities
+        pairs = [(message, text) for chat, text in written for message in chat]
+        found.num_special += any(
+            self._special and self._special.search(said) for message, _ in pairs for said in _said(message))
+        found.num_quoted += any(
+            json.dumps(arguments, ensure_ascii=False) in text
+            for message, text in pairs for arguments in _texts_of_arguments(message))
+        found.num_left_out += any(
+            said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
+            for message, text in pairs for said in _said(message))
 
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
@@ -367,16 +363,25 @@ def _texts_of_arguments(message: dict[str, Any]) -> list[str]:
     return [f["arguments"] for f in functions if isinstance(f, dict) and isinstance(f.get("arguments"), str)]
 
 
-def _finds(pattern: re.Pattern[str] | None, content: Any) -> bool:
-    """Return whether a pattern matches in the content of a message: a text, or a list of parts."""
+def _said(message: dict[str, Any]) -> list[str]:
+    """Return what a message says, without white space at the ends: a text, or those of several parts.
+
+    Reasoning is left out, which templates may write in another form.
+    """
+    content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return pattern is not None and any(isinstance(text, str) and pattern.search(text) for text in texts)
+    return [text.rpartition("</think>")[2].strip() for text in texts if isinstance(text, str)]
 
 
 def common_length(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     """Return how many entries two sequences begin with in common."""
-    if theirs[: len(ours)] == ours:
-        return len(ours)
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    low = 0
+    high = min(len(ours), len(theirs))
+    while low < high:  # Comparing slices is much faster than comparing entries one by one.
+        middle = (low + high + 1) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
