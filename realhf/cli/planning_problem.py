@@ -184,7 +184,7 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
         limit = longest_response(graph) or lengths["max_new_tokens"]
         response = min(lengths["response_tokens"], limit)
         per_prompt = 2 if reads_pairs(graph.inputs) else evaluation.samples
-        num_samples = per_prompt * _num_eval_prompts(experiment, evaluation)
+        num_samples = per_prompt * _num_eval_prompts(experiment, evaluation, graph)
         settings = {**lengths, "samples_per_prompt": per_prompt}
         if (response, limit) != (lengths["response_tokens"], lengths["max_new_tokens"]):
             settings |= {"response_tokens": response, "max_new_tokens": limit, "response_lengths": None}
@@ -199,11 +199,11 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
             yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)
 
 
-def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation) -> int:
+def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation, graph: DataflowGraph) -> int:
     """Return the number of prompts of a held-out set; it is assumed if `expected` has the lengths."""
     if experiment.expected.prompt_tokens is not None:
         return evaluation.max_rows or _EVAL_PROMPTS
-    rows = sum(len(load_rows(part, ("prompt_ids",))) for part in evaluation.dataset.parts)
+    rows = sum(len(load_rows(part, graph.inputs)) for part in evaluation.dataset.parts)
     return min(rows, evaluation.max_rows or rows)
 
 

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from realhf.data.tokenizer_process import read_tokenizer
-from realhf.errors import UserError
+from realhf.errors import UserError, described
 from realhf.user_input.files import read_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+_OF_ADDED_TOKENS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ANCHORS = ("\n", "a", "=")
+"""Texts before one that goes on from another; it must not share a token with at least one of them."""
 
 
 class LightTokenizer:
@@ -25,6 +30,7 @@ class LightTokenizer:
         self.special_tokens_map = {
             name: _content(settings[name], f"{path / 'tokenizer_config.json'}: {name}")
             for name in _SPECIAL if settings.get(name)}
+        self._tokenizer.add_tokens(_added_tokens(path, settings, self._tokenizer))
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
 
@@ -74,6 +80,20 @@ def panics_as_errors() -> Iterator[None]:
         raise TokenizerPanicError(f"the library tokenizers has failed: {error}") from error
 
 
+def continuation(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that goes on from another.
+
+    Some tokenizers, such as Llama 2's, put a space before a text that they get alone. `tokenizer` is a
+    LightTokenizer or one of transformers.
+    """
+    for anchor in _ANCHORS:
+        before = tokenizer.encode(anchor, add_special_tokens=False)
+        ids = tokenizer.encode(anchor + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return list(ids[len(before) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def unknown_token_id(tokenizer: Any) -> int | None:
     """Return the id of a tokenizer's token for unknown text; None if there is none, or if it is eos, too.
 
@@ -102,6 +122,28 @@ def _backend(tokenizer: Any) -> Any:
 
 def _json_of(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
+
+
+def _added_tokens(path: Path, settings: dict[str, Any], tokenizer: Any) -> list[Any]:
+    """Return the tokens that transformers adds: those of the settings that tokenizer.json does not have."""
+    from tokenizers import AddedToken
+
+    known = set(tokenizer.get_vocab(with_added_tokens=True))
+    added = []
+    try:
+        by_id = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
+        tokens = [token for _, token in by_id]
+        tokens += [settings[name] for name in _SPECIAL if settings.get(name)]
+        for token in tokens:
+            fields = token if isinstance(token, dict) else {"content": token, "special": True}
+            if fields["content"] not in known:
+                shape = {name: fields[name] for name in _OF_ADDED_TOKENS if name in fields}
+                added.append(AddedToken(fields["content"], **shape))
+                known.add(fields["content"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = path / "tokenizer_config.json"
+        raise UserError(f"{where}: its added tokens cannot be read: {described(error)}") from error
+    return added
 
 
 def _content(token: Any, where: str) -> str:

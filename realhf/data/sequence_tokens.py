@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.data.conversations import is_continued, joined
-from realhf.data.light_tokenizer import LightTokenizer, has_chat_template
+from realhf.data.light_tokenizer import LightTokenizer, continuation, has_chat_template
 from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
 
 Chat = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
-_ANCHORS = ("\n", "a", "=")
-"""Texts before a completion that is tokenised apart from its prompt, so that it gets no space of its own."""
 _MARK = "\N{RIGHT TACK}realhf\N{LEFT TACK}"
 """The content of a message by which the place and the end of an assistant's turn are found."""
 _UNTOLD = (
@@ -153,7 +151,7 @@ class TextTokens:
             is_torn = [whole[:length] != ids for whole in together]
             self._oddities.num_torn += any(is_torn)
             wholes = [
-                [*ids, *self._continuation(completion)] if torn else whole
+                [*ids, *continuation(self._tokenizer, completion)] if torn else whole
                 for completion, whole, torn in zip(completions, together, is_torn, strict=True)]
         return [self._ended(whole, length) for whole in wholes]
 
@@ -165,15 +163,6 @@ class TextTokens:
             ids = [*ids, eos]
         first = max(1, prompt_length)  # Nothing comes before the first token.
         return TokenizedSequence(ids, [0] * first + [1] * (len(ids) - first), prompt_length)
-
-    def _continuation(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on from another, to which no space is added."""
-        for anchor in _ANCHORS:
-            before = self._encode(anchor)
-            ids = self._encode(anchor + text)
-            if ids[: len(before)] == before:
-                return ids[len(before) :]
-        return self._encode(text)
 
     @cached_property
     def _beginning(self) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.light_tokenizer import LightTokenizer, continuation
 
 _ANCHOR = "abcdef"
 """A text that stands before each token to decode, because the first token of a text may lose its space."""
@@ -51,7 +51,7 @@ def word_tokens(tokenizer: str, words: tuple[str, ...]) -> tuple[tuple[int, ...]
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word.lstrip()}"):
-            tokens = tuple(light.encode(text, add_special_tokens=False))
+            tokens = tuple(continuation(light, text))
             if not tokens:
                 raise ValueError(f"sampling.bad_words has {word!r}, of which the tokenizer makes no tokens")
             sequences[tokens] = None

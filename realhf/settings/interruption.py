@@ -4,7 +4,7 @@ arXiv:2510.13786). Free of torch."""
 from dataclasses import dataclass
 from functools import lru_cache
 
-from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.light_tokenizer import LightTokenizer, continuation
 from realhf.user_input.field_types import check_types, require
 
 
@@ -50,6 +50,6 @@ class Interruption:
 @lru_cache(maxsize=16)
 def _token_ids(tokenizer: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(LightTokenizer(tokenizer).encode(text, add_special_tokens=False))
+        return tuple(continuation(LightTokenizer(tokenizer), text))
     except ValueError as error:
         raise ValueError(f"interruption needs the tokenizer: {error}") from error

@@ -47,3 +47,19 @@ def test_chats_leave_torch_alone(tmp_path):
         "from transformers.utils.chat_template_utils import render_jinja_template\n"
         f"LightTokenizer({str(tmp_path)!r}); sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_tokens_that_only_the_settings_have(tmp_path):
+    """transformers adds them to those of tokenizer.json."""
+    task = write_task(tmp_path)
+    path = task / "tokenizer_config.json"
+    shape = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    settings = json.loads(path.read_text()) | {
+        "bos_token": "<s>", "added_tokens_decoder": {
+            "18": shape | {"content": "<s>", "special": True},
+            "19": shape | {"content": "<turn>", "special": False}}}
+    path.write_text(json.dumps(settings))
+    ours, theirs = LightTokenizer(str(task)), load_tokenizer(str(task))
+    for text in ("<s>1+1=<turn>2", "1<turn>", "1+1="):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode("<turn>") == [19] and ours.largest_id == 19

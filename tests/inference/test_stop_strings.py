@@ -9,7 +9,9 @@ from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.data.token_texts import token_bytes, word_tokens
 from realhf.inference.stop_strings import StopMatcher, StopStrings, stop_matcher
+from realhf.settings.interruption import Interruption
 from tests.inference.tokenizers import SPECIAL, VOCAB_SIZE, write_tokenizer
+from tests.tokenizers import llama_tokenizer
 
 STOPS = ("abcab", "é", "€a", " b b", "cc<eos>", "bacab")
 """Strings that are longer than any token of letters, split characters, spaces and the text of a token."""
@@ -129,6 +131,18 @@ def test_words_have_tokens_with_and_without_a_space(directory):
     light = LightTokenizer(directory)
     expected = {tuple(light.encode(text, add_special_tokens=False)) for text in ("ab", " ab", "c", " c")}
     assert set(word_tokens(directory, ("ab", "c"))) == expected and len(expected) == 4
+
+
+def test_words_and_phrases_get_no_space_of_the_tokenizer():
+    """A tokenizer like Llama 2's writes a space before every text, and an answer has none there."""
+    light = LightTokenizer(llama_tokenizer())
+    phrase = Interruption(after_tokens=1, phrase="blue", end="ab").tokenized(llama_tokenizer())
+    before = light.encode("1=")
+    for tokens, text in ((phrase.phrase, "blue"), (phrase.end, "ab")):
+        assert light.decode([*before, *tokens], skip_special_tokens=True) == f"1={text}"
+    words = word_tokens(llama_tokenizer(), ("blue",))
+    texts = {light.decode([*before, *word], skip_special_tokens=True) for word in words}
+    assert texts == {"1=blue", "1= blue"}
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
