@@ -40,6 +40,11 @@ class LightTokenizer:
         return self._tokenizer
 
     @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Token id -> AddedToken of the library, for the tokens that are found before a text is split."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @property
     def largest_id(self) -> int:
         return max(self._tokenizer.get_vocab().values(), default=-1)
 

@@ -104,8 +104,7 @@ def special_texts(tokenizer: Any, *, alone: bool = True) -> list[str]:
 
     Without `alone`, leave out those that are text as other tokens are, such as <think>.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer.backend
-    added = backend.get_added_tokens_decoder().values()
+    added = tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if alone or token.special]
     return sorted((token for token in tokens if token.strip()), key=len, reverse=True)
 
@@ -226,7 +225,8 @@ class ChatTokens:
     def _quotes_arguments(self, chat: Chat, tools: Tools) -> bool:
         """Return whether the template writes JSON text of a tool call's arguments as a JSON string."""
         text = self._text(chat, tools)
-        return any(json.dumps(written) in text for m in chat for written in _texts_of_arguments(m))
+        written = [arguments for message in chat for arguments in _texts_of_arguments(message)]
+        return any(json.dumps(arguments, ensure_ascii=False) in text for arguments in written)
 
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
@@ -365,7 +365,12 @@ def _finds(pattern: re.Pattern[str] | None, content: Any) -> bool:
 
 def common_length(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     """Return how many entries two sequences begin with in common."""
-    if theirs[: len(ours)] == ours:
-        return len(ours)
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    low = 0
+    high = min(len(ours), len(theirs))
+    while low < high:  # Comparing slices is much faster than comparing entries one by one.
+        middle = (low + high + 1) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
