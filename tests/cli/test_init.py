@@ -129,6 +129,23 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     assert Path(summary["hf_dir"]).name == "step_2"
 
 
+@pytest.mark.parametrize("template", ["sft", "dpo"])
+def test_whole_conversations_of_ones_own(template, tmp_path, monkeypatch, capsys):
+    """The tiny model knows the characters of `messages`, and of pairs without a prompt."""
+    monkeypatch.chdir(tmp_path)
+    chats = [[{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": text}] for text in "78"]
+    row = {"messages": chats[0]} if template == "sft" else {"chosen": chats[0], "rejected": chats[1]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["init", "own", "--template", template, "--data", "rows.jsonl"]) == 0
+    monkeypatch.chdir("own")
+    capsys.readouterr()
+    assert main(["check", "experiment.py", "--batch_size", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert answer["first_prompt"]["text"] == "user: 3+4?\nassistant: "
+    assert answer["first_learned"] == {"text": "7<eos>\n", "tokens": 3} and captured.err == ""
+
+
 def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{i}+1=", "target": i + 1} for i in range(30)]
