@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,8 +89,11 @@ def joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> li
 
 def _messages(value: Any, *, fills_nulls: bool) -> Any:
     """Return messages without keys that are null, parsed if they are JSON text; other values as they are."""
-    if isinstance(value, str) and value.lstrip()[:1] == "[" and _are_messages(parsed := _parsed(value)):
-        value = parsed
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        parsed = _parsed(value)
+        if isinstance(parsed, dict) and {"role", "content"} <= parsed.keys():
+            parsed = [parsed]
+        value = parsed if _are_messages(parsed) else value
     if not isinstance(value, list):
         return value
     if fills_nulls:
@@ -105,10 +110,11 @@ def _tools(value: Any, *, fills_nulls: bool) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    """Return the value of a text in JSON or as Python shows it, as columns of CSV have it; else the text."""
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            return parse(text)
+    return text
 
 
 def _are_messages(value: Any) -> bool:

@@ -51,6 +51,8 @@ class Oddities:
     """The prompt ends with an assistant's message, and what follows is not known."""
     num_special: int = 0
     """What a message says has a special token, such as one that ends turns."""
+    num_left_out: int = 0
+    """The chat template does not write what a message says."""
     num_quoted: int = 0
     """The arguments of a tool's call are JSON text, which the template quotes once more."""
 
@@ -191,7 +193,10 @@ class ChatTokens:
 
         A completion that is not known is an answer.
         """
-        return self.tokenizer.encode(self._prompt_text(messages, completion, tools), add_special_tokens=False)
+        text = self._prompt_text(messages, completion, tools)
+        if completion is None:
+            self._look_at([(messages, text)])
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def sequences(
         self, prompt: Chat, completions: Sequence[Chat], tools: Tools, *, is_whole: bool
@@ -203,6 +208,7 @@ class ChatTokens:
         """
         chats = [[*prompt, *c] if is_whole else joined(prompt, c) for c in completions]
         texts = [self._text(chat, tools) for chat in chats]
+        self._look_at(list(zip(chats, texts, strict=True)))
         prompts = [self._prompt_text(prompt, c, tools, is_whole=is_whole) for c in completions]
         pairs = zip(prompts, texts, strict=True)
         # As in TRL, all completions of a prompt begin at the first character in which one is unlike it.
@@ -213,20 +219,21 @@ class ChatTokens:
             self._sequence(chat, text, tools, start=start, first=first, is_whole=is_whole)
             for chat, text, first in zip(chats, texts, firsts, strict=True)]
 
-    def look_at(self, prompt: Chat, completions: Sequence[Chat], tools: Tools) -> None:
-        """Count rows with messages that the model reads otherwise than they are meant."""
-        chats = [joined(prompt, completion) for completion in completions] or [prompt]
-        messages = [message for chat in chats for message in chat]
-        if any(_finds(self._special, message.get("content")) for message in messages):
-            self.oddities.num_special += 1
-        if any(_texts_of_arguments(message) for message in messages):
-            self.oddities.num_quoted += any(self._quotes_arguments(chat, tools) for chat in chats)
+    def _look_at(self, written: Sequence[tuple[Chat, str]]) -> None:
+        """Count a row if the model reads its messages otherwise than they are meant.
 
-    def _quotes_arguments(self, chat: Chat, tools: Tools) -> bool:
-        """Return whether the template writes JSON text of a tool call's arguments as a JSON string."""
-        text = self._text(chat, tools)
-        written = [arguments for message in chat for arguments in _texts_of_arguments(message)]
-        return any(json.dumps(arguments, ensure_ascii=False) in text for arguments in written)
+        `written` has its chats, and what the template writes for them.
+        """
+        found = self.oddities
+        pairs = [(message, text) for chat, text in written for message in chat]
+        found.num_special += any(
+            self._special and self._special.search(said) for message, _ in pairs for said in _said(message))
+        found.num_quoted += any(
+            json.dumps(arguments, ensure_ascii=False) in text
+            for message, text in pairs for arguments in _texts_of_arguments(message))
+        found.num_left_out += any(
+            said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
+            for message, text in pairs for said in _said(message))
 
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
@@ -356,11 +363,15 @@ def _texts_of_arguments(message: dict[str, Any]) -> list[str]:
     return [f["arguments"] for f in functions if isinstance(f, dict) and isinstance(f.get("arguments"), str)]
 
 
-def _finds(pattern: re.Pattern[str] | None, content: Any) -> bool:
-    """Return whether a pattern matches in the content of a message: a text, or a list of parts."""
+def _said(message: dict[str, Any]) -> list[str]:
+    """Return what a message says, without white space at the ends: a text, or those of several parts.
+
+    Reasoning is left out, which templates may write in another form.
+    """
+    content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return pattern is not None and any(isinstance(text, str) and pattern.search(text) for text in texts)
+    return [text.rpartition("</think>")[2].strip() for text in texts if isinstance(text, str)]
 
 
 def common_length(ours: Sequence[Any], theirs: Sequence[Any]) -> int:

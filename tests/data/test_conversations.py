@@ -296,6 +296,9 @@ def test_messages_that_are_json_text(tmp_path):
     assert made[0] == made[1] and made[1]["prompt"] == SKY
     made = [_tokenized(tmp_path, {"messages": m}, tokenizer).rows[0] for m in (BLUE, json.dumps(BLUE))]
     assert made[0] == made[1]
+    for text in (str(SKY), json.dumps(SKY[0])):  # As Python shows a list, and a single message.
+        made = _tokenized(tmp_path, {"prompt": text}, tokenizer, ("prompt_ids", "prompt")).rows[0]
+        assert made["prompt"] == SKY
     text = "[1, 2] + [3] is"  # A text that only begins like JSON.
     made = _tokenized(tmp_path, {"prompt": text}, tokenizer, ("prompt_ids", "prompt"))
     assert made.rows[0]["prompt"] == text
@@ -381,6 +384,20 @@ def test_messages_that_are_read_otherwise(tmp_path, template, is_quoted):
         row = {"prompt": [user("Hi"), answer(text), user("?")]}
         rows = _tokenized(tmp_path, row, tokenizer, ("prompt_ids",))
         assert rows.oddities.num_special == is_special
+
+
+@pytest.mark.parametrize("template, row, count", [
+    ("qwen3", {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, 1),
+    ("qwen3", {"prompt": [user(" Hi\n")]}, 0),  # White space may go.
+    ("qwen3", {"prompt": [user("Hi"), answer("<think>Hm.</think>Yes."), user("?")]}, 0),
+    ("phi3", {"prompt": [user("1+2?"), answer("add"), RESULT]}, 1),  # It has no results of tools.
+    ("llama3_1", {"prompt": [user("1+2?"), CALL, RESULT | {"content": 'a "b"'}]}, 0),  # It writes JSON.
+    ("qwen3", {"messages": [user("Hi"), {"role": "narrator", "content": "He smiles."}, answer("Yes.")]}, 1),
+])  # fmt: skip
+def test_what_a_template_leaves_out(tmp_path, template, row, count):
+    tokenizer = LightTokenizer(_with_template(template))
+    keys = SEQUENCE if "messages" in row else ("prompt_ids",)
+    assert _tokenized(tmp_path, row, tokenizer, keys).oddities.num_left_out == count
 
 
 def test_limits_of_whole_conversations(tmp_path):

@@ -192,7 +192,7 @@ def test_a_model_whose_answers_never_end(tmp_path, capsys):
 def test_completions_that_end_where_answers_do_not(tmp_path, capsys):
     task = write_task(tmp_path)
     (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": [0, 15]}))
-    what = "no completion ends in one of the tokens 0, 15, at which actor.model stops (eos_token_id)"
+    what = "no completion learns to end in one of the tokens 0, 15, at which actor.model stops (eos_token_id)"
     assert _warnings(capsys, "sft", task) == [
         f"{name}: {what}; the tokenizer's eos token is 1" for name in ("dataset", "eval_dataset")]
 

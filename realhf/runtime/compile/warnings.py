@@ -198,6 +198,10 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield (
             f"{name}: in {found.num_special} rows messages have special tokens in what they say, which the "
             "model reads as if the chat template had written them")
+    if found.num_left_out:
+        yield (
+            f"{name}: in {found.num_left_out} rows the chat template does not write all that messages say: "
+            "it may not know a role, or content that is a list of parts")
     if found.num_quoted:
         yield (
             f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
@@ -304,11 +308,13 @@ def _unknown_end(
         if (end := unknown_turn_end(roles[role], tokenizer)) is not None:
             eos_ids = (*eos_ids, end[0])
         ours = rows.tokenizer.eos_token_id
-        sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
-        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in eos_ids]
+        last = [
+            pair for samples in rows.samples for sample in samples
+            for pair in list(zip(sample["sequence_ids"], sample["response_mask"], strict=True))[-4:]]
+        ends = [token for token, is_learned in last if is_learned and token in eos_ids]
         if eos_ids and not ends:
             yield (
-                f"{name}: no completion ends in one of the tokens {', '.join(map(str, eos_ids))}, "
+                f"{name}: no completion learns to end in one of the tokens {', '.join(map(str, eos_ids))}, "
                 f"at which {role}.model stops (eos_token_id); the tokenizer's eos token is {ours}")
 
 
