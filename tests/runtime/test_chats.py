@@ -1,10 +1,12 @@
-"""Models whose files do not name the token with which the chat template ends turns."""
+"""Chats in runs: the loss of whole conversations, and where turns end if the model's files do not say it."""
 
 import json
 
 import pytest
+import torch
 
 from realhf import GRPO, SFT, DatasetConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
+from realhf.data.loader import load_tokenizer
 from realhf.data.sequence_tokens import end_of_turn
 from realhf.dist.world import World
 from realhf.models.model_config import ModelConfig
@@ -126,3 +128,39 @@ def test_the_token_that_ends_turns(tmp_path, template, expected):
     assert (None if end is None else end[1]) == expected
     (tmp_path / "chat_template.jinja").unlink()
     assert end_of_turn(str(tmp_path)) is None
+
+
+def test_the_loss_of_whole_conversations_is_that_of_transformers(task, tmp_path):
+    """The loss counts the assistant's turns, between which are others."""
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    def says(role, text):
+        return {"role": role, "content": text}
+
+    chats = [
+        [says("user", "1?"), says("assistant", "a"), says("user", f"{i}?"), says("assistant", "b" * i)]
+        for i in range(1, 4)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    held_out = DatasetConfig(str(data))
+    experiment = SFT(**(_settings(task) | {"dataset": held_out, "eval_dataset": held_out, "batch_size": 3}))
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=tmp_path / "run").run()
+    model = AutoModelForCausalLM.from_pretrained(task, dtype=torch.float64)
+    tokenizer = load_tokenizer(str(task))
+    total = count = 0.0
+    for chat in chats:
+        header = "<|im_start|>assistant\n"
+        ids: list[int] = []
+        labels: list[int] = []
+        for message in chat:
+            answer = tokenizer.encode(f"{message['content']}<|im_end|>\n")
+            is_answer = message["role"] == "assistant"
+            before = tokenizer.encode(header if is_answer else "<|im_start|>user\n")
+            ids += before + answer
+            labels += [-100] * len(before) + (answer if is_answer else [-100] * len(answer))
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        total += cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum").item()
+        count += sum(label != -100 for label in labels)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert abs(summary["eval_first"] - total / count) < 1e-7  # transformers rotates in float32.
