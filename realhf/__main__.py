@@ -1,15 +1,20 @@
 """Entry point of `python -m realhf` and of the `realhf` command."""
 
+import ctypes
 import faulthandler
 import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 from realhf.signals import signals_end_the_process
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+_PR_SET_PDEATHSIG = 1  # From Linux's prctl.h.
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
@@ -35,7 +40,35 @@ def main() -> int:
 def _run() -> int:
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
     set_allocator(os.environ)
+    return _run_apart() if sys.argv[1:2] == ["check"] else _command()
+
+
+def _command() -> int:
+    importlib.import_module("realhf.errors").catch_exits()
     return importlib.import_module("realhf.cli.main").main()
+
+
+def _run_apart() -> int:
+    """Run the command in a process of its own, so that a sentence tells if the user's code kills it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            code = _command()
+        except SystemExit as error:  # A help text has been printed.
+            code = error.code if isinstance(error.code, int) else 0
+        except BaseException:
+            traceback.print_exc()
+        with suppress(OSError):  # The reader of a pipe may have ended.
+            sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code >= 0:
+        return code
+    why = "a reward or other code of the experiment has crashed, or memory has run out"
+    print(f"realhf: check was ended by {signal.Signals(-code).name}: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ Quantities there may have units (`80 GB`, `400 Gbit/s`, `5 us`). A plain number 
 name.
 """
 
+import contextlib
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from realhf.errors import shown
@@ -309,11 +311,14 @@ def _load_like(name: Any, where: str) -> Cluster:
 
 
 def host_memory_bytes() -> float:
-    """Return the memory of this host in bytes.
+    """Return the memory of this host, or of the container that this process runs in, in bytes.
 
     It is rounded down to a multiple of 4 GB, so that hosts that are nearly alike count as equal.
     """
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # It is that of a container; "max" is none.
+            whole = min(whole, float(int(limit.read_text())))
     return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
 
 

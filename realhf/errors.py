@@ -1,6 +1,7 @@
 """Messages to users: UserError, which is printed without traceback, with exit code 2; and warnings."""
 
 import contextlib
+import os
 import sys
 import sysconfig
 import traceback
@@ -65,6 +66,23 @@ def is_users_own(error: BaseException, *, calls: Collection[str] = ()) -> bool:
 
 def _is_users(filename: str) -> bool:
     return not filename.startswith("<") and not any(Path(filename).is_relative_to(p) for p in _LIBRARIES)
+
+
+def catch_exits() -> None:
+    """Turn `os._exit` in the user's own code into SystemExit, which ends the command with a sentence.
+
+    It stays as it is in libraries, in this package and in processes that this one forks.
+    """
+    leave = getattr(os._exit, "leave", os._exit)
+    process = os.getpid()
+
+    def leave_or_raise(status: int) -> None:
+        if os.getpid() == process and _is_users(sys._getframe(1).f_code.co_filename):
+            raise SystemExit(f"os._exit({status})")
+        leave(status)
+
+    leave_or_raise.leave = leave  # type: ignore[attr-defined]
+    os._exit = leave_or_raise  # type: ignore[assignment]
 
 
 def described(error: BaseException) -> str:

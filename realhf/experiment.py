@@ -184,6 +184,10 @@ class Experiment:
         """Return the calls of one training step."""
         raise TypeError(f"{type(self).__name__} must define graph()")
 
+    def absent_calls(self) -> dict[str, str]:
+        """Return the calls that the graph would have under other settings, each with the reason, in words."""
+        return {}
+
     def eval_graph(self) -> DataflowGraph | None:
         """Return the calls of an evaluation on `eval_dataset`; None: no evaluation.
 

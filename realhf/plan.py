@@ -58,12 +58,24 @@ class ExecutionPlan:
         """Size of the smallest world that has every rank of the plan."""
         return 1 + max(max(call.layout.ranks) for call in self.calls.values())
 
-    def check(self, graph: DataflowGraph, *, world_size: int, also: Sequence[str] = ()) -> None:
-        """Raise ValueError unless every call has a layout on ranks that exist; `also`: more legal names."""
+    def check(
+        self, graph: DataflowGraph, *, world_size: int, also: Sequence[str] = (),
+        absent: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise ValueError unless every call has a layout on ranks that exist; `also`: more legal names.
+
+        `absent` says of calls that the experiment could have why it has them not.
+        """
         names = [call.name for call in graph.calls]
         if unknown := [name for name in self.calls if name not in names and name not in also]:
+            where = f"calls.{unknown[0]}: the experiment has no such call"
             there_are = f"its calls are {', '.join(names)}"
-            raise ValueError(f"calls.{unknown[0]}: the experiment has no such call; {there_are}")
+            if len(unknown) > 1:
+                others = f"nor {' and '.join(unknown[1:])}"
+                raise ValueError(f"{where}, {others}; {there_are}: is the plan for another algorithm?")
+            if (why := (absent or {}).get(unknown[0])) is not None:
+                raise ValueError(f"{where}, as {why}, or remove {unknown[0]} from the plan; {there_are}")
+            raise ValueError(f"{where}{did_you_mean(unknown[0], names)}; {there_are}")
         for call in graph.calls:
             where = f"calls.{call.name}"
             if call.name not in self.calls:

@@ -12,6 +12,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def snippet(*, beginning: str) -> str:
     """Return the block of Python that begins so."""
     (text,) = (text for text in blocks("python") if text.startswith(beginning))
     return text
+
+
+def test_the_readmes_own_reward_tells_answers_apart():
+    """Its rows are chats, whose completions are lists of messages."""
+    parsed = ast.parse(snippet(beginning="# gsm8k.py"))
+    names: dict[str, Any] = {}
+    functions = [node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == "boxed"]
+    exec(compile(ast.Module(functions, []), "README.md", "exec"), names)
+    completions = [[{"role": "assistant", "content": text}] for text in ("So \\boxed{4}.", "So 4.", "")]
+    assert names["boxed"](completions) == [1.0, 0.0, 0.0]
 
 
 def hand_written_plan(*, evaluates: bool = False) -> str:

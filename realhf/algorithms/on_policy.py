@@ -144,6 +144,14 @@ class OnPolicy(Experiment):
                         f"part, and the part {part!r} has only one of them")
         return graph
 
+    def absent_calls(self) -> dict[str, str]:
+        kind = type(self).__name__
+        no_critic = f"{kind} has no critic: take the plan of a PPO experiment for PPO"
+        return {
+            "ref_forward": "no reference model takes part: set loss.kl_coef above 0",
+            "actor_forward": "loss.proximal is 'generated': set it to 'recomputed'",
+            "critic_forward": no_critic, "critic_train": no_critic}
+
     def actor_forward(self) -> tuple[FunctionCall, ...]:
         """Return the call that recomputes the actor's log-probs before its update, if the loss needs them."""
         if self.loss.proximal != "recomputed":

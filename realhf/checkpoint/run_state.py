@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Manifest:
     """See StepRunner.to_json."""
     ranks: tuple[Mapping[str, Any], ...]
     """For each rank, JSON values that it alone knows."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Field of the experiment -> the fingerprints of the files of its rows."""
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:

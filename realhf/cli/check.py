@@ -9,12 +9,13 @@ from rich.console import Console
 from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
+from realhf.cli.memory_prediction import prove_here
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
 from realhf.experiment import Experiment
 from realhf.planner.memory import memory_report
-from realhf.planner.memory.memory_check import require_fit
+from realhf.planner.memory.memory_check import MemoryCheck, require_fit
 from realhf.user_input.units import format_bytes
 
 HELP = "find what is wrong with an experiment and a plan, without running it"
@@ -42,10 +43,13 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         counts = derived_counts(program, num_rows=trial.num_rows)
         for sentence in (*trial.warnings, *uneven_splits(counts)):
             warn(sentence)
-    proof = None
-    if cluster is not None:
-        with naming(f"plan {options.plan}" if options.plan else options.experiment):
-            proof = require_fit(problem_of(experiment, cluster), program.plan, allow_tight=True)
+    unproved = ""
+    with naming(f"plan {options.plan}" if options.plan else options.experiment):
+        if cluster is not None:
+            proof: MemoryCheck | None = require_fit(
+                problem_of(experiment, cluster), program.plan, allow_tight=True)
+        else:
+            proof, unproved = prove_here(experiment, program)
     if options.json:
         homes = {role: str(layout) for role, layout in program.homes.items()}
         answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes,
@@ -65,10 +69,14 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     for shown in (trial.first_prompt, trial.first_learned):
         if shown is not None:
             print(shown)
+    if unproved:
+        print(f"memory was not checked: {unproved}")
     if proof is not None:
         peak = proof.fullest
         has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
-        fits = "it fits, but is tight" if proof.is_tight else "it fits"
+        place = "" if cluster is not None else " on this machine"
+        fits = f"it fits{place}, but is tight" if proof.is_tight else f"it fits{place}"
         print(f"{fits}: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
+    if proof is not None and cluster is not None:
         Console().print(memory_report.render(proof), soft_wrap=True)
     return 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -13,8 +14,12 @@ from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
-from realhf.rewards.reward import column_key
-from realhf.rewards.scoring import RewardCall
+from realhf.rewards.puzzles import ReasoningGym
+from realhf.rewards.remote_judge import RemoteJudge
+from realhf.rewards.reward import column_key, name_of
+from realhf.rewards.scorer import Answers
+from realhf.rewards.scoring import AnswerScores, RewardCall
+from realhf.rewards.unit_tests import UnitTests
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
 from realhf.time_limit import time_limit
@@ -25,6 +30,8 @@ _SAMPLES = 4
 """Number of rows with which a reward function is called."""
 _TRIAL_SECONDS = 120.0
 """Longest time of a trial of reward functions."""
+_MAX_TRIAL_SECONDS = 20.0
+"""Longest time that a second call of a reward function may take, by the time of the first."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -84,7 +91,7 @@ def try_out(program: Program) -> Trial:
     warnings = warnings_of(program, rows, held_out)
     sets = [("", program.graph, rows)]
     sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name]) for eval_set in program.evaluations]
-    _try_rewards(sets)
+    warnings += _try_rewards(sets)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
@@ -103,8 +110,8 @@ def _first_learned(
     return FirstLearned(text, sum(map(len, ranges)))
 
 
-def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
-    """Call each reward function of graphs once with rows of each data set that it scores."""
+def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> list[str]:
+    """Call each reward function of graphs with rows of each data set that it scores; return warnings."""
     rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
     for field, graph, rows in sets:
         for call in graph.of_kind("host"):
@@ -112,11 +119,13 @@ def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
                 functions = tuple(id(part.function) for part in reward.rewards)
                 for part in rows.parts:
                     rewards.setdefault((functions, part.config.path), (field, reward, part))
+    warnings: list[str] = []
     for field, reward, part in rewards.values():
         try:
-            _try_reward(reward, part)
+            warnings += _try_reward(reward, part)
         except UserError as error:
             raise UserError(f"{field}: {error}" if "." in field else str(error)) from error
+    return list(dict.fromkeys(warnings))
 
 
 def _rows(
@@ -134,15 +143,54 @@ def _rows(
     return rows
 
 
-def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text."""
+def _try_reward(reward: RewardCall, rows: TokenizedRows) -> list[str]:
+    """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text.
+
+    A function whose values are all equal is called again, with answers in other forms; return a warning for
+    each whose values are equal then, too.
+    """
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
     texts = [_made_up(sample) for sample in samples]
     texts[-1] = "" if len(texts) > 1 else texts[-1]
+    start = time.monotonic()
+    scores = _scores(reward, rows, samples, texts)
+    seconds = (time.monotonic() - start) / len(texts)
+    warnings = []
+    for part in reward.rewards:
+        is_general = type(part.function) not in (ReasoningGym, RemoteJudge, UnitTests)
+        values = [row[part.label] for row in scores.by_name]
+        if not is_general or None in values or len(set(values)) > 1 or part.weight == 0:
+            continue
+        alone = RewardCall(part, reward.columns, reward.limits)
+        forms = [(sample, text) for sample in samples[:2] for text in _forms(sample)]
+        if seconds * len(forms) > _MAX_TRIAL_SECONDS:
+            continue
+        more = _scores(alone, rows, [sample for sample, _ in forms], [text for _, text in forms])
+        values += [row[part.label] for row in more.by_name]
+        if len(set(values)) == 1:
+            warnings.append(_never_differs(name_of(part.function), values, samples[0]["prompt"]))
+    return warnings
+
+
+def _never_differs(name: str, values: Sequence[float | None], prompt: Any) -> str:
+    """Return the warning about a reward function whose values are all equal."""
+    form = "" if isinstance(prompt, str) else (
+        "; completions of chats are lists of messages, as in TRL: the text is completion[-1]['content']")
+    return (
+        f"reward function {name} returned {values[0]:g} for all {len(values)} completions that check made "
+        "up, among them the rows' answers alone, in a sentence, in \\boxed{}, in <answer> tags and in code: "
+        f"nothing is learned from a reward that never differs{form}")
+
+
+def _scores(
+    reward: RewardCall, rows: TokenizedRows, samples: Sequence[dict[str, Any]], texts: list[str]
+) -> AnswerScores:
+    """Call reward functions with a completion for each of these samples."""
     end = [rows.tokenizer.eos_token_id or 0]
     ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
     columns = {name: [sample[column_key(name)] for sample in samples] for name in reward.columns}
+    prompts = [sample["prompt"] for sample in samples]
     names = ", ".join(scored.label for scored in reward.rewards)
 
     def too_long() -> UserError:
@@ -151,7 +199,7 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
     try:
         # Standard output is for the command's own answer.
         with contextlib.redirect_stdout(sys.stderr), time_limit(_TRIAL_SECONDS, too_long):
-            reward.scores(range(len(samples)), [sample["prompt"] for sample in samples], texts, ids, columns)
+            return reward.scored(Answers(range(len(samples)), prompts, texts, ids, columns))
     except UserError as error:
         made_up = ", ".join(repr(text[:40]) for text in texts)
         raise UserError(f"{error}; check called it with the made-up completions {made_up}") from error
@@ -166,7 +214,21 @@ def _chosen(rows: TokenizedRows, keys: list[str]) -> list[int]:
 
 def _made_up(sample: dict[str, Any]) -> str:
     for key in ("answer", "ground_truth", "solution"):
-        if isinstance(sample.get(key), str):
-            return sample[key]
+        if isinstance(value := sample.get(key), str | int | float):
+            return str(value)
+    return _prompt_text(sample)
+
+
+def _prompt_text(sample: dict[str, Any]) -> str:
     prompt = sample["prompt"]
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+
+
+def _forms(sample: dict[str, Any]) -> list[str]:
+    """Return the answer to a sample in many forms, and texts that are no answers."""
+    answer = _made_up(sample)
+    return [
+        answer, f"Let me see.\nThe answer is {answer}.", f"So we have \\boxed{{{answer}}}.", f"#### {answer}",
+        f"<think>\nLet me see.\n</think>\n<answer>\n{answer}\n</answer>", f"<think>Hm.</think>{answer}",
+        f"```python\n{answer}\n```", f'{{"answer": "{answer}"}}', f"{_prompt_text(sample)} {answer}",
+        "I do not know. " * 100, "Yes", "No", "A", "0", "1"]

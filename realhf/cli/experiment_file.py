@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -20,7 +20,9 @@ from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.user_input.field_types import check_types, explain_keyword
+from realhf.user_input.python_files import execute_file
 from realhf.user_input.shipped import find_experiment
+from realhf.user_input.suggest import did_you_mean
 
 
 def _smaller_plan(
@@ -78,19 +80,18 @@ def load_experiment(name: str) -> Experiment:
     """Execute the user's file, or a shipped example, as a module whose name hides no other; return its
     `experiment`."""
     path = find_experiment(name)
-    spec = importlib.util.spec_from_file_location(f"realhf_experiment_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(path.parent.resolve()))  # At the end, so that files there hide no other module.
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
-            spec.loader.exec_module(module)
+            module = execute_file(path, name=f"realhf_experiment_{path.stem}")
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, TypeError):
             what += explain_keyword(error, importlib.import_module("realhf"))
+        if isinstance(error, ImportError) and error.name == "realhf":
+            wanted = re.search(r"cannot import name '(\w+)'", str(error))
+            what += did_you_mean(wanted[1], importlib.import_module("realhf").__all__) if wanted else ""
         raise UserError(f"experiment {name}{_line(error, path)}: {what}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
@@ -152,7 +153,7 @@ def compile_experiment(
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if user_line(error) is None:
             raise
         raise UserError(

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from realhf.cli.job import WORKER_NAME
+from realhf.errors import catch_exits
 from realhf.signals import ENDING, SignalPipe
 
 PRELOAD = (
@@ -178,6 +179,7 @@ def _work(argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ.update(variables)
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
+    catch_exits()
     sys.argv = ["realhf", *argv]
     try:
         code = importlib.import_module("realhf.cli.main").main()

@@ -13,7 +13,7 @@ def fetch_models(experiment: Experiment, *, weights: bool) -> None:
     try:
         roles = experiment.roles()
         names = experiment.hub_names()
-    except Exception:  # Compiling the experiment raises it again, with a better sentence.
+    except (Exception, SystemExit):  # Compiling the experiment raises it again, with a better sentence.
         return
     drawn = {f"{name}.model" for name, role in roles.items() if role.random_init}
     for field, name in names.items():

@@ -6,6 +6,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -15,13 +16,19 @@ from realhf.cli.experiment_file import load_experiment
 from realhf.cli.hub_files import fetch_models
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
-from realhf.errors import UserError, one_line
+from realhf.errors import UserError, described, one_line, user_line
 from realhf.experiment import Experiment
+from realhf.user_input.suggest import nearest
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
     "eval": evaluate, "rollouts": rollouts, "init": init}
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
+_OTHER_COMMANDS = {
+    "train": "run", "start": "run", "resume": "run", "sft": "run", "grpo": "run", "validate": "check",
+    "lint": "check", "test": "check", "evaluate": "eval", "new": "init", "create": "init", "search": "plan",
+    "samples": "rollouts", "bench": "profile"}
+"""Usual names of commands -> ours."""
 _WITHOUT_EXPERIMENT = (evaluate, init, realloc, rollouts, scaling)
 """The commands that take no experiment file."""
 _WITH_WEIGHTS = (run,)
@@ -38,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         _check_environment()
+        _check_command(argv)
         options, words = _parser().parse_known_args(argv)
         if options.command in [command.run for command in _WITHOUT_EXPERIMENT]:
             return options.command(options, words)
@@ -54,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(text or f"realhf: {sentence}", file=sys.stderr)
         return 2
+    except SystemExit as error:
+        if user_line(error) is None:  # A help text has been printed.
+            raise
+        print(f"realhf: the experiment's own code ended the command: {described(error)}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -63,6 +76,23 @@ def _check_environment() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if not threads.isdecimal() or int(threads) < 1:
         raise UserError(f"OMP_NUM_THREADS is {threads!r}: it must be a whole number of at least 1")
+
+
+def _check_command(argv: Sequence[str]) -> None:
+    """Raise UserError unless the first word is a command or an option; say what was probably meant."""
+    if argv and (argv[0].startswith("-") or argv[0] in _COMMANDS):
+        return
+    legal = f"the commands are {', '.join(_COMMANDS)}, and --help explains them"
+    if not argv:
+        raise UserError(f"a command is missing: {legal}")
+    name = argv[0]
+    if name in ("help", "version"):
+        raise UserError(f"there is no command {name!r} (did you mean --{name}?): {legal}")
+    if name.endswith(".py") or Path(name).is_file():
+        raise UserError(f"{name}: a command comes before the file (did you mean realhf run {name}?)")
+    near = nearest(name, [*_COMMANDS, *_OTHER_COMMANDS])
+    meant = f" (did you mean {_OTHER_COMMANDS.get(near, near)}?)" if near is not None else ""
+    raise UserError(f"there is no command {name!r}{meant}: {legal}")
 
 
 class _Parser(ArgumentParser):
@@ -114,5 +144,8 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
     options.experiment = file
     words.remove(file)
+    follows = dict(zip(words[1:], words, strict=False))
+    if more := [word for word in words if word.endswith(".py") and not follows.get(word, "").startswith("-")]:
+        raise UserError(f"there are two experiment files, {file} and {more[0]}: give one")
     flags = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
     return override(load_experiment(file), words, also=flags)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.job import LAUNCHER_PLAN, Job, how_to_continue, is_worker
-from realhf.cli.memory_prediction import predict_memory
-from realhf.errors import UserError
+from realhf.cli.memory_prediction import predict_memory, prove_here
+from realhf.errors import UserError, warn
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
+from realhf.runtime.compile.program import Program
 from realhf.runtime.records.run_directory import (
     check_run_directory,
     find_restarted,
@@ -79,6 +80,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         predicted = predict_memory(
             experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
         program = replace(program, predicted_memory=predicted)
+        if os.environ.get("RANK", "0") == "0" and options.cluster is None and options.profile is None:
+            _warn_of_memory(experiment, program)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
@@ -90,6 +93,14 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if code and has_begun(out, run_id) and (text := how_to_continue(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
+
+
+def _warn_of_memory(experiment: Experiment, program: Program) -> None:
+    """Print a warning if the planner counts more memory than this machine has."""
+    try:
+        prove_here(experiment, program)
+    except ValueError as error:
+        warn(str(error))
 
 
 def _resumed_directory(options: Namespace, name: str, out: Path | None) -> Path | None:

@@ -239,7 +239,7 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
         if activity is not None:
             activity.leave_record(place.rank, str(error), traceback.format_exc())
         code = _follow(error, place, board)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if activity is not None and (fault := activity.communicators.fault):  # It caused the error.
             os._exit(_follow(PeerError(fault), place, board))
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"

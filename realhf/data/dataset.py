@@ -1,12 +1,15 @@
 """The settings of data sets, and the columns of their rows that a graph reads. Imports no torch."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from realhf.data.hub_dataset import find_dataset
 from realhf.data.order import block_counts
 from realhf.data.rows import SOURCE, DatasetRows, RowFault, first_row, is_of_hub
+from realhf.errors import UserError
 from realhf.user_input.field_types import check_types, require
 
 IS_CHOSEN = "is_chosen"
@@ -165,10 +168,26 @@ def load_rows(
     loaded: list[dict[str, Any]] = []
     for part in config.parts:
         rows = open_rows(part, keys, mixture=config, row_faults=row_faults)
-        loaded += [row for number in rows.tried() if (row := rows[number]) is not None]
+        tried = rows.tried()
+        kept = [(number, row) for number in tried if (row := rows[number]) is not None]
+        if not kept and len(tried) < len(rows):
+            others = ((number, row) for number in range(len(rows)) if (row := rows[number]) is not None)
+            kept = [*islice(others, 1)]
+        if part.map is not None and kept:
+            _require_pure(rows, *kept[0])
+        loaded += [row for _, row in kept]
     if not loaded:
         raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
     return loaded
+
+
+def _require_pure(rows: DatasetRows, number: int, before: dict[str, Any]) -> None:
+    """Raise UserError if the map function makes another row than `before` of the same row of the file."""
+    now = rows[number]
+    if json.dumps(now, default=str) != json.dumps(before, default=str):
+        raise UserError(
+            f"{rows.place(number)}: the map function, called twice, made different rows of it: it must be a "
+            "pure function of the row, as other ranks and resumed runs call it again")
 
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:

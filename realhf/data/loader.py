@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,14 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
 from realhf.data.light_tokenizer import panics_as_errors
-from realhf.data.order import block_counts, mixture_position, row_order
+from realhf.data.order import (
+    KeptOrder,
+    NoRowError,
+    block_counts,
+    mixture_counts,
+    mixture_position,
+    row_order,
+)
 from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
 from realhf.data.tokenizer_process import try_tokenizer
@@ -55,16 +62,47 @@ class Loader(TokenizedRows):
         assert group_size == 2 or not reads_pairs(keys), "a pair has two samples"
         self._group_size = group_size
         self._seed = seed
+        self._order: KeptOrder | None = None
+        """The order of rows of which some turn out to be left out."""
+        if self.may_leave_out:
+            self._order = KeptOrder(len(self), self.keeps, seed=seed, shuffle=config.shuffle)
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""
         samples = [self.at(prompt) for prompt in prompts]
         return _to_batch(prompts, samples, keys=self.keys, group_size=self._group_size)
 
+    def batch_of_rows(self, indices: Sequence[int]) -> Batch:
+        """Return these rows as prompts with the numbers of the rows, each `group_size` times."""
+        samples = [self._samples_at(index) for index in indices]
+        return _to_batch(indices, samples, keys=self.keys, group_size=self._group_size)
+
     def at(self, prompt: int) -> TokenizedSamples:
         """Return the samples of a prompt of an endless run, by its number."""
+        if self._order is not None:
+            try:
+                return self._samples_at(self._order[prompt])
+            except NoRowError as error:
+                raise UserError(self._why_none()) from error
         (index,) = row_order(len(self), start=prompt, count=1, seed=self._seed, shuffle=self.config.shuffle)
-        return self.row(index)
+        return self._samples_at(index)
+
+    def _samples_at(self, index: int) -> TokenizedSamples:
+        samples = self.row(index)
+        assert samples is not None, f"row {index} is left out"
+        return samples
+
+    def state(self, prompts: Collection[int], *, next_prompt: int) -> list[dict[str, Any] | None]:
+        """Return as JSON what a resumed run needs to go on with the rows of large data sets, for each part.
+
+        It goes on from `next_prompt`, and may read the earlier `prompts` again.
+        """
+        return [self._order.state(prompts, next_prompt=next_prompt) if self._order is not None else None]
+
+    def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Go on from the state of a checkpoint."""
+        if self._order is not None and states[0] is not None:
+            self._order.restore(states[0])
 
 
 class MixedLoader(MixedRows):
@@ -91,6 +129,21 @@ class MixedLoader(MixedRows):
         places = [mixture_position(prompt, self._counts, seed=self._seed) for prompt in prompts]
         samples = [self._loaders[part].at(number) for part, number in places]
         return _to_batch(prompts, samples, keys=self._keys, group_size=self._group_size)
+
+    def state(self, prompts: Collection[int], *, next_prompt: int) -> list[dict[str, Any] | None]:
+        """Return the state of each part, see Loader.state."""
+        numbers: list[list[int]] = [[] for _ in self._loaders]
+        for prompt in prompts:
+            part, number = mixture_position(prompt, self._counts, seed=self._seed)
+            numbers[part].append(number)
+        following = mixture_counts(next_prompt, self._counts, seed=self._seed)
+        parts = zip(self._loaders, numbers, following, strict=True)
+        return [loader.state(mine, next_prompt=number)[0] for loader, mine, number in parts]
+
+    def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Go on from the state of a checkpoint."""
+        for loader, state in zip(self._loaders, states, strict=True):
+            loader.restore([state])
 
 
 def make_loader(

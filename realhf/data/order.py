@@ -1,9 +1,11 @@
 """The order in which a run uses the rows of its data, a function of the prompt's number. Imports no torch."""
 
 import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +62,75 @@ class _EpochOrders:
 _epoch_order = _EpochOrders()
 
 
+class NoRowError(Exception):
+    """All rows of a data set are left out."""
+
+
+class KeptOrder:
+    """The order of the rows of a large data set in which some are left out, which turns out as they come up.
+
+    A row that is left out is skipped: the prompt gets the next row of the epoch's order. So every row that is
+    kept comes up once in each epoch. A position counts the rows of all epochs, skipped ones included.
+    """
+
+    def __init__(self, num_rows: int, keeps: Callable[[int], bool], *, seed: int, shuffle: bool) -> None:
+        """`keeps` says whether a row is kept; each row is asked about once."""
+        self._num_rows = num_rows
+        self._keeps = keeps
+        self._seed = seed
+        self._shuffle = shuffle
+        self._first = 0
+        """The prompt that the first entry of `_positions` belongs to."""
+        self._positions = array("q")
+        self._next = 0
+        """The position at which the search for the next prompt's row begins."""
+        self._earlier: dict[int, int] = {}
+        """Prompt -> position, of the prompts before `_first` that a resumed run still uses."""
+        self._is_kept = np.full(num_rows, -1, np.int8)  # -1: not known yet.
+
+    def __getitem__(self, prompt: int) -> int:
+        """Return the row of a prompt, by its number. Raises NoRowError if all are left out."""
+        return self._row_at(self._position(prompt))
+
+    def state(self, prompts: Collection[int], *, next_prompt: int) -> dict[str, Any]:
+        """Return as JSON what is needed to go on from `next_prompt`, and to find the rows of `prompts` again.
+
+        All of the prompts are before `next_prompt`.
+        """
+        start = self._position(next_prompt - 1) + 1 if next_prompt else 0
+        return {
+            "prompt": next_prompt, "position": start,
+            "earlier": [[prompt, self._position(prompt)] for prompt in sorted(prompts)]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint."""
+        self._first = state["prompt"]
+        self._next = state["position"]
+        self._positions = array("q")
+        self._earlier = {prompt: position for prompt, position in state["earlier"]}
+
+    def _position(self, prompt: int) -> int:
+        if prompt < self._first:
+            return self._earlier[prompt]
+        while self._first + len(self._positions) <= prompt:
+            self._positions.append(self._next_kept())
+            self._next = self._positions[-1] + 1
+        return self._positions[prompt - self._first]
+
+    def _next_kept(self) -> int:
+        for position in range(self._next, self._next + 2 * self._num_rows):  # A whole epoch is among these.
+            row = self._row_at(position)
+            if self._is_kept[row] < 0:
+                self._is_kept[row] = self._keeps(row)
+            if self._is_kept[row]:
+                return position
+        raise NoRowError
+
+    def _row_at(self, position: int) -> int:
+        (row,) = row_order(self._num_rows, start=position, count=1, seed=self._seed, shuffle=self._shuffle)
+        return row
+
+
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
     """Return how many prompts of a block each part of a mixture has: its weight's share, rounded.
 
@@ -87,6 +158,14 @@ def mixture_position(prompt: int, counts: tuple[int, ...], *, seed: int) -> tupl
     parts, earlier = _block(block, counts, seed)
     part = int(parts[offset])
     return part, block * counts[part] + int(earlier[offset])
+
+
+def mixture_counts(prompt: int, counts: tuple[int, ...], *, seed: int) -> list[int]:
+    """Return how many of the prompts before `prompt` are from each part of a mixture."""
+    block, offset = divmod(prompt, _BLOCK)
+    parts, _ = _block(block, counts, seed)
+    before = np.bincount(parts[:offset], minlength=len(counts)).tolist()
+    return [block * count + number for count, number in zip(counts, before, strict=True)]
 
 
 @lru_cache(maxsize=8)

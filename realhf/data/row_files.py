@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
@@ -25,6 +26,7 @@ LARGE_BYTES = 64 << 20
 """Files of more bytes are not read as a whole: rows are read, checked and tokenised when they come up."""
 _CHUNK_BYTES = 8 << 20
 _NEWLINE = 10
+_LINES = "every line must be an object of its own, {...} (jq -c '.[]' FILE writes an array so)"
 _BLANK = np.frombuffer(b" \t\r\n\x0b\x0c", np.uint8)
 _ROWS_OF_BATCH = 128
 """Rows of a record batch of a parquet file, from which single rows are read."""
@@ -32,6 +34,10 @@ _FACTOR_OF_SMALL = 4
 """How much larger the rows of a parquet file may be in memory than its data without compression."""
 _MAX_EXPANSION = 1000
 """How much larger its rows may be than the file itself."""
+
+
+Fingerprint = dict[str, Any]
+"""Name of a file, number of its rows and bytes, and a checksum."""
 
 
 class RowFile(ABC):
@@ -53,6 +59,20 @@ class RowFile(ABC):
         """Return the line or row of the file, in words."""
         return f"row {number}"
 
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """What tells whether the file has changed; None for rows of the hub, whose commit tells it."""
+        path = Path(self.name)
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            checksum = zlib.crc32(file.read(LARGE_BYTES))
+            if size > LARGE_BYTES:  # Parquet has the statistics of its columns at the end.
+                file.seek(-_CHUNK_BYTES, os.SEEK_END)
+                checksum = zlib.crc32(file.read(), checksum)
+        return {"file": self.name, "rows": len(self), "bytes": size, "crc32": checksum}
+
     def first(self, count: int) -> Iterator[dict[str, Any]]:
         """Yield the first rows."""
         for number in range(min(count, len(self))):
@@ -69,6 +89,7 @@ class JsonlFile(RowFile):
         self.name = str(path)
         self.num_bytes = path.stat().st_size
         self._file = open_regular(path)
+        self._checksum = 0
 
     def __len__(self) -> int:
         return len(self._index[0])
@@ -100,11 +121,15 @@ class JsonlFile(RowFile):
             what = f"byte {error.start} of the line is {line[error.start]:#04x}"
             raise UserError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
         except ValueError as error:  # It is malformed, or has a number of thousands of digits.
+            if number == 1 and line.strip() in (b"[", b"{"):
+                raise UserError(f"{where} begins a document over several lines: {_LINES}") from error
             raise UserError(f"{where} is not JSON: {error}") from error
         except RecursionError as error:
             raise UserError(f"{where} is nested too deeply") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
+            is_array = isinstance(row, list) and all(isinstance(entry, dict) for entry in row)
+            mend = _LINES if is_array else "every line must be an object"
+            raise UserError(f"{where} is {type(row).__name__}: {mend}")
         return row
 
     def _line_number(self, number: int) -> int:
@@ -123,6 +148,7 @@ class JsonlFile(RowFile):
         with open_regular(self.name) as file:
             while count := file.readinto(buffer.data):
                 chunk = buffer[:count]
+                self._checksum = zlib.crc32(chunk.data, self._checksum)
                 after = np.flatnonzero(chunk == _NEWLINE) + 1
                 starts = after[after < count]
                 if starts_line:
@@ -137,6 +163,10 @@ class JsonlFile(RowFile):
         starts = np.concatenate(line_starts) if line_starts else np.zeros(0, np.int64)
         all_blank = np.sort(np.concatenate([*blank, np.array(found, np.int64)]))
         return (np.setdiff1d(starts, all_blank, assume_unique=True) if len(all_blank) else starts), all_blank
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return {"file": self.name, "rows": len(self), "bytes": self.num_bytes, "crc32": self._checksum}
 
 
 def _is_blank(file: BufferedReader, start: int) -> bool:
@@ -200,6 +230,11 @@ class RowSlice(RowFile):
 
     def place(self, number: int) -> str:
         return self._file.place(self._start + number)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        whole = self._file.fingerprint
+        return None if whole is None else whole | {"rows": len(self)}
 
 
 def open_file(path: Path, *, cache: Callable[[], Path]) -> RowFile:

@@ -14,10 +14,10 @@ from realhf.data.conversations import IS_WHOLE, conversation_fault, find_convers
 from realhf.data.hub_dataset import datasets_cache, open_split, split_ranges
 from realhf.data.json_form import json_form
 from realhf.data.row_faults import fault_of, tools_fault
-from realhf.data.row_files import LARGE_BYTES, RowFile, RowSlice, open_file
+from realhf.data.row_files import LARGE_BYTES, Fingerprint, RowFile, RowSlice, open_file
 from realhf.errors import UserError, described
 from realhf.user_input.hub import parse_hub_name
-from realhf.user_input.suggest import did_you_mean, nearest
+from realhf.user_input.suggest import did_you_mean, near_path_words
 
 if TYPE_CHECKING:
     from realhf.data.dataset import DatasetConfig
@@ -34,6 +34,23 @@ _WILDCARDS = "*?["
 _ONLY_SPLIT = "train"
 """The split that files which are not on the hub belong to, as in the library `datasets`."""
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_WITHOUT_PROMPT = {
+    ("instruction", "output"): "for SFT: give prompt_key='instruction' and completion_key='output'",
+    ("messages",): "whole conversations: SFT learns them, elsewhere a prompt is the messages before the "
+        "answer",
+    ("conversations",): "whole conversations: rename `from` to role and `value` to content, and give the "
+        "messages before an answer as the prompt",
+    ("text",): "plain text: split it into prompt and completion for SFT"}
+_LEARNED = {
+    ("chosen", "rejected"): "preference pairs: DPO and PairwiseRewardModel learn from them",
+    ("completion", "label"): "labelled answers: RewardModel learns from them",
+    ("completion",): "for SFT"}
+_SCORED = {
+    (name,): "for reinforcement learning, such as GRPO, whose reward function reads it"
+    for name in ("answer", "ground_truth", "solution")}
+"""Columns that tell of rows of what kind they are -> what these rows are for."""
+_CONVERTED = {".csv": "csv", ".tsv": "csv", ".txt": "text"}
+"""Ending of a file -> the method of `datasets` that reads it."""
 _COLUMN_FIELDS = ("prompt_key", "completion_key", "chosen_key", "rejected_key", "messages_key", "tools_key")
 """Fields of a DatasetConfig that name columns."""
 
@@ -128,6 +145,11 @@ class DatasetRows:
         line = self._files[which].place(local)
         return line if len(self._files) == 1 else f"{line} of {self._files[which].name}"
 
+    @property
+    def fingerprints(self) -> list[Fingerprint]:
+        """What tells whether a file has changed, for each file that is not on the hub."""
+        return [known for file in self._files if (known := file.fingerprint) is not None]
+
     def _locate(self, number: int) -> tuple[int, int]:
         """Return the file of a row, and its number in it."""
         which = int(np.searchsorted(self._ends, number, side="right"))
@@ -153,8 +175,10 @@ class DatasetRows:
             fields = [*fields, "messages_key"]  # A whole conversation would do, too.
         says = "say" if len(fields) > 1 else "says"
         named = f"; {' and '.join(fields)} {says} which to take" if fields else ""
-        known = f"{', '.join(row)}{did_you_mean(column, list(row))}"
-        return f"there is no column {column!r}; its columns are {known}{named}"
+        near = did_you_mean(column, list(row))
+        learned = column in self._completions
+        other = "" if near else _other_kind(row, of_prompt=column == config.prompt_key, learned=learned)
+        return f"there is no column {column!r}; its columns are {', '.join(row)}{near}{named}{other}"
 
     def _fault(self, row: dict[str, Any]) -> str | None:
         """Return in words what is wrong with the values of a row, or None."""
@@ -178,6 +202,17 @@ class DatasetRows:
         if (key := config.tools_key) is not None and (fault := tools_fault(key, row[key])):
             return fault
         return next(filter(None, (find(row) for find in self._row_faults)), None)
+
+
+def _other_kind(row: Mapping[str, Any], *, of_prompt: bool, learned: bool) -> str:
+    """Return in words for what training a row seems to be, by its columns; an empty string if unknown.
+
+    The column that it lacks is that `of_prompt`, or one that is `learned`, or one that a reward reads.
+    """
+    kinds = _WITHOUT_PROMPT if of_prompt else _LEARNED | (_SCORED if learned else {})
+    found = (f"; rows with {' and '.join(names)} are {what}"
+             for names, what in kinds.items() if row.keys() >= set(names))
+    return next(found, "")
 
 
 def spread(total: int, limit: int) -> Sequence[int]:
@@ -219,7 +254,7 @@ def mapped(config: DatasetConfig, row: dict[str, Any], place: Callable[[], str])
     name = f"map function {getattr(config.map, '__qualname__', type(config.map).__name__)}"
     try:
         columns = config.map(row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{place()}: {name} failed with {described(error)}") from error
     is_dict = isinstance(columns, Mapping) and all(isinstance(name, str) for name in columns)
     if columns is not None and not is_dict:
@@ -266,10 +301,14 @@ def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
             raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
         if path and Path(path).exists():
             raise UserError(f"dataset.path {path!r} is no regular file")
-        raise UserError(f"dataset.path {path!r}: there is no such file{_near_file(Path(path))}")
+        near = near_path_words(Path(path), suffixes=_SUFFIXES) if path else ""
+        raise UserError(f"dataset.path {path!r}: there is no such file{near}")
     for name in names:
         if (suffix := Path(name).suffix) not in _SUFFIXES:
-            raise UserError(f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet")
+            wrong = f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet"
+            if (kind := _CONVERTED.get(suffix)) is not None:
+                wrong += f" (datasets.Dataset.from_{kind}({name!r}).to_json('rows.jsonl') converts it)"
+            raise UserError(wrong)
     return [open_file(Path(name), cache=datasets_cache) for name in names]
 
 
@@ -290,16 +329,6 @@ def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
     if not chosen:
         raise UserError(f"dataset.path {path!r}: split {split!r} has no rows, as there are {ends[-1]}")
     return chosen
-
-
-def _near_file(path: Path) -> str:
-    """Return in words which file of the same directory has nearly this name; an empty string if none has."""
-    try:
-        names = {file.stem: file.name for file in sorted(path.parent.iterdir()) if file.suffix in _SUFFIXES}
-    except OSError:
-        return ""
-    near = nearest(path.stem, list(names))  # Equal endings would make all names alike.
-    return f" (did you mean {path.with_name(names[near])}?)" if near is not None else ""
 
 
 def is_of_hub(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 from realhf.data.conversations import IS_WHOLE, as_answer, is_continued
@@ -24,8 +25,6 @@ from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
 """The samples of a row, each as key of the graph -> value: one, or the chosen and the rejected of a pair."""
-_NUM_SKIPPED = 10_000
-"""The most rows in succession that may be left out of a large data set."""
 
 
 class TokenizedRows:
@@ -64,10 +63,13 @@ class TokenizedRows:
         """The place of the last chat that the chat template has rendered."""
         numbers = self._file.tried() if sample is None else spread(self.num_in_file, sample)
         tokenized = [(number, samples) for number in numbers if (samples := self._tokenize(number))]
+        if not tokenized and sample is None and len(numbers) < self.num_in_file:
+            tokenized = self._first_kept(exclude=numbers)
         self.samples = [samples for _, samples in tokenized]
         self.rows = [samples[0] for samples in self.samples]
         self._numbers = [number for number, _ in tokenized]
         self.num_tokenized = len(numbers) - self.num_unmapped
+        self._last_read: tuple[int, TokenizedSamples | None] = (-1, None)
         if not tokenized:
             raise UserError(self._why_none())
 
@@ -79,6 +81,11 @@ class TokenizedRows:
     def absent(self) -> Collection[str]:
         """Columns that only other parts of the mixture have, and that are None here."""
         return self._file.blank
+
+    @property
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """What tells whether the files have changed."""
+        return self._file.fingerprints
 
     @property
     def num_left_out(self) -> int:
@@ -100,20 +107,27 @@ class TokenizedRows:
         """Number of tokens of the longest prompt, or of the longest sequence if rows have completions."""
         return max(self._lengths())
 
-    def row(self, index: int) -> TokenizedSamples:
-        """Return the samples of a row, by its index below `len`.
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether a row that comes up later may turn out to be left out."""
+        drops = self.config.too_long == "drop" or (
+            self.config.completion_too_long == "drop" and self.config.max_completion_tokens is not None)
+        return self.is_lazy and (drops or self.config.map is not None)
 
-        If a row of a large data set is left out, return the samples of the next row that is not.
-        """
+    def row(self, index: int) -> TokenizedSamples | None:
+        """Return the samples of a row, by its index below `len`; None if a large file's row is left out."""
         if not self.is_lazy:
             return self.samples[index]
-        for shift in range(min(self.num_in_file, _NUM_SKIPPED)):
-            number = (index + shift) % self.num_in_file
-            if samples := self._tokenize(number):
-                self._check_limit(number, samples)
-                return samples
-        raise UserError(
-            f"{self._file.place(index)}: from this row on, {_NUM_SKIPPED} rows in succession are left out")
+        if self._last_read[0] != index:
+            samples = self._tokenize(index)
+            if samples is not None:
+                self._check_limit(index, samples)
+            self._last_read = index, samples
+        return self._last_read[1]
+
+    def keeps(self, index: int) -> bool:
+        """Return whether a row is not left out, by its index below `len`."""
+        return not self.may_leave_out or self.row(index) is not None
 
     def require_at_most(self, limit: int, reason: str) -> None:
         """Raise UserError if a prompt with its completion has more than `limit` tokens, because of `reason`.
@@ -158,6 +172,13 @@ class TokenizedRows:
     def _lengths(self) -> list[int]:
         key = "sequence_ids" if "sequence_ids" in self.keys else "prompt_ids"
         return [max(len(sample[key]) for sample in samples) for samples in self.samples]
+
+    def _first_kept(self, *, exclude: Sequence[int]) -> list[tuple[int, TokenizedSamples]]:
+        """Return the first row that is not left out, beside those that have been tried; none if all are."""
+        tried = set(exclude)
+        others = (number for number in range(self.num_in_file) if number not in tried)
+        found = ((number, samples) for number in others if (samples := self._tokenize(number)))
+        return [*islice(found, 1)]
 
     def _why_none(self) -> str:
         """Return in words why no row is left."""

@@ -2,8 +2,9 @@
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from math import isfinite
 from typing import Any
 
@@ -56,11 +57,17 @@ class Evaluation:
         rule = f"be above 0, as Evaluation.samples is {self.samples}"
         require(self.samples == 1 or sampling.temperature > 0, name, sampling.temperature, rule)
 
-    def chosen_rows(self, num_rows: int) -> list[int]:
-        """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly."""
-        if not 0 < self.max_rows < num_rows:
-            return list(range(num_rows))
-        return [i * num_rows // self.max_rows for i in range(self.max_rows)]
+    def chosen_rows(self, num_rows: int, keeps: Callable[[int], bool] = lambda row: True) -> list[int]:
+        """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly.
+
+        `keeps` says whether a row is not left out. For a row that is left out, a following one takes part:
+        the first rows of equal stretches of the data set are tried, then the second ones, and so on.
+        """
+        count = self.max_rows if 0 < self.max_rows < num_rows else num_rows
+        starts = [i * num_rows // count for i in range(count + 1)]
+        longest = max(stop - start for start, stop in pairwise(starts))
+        tried = (start + i for i in range(longest) for start, stop in pairwise(starts) if start + i < stop)
+        return sorted(islice(filter(keeps, tried), count))
 
 
 EvalSets = DatasetConfig | Evaluation | Mapping[str, DatasetConfig | Evaluation]

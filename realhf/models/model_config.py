@@ -196,10 +196,12 @@ class ModelConfig:
         ValueErrors name file and field.
         """
         path = resolve(name, kind="models", suffix=".json")
+        if path.is_file() and path.suffix != ".json":
+            raise ValueError(f"model {name}: {_other_file(path)}")
         path = path / "config.json" if path.is_dir() else path
         if not path.exists():
             refuse_adapters(path.parent)
-            raise ValueError(f"model {name}: there is no {path}")
+            raise ValueError(f"model {name}: there is no {path}{_other_directory(path.parent)}")
         _refuse_run(path.parent)
         generation = None
         beside = path.parent / "generation_config.json"
@@ -328,6 +330,28 @@ def refuse_adapters(directory: Path) -> None:
         raise ValueError(
             f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
             f"model and set lora.adapter to {directory}, or merge the two and give the result")
+
+
+def _other_file(path: Path) -> str:
+    """Return in words why a file is no model, and what to give instead."""
+    if path.suffix == ".gguf":
+        return (
+            f"{path.name} is a GGUF file, and a model is a directory with config.json, safetensors and a "
+            f"tokenizer: transformers converts it (read it with from_pretrained({str(path.parent)!r}, "
+            f"gguf_file={path.name!r}), load its state_dict into a new model of its config, and save that "
+            "and the tokenizer with save_pretrained)")
+    beside = path.parent / "config.json"
+    instead = f"{path.parent}" if beside.is_file() else "the directory with its config.json and tokenizer"
+    return f"{path.name} is a file of its own: give {instead}"
+
+
+def _other_directory(directory: Path) -> str:
+    """Return in words what a directory without config.json has instead; an empty string if it is unknown."""
+    if files := sorted(directory.glob("*.gguf")):
+        return f": {_other_file(files[0])}"
+    if inner := sorted(path.parent for path in directory.glob("*/config.json"))[:3]:
+        return f" (did you mean {' or '.join(map(str, inner))}?)"
+    return ", which every Hugging Face model directory has"
 
 
 def check_eos(hf: Hf, generation: Hf | None) -> None:

@@ -1,7 +1,5 @@
 """Finds reward functions by the names that `realhf eval --reward` takes. Free of torch."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from realhf.errors import UserError
 from realhf.rewards.answers import ExactMatch
 from realhf.rewards.math_answer import MathAnswer
+from realhf.user_input.python_files import execute_file
 from realhf.user_input.suggest import did_you_mean
 
 SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAnswer}
@@ -34,13 +33,8 @@ def _from_file(path: Path, function: str) -> Any:
     """Execute the user's file as a module and return one of its functions."""
     if not path.is_file():
         raise UserError(f"--reward {path}:{function}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"realhf_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(path.parent.resolve()))  # At the end, so that files there hide no other module.
     try:
-        spec.loader.exec_module(module)
+        module = execute_file(path, name=f"realhf_reward_{path.stem}")
     except (Exception, SystemExit) as error:
         raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from error
     if not callable(reward := getattr(module, function, None)):

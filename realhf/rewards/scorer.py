@@ -93,12 +93,14 @@ class Scorer:
         """
         if not answers.ids:
             return Scored([], [], [])
+        # The lists are copies, so that a function that changes one changes it for no other function.
         standard = {
-            "prompts": answers.prompts, "completion_ids": answers.completion_ids, "completions": [
+            "prompts": list(answers.prompts), "completion_ids": list(map(list, answers.completion_ids)),
+            "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
                 for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}
         arguments = {name: standard[name] for name in self._standard}
-        arguments |= {name: answers.columns[name] for name in self.columns}
+        arguments |= {name: list(answers.columns[name]) for name in self.columns}
         if self.reward.concurrency is not None:
             scored = self._pooled(arguments, answers)
         else:

@@ -26,6 +26,7 @@ from realhf.checkpoint.run_state import (
     tensor_name,
     write_file,
 )
+from realhf.data.loader import Loader, MixedLoader
 from realhf.dist import tags
 from realhf.dist.activity import RESCUE
 from realhf.dist.world import World
@@ -46,6 +47,8 @@ _UNFINISHED = ".part"
 _REMOVED = ".removed"
 _JUNK = (AttributeError, AssertionError, LookupError, SafetensorError, TypeError, ValueError, OverflowError)
 """Errors of readers that get other values than those which were saved."""
+_ROWS = "rows"
+"""Entry of the rank that reads the data: the state of its loader."""
 _PATIENCE_SECONDS = 3.0
 """Time that a failed run waits for a checkpoint to be complete."""
 _RESCUE_SECONDS = 60.0
@@ -123,9 +126,17 @@ class Checkpointer:
     file about it, as messages might not arrive any more, and the rank that fails completes the checkpoint.
     """
 
-    def __init__(self, program: Program, state: RankState, run: StepRunner, directory: Path) -> None:
-        """Every rank calls this; `directory` is RUN/checkpoints."""
+    def __init__(
+        self, program: Program, state: RankState, run: StepRunner, directory: Path,
+        *, loader: Loader | MixedLoader | None, data: Mapping[str, Any],
+    ) -> None:
+        """Every rank calls this. `directory` is RUN/checkpoints; the rank that reads data has `loader`.
+
+        Rank 0 has the fingerprints of the `data`.
+        """
         self._program = program
+        self._data = data
+        self._loader = loader
         self._state = state
         self._world = state.world
         self._run = run
@@ -194,10 +205,13 @@ class Checkpointer:
             return
         models = self._state.models
         counts = {state.name: state.counts for state in self._states if state.optimizer is not None}
-        mine = {
+        mine: dict[str, Any] = {
             "counts": counts, "in_flight": models.reallocations.in_flight,
             "host_states": self._state.context.states, "cache_limits": models.engines.cache_limits()}
-        shared = {"versions": models.versions.to_json(), "run": self._run.to_json()}
+        shared: dict[str, Any] = {"versions": models.versions.to_json(), "run": self._run.to_json()}
+        if self._loader is not None:
+            in_use = [prompt for prompt, _ in shared["run"]["ledger"]["kept_until"]]
+            mine[_ROWS] = self._loader.state(in_use, next_prompt=shared["run"]["num_prompts"])
         mine, shared = json.loads(json.dumps([mine, shared]))  # Copies: the run goes on.
         self._ends[step] = StepEnd(
             step, mine, shared, self._state.samples.copied(), self._updates(), journal)
@@ -305,7 +319,7 @@ class Checkpointer:
             plan=self._program.plan.to_dict(), files=files,
             sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in self._states},
             versions=end.shared["versions"], run=end.shared["run"],
-            ranks=tuple(rank["mine"] for rank in ranks),
+            ranks=tuple(rank["mine"] for rank in ranks), data=self._data,
         ).save(directory)
         sync_directory(directory)
         final = self._directory / checkpoint_name(end.step)
@@ -441,14 +455,17 @@ def _size(journal: "Future[int] | None", seconds: float | None) -> int:
     return -1 if journal is None else journal.result(timeout=seconds)
 
 
-def restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:
+def restore(
+    checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner,
+    loader: Loader | MixedLoader | None,
+) -> None:
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
     Under the same plan the run continues bit for bit. Raises UserError if the state is not one that this
     version of realhf writes.
     """
     try:
-        _restore(checkpoint, program, state, run)
+        _restore(checkpoint, program, state, run, loader)
     except UserError:
         raise
     except _JUNK as error:
@@ -460,10 +477,16 @@ def _is_junk(checkpoint: Checkpoint, error: Exception) -> str:
     return f"{what} ({type(error).__name__}: {error})"
 
 
-def _restore(checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner) -> None:
+def _restore(
+    checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner,
+    loader: Loader | MixedLoader | None,
+) -> None:
     manifest = checkpoint.manifest
     models = state.models
     run.restore(manifest.run)
+    saved_rows = next((rank[_ROWS] for rank in manifest.ranks if _ROWS in rank), None)
+    if loader is not None and saved_rows is not None and len(saved_rows) == len(loader.parts):
+        loader.restore(saved_rows)  # With other parts, the rows are others, too.
     _restore_samples(checkpoint, program, state)
     for home in models.home_states():
         saved = manifest.sets[home.name]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from realhf.data.loader import Loader, MixedLoader, make_loader
+from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.evaluation.metrics import (
@@ -77,10 +77,10 @@ class Evaluations:
         self._executors: dict[str, Executor] = {}
         self._outboxes: list[Outbox] = []
 
-    def _make_loader(self, eval_set: EvaluationProgram) -> Loader | MixedLoader | None:
+    def _make_loader(self, eval_set: EvaluationProgram) -> Loader | None:
         if self._world.rank != 0 and self._world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
             return None
-        loader = make_loader(
+        loader = Loader(
             eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=self._context.tokenizer,
             group_size=eval_set.group_size, seed=self._program.experiment.seed,
             row_faults=row_faults_of(eval_set.graph))
@@ -89,10 +89,12 @@ class Evaluations:
 
     def count_prompts(self) -> dict[str, int]:
         """Return the number of prompts of each set. All ranks call this, before `start`."""
-        mine = [len(loader or ()) for loader in self.loaders.values()]
-        counts = self._world.control.all_gather_json(mine)
-        for eval_set, sizes in zip(self._sets, zip(*counts, strict=True), strict=True):
-            self._prompts[eval_set.name] = eval_set.evaluation.chosen_rows(max(sizes))
+        chosen: dict[str, list[int]] = {}
+        for eval_set in self._sets if self._world.rank == 0 else ():
+            loader = self.loaders[eval_set.name]
+            assert loader is not None, "rank 0 has all loaders"
+            chosen[eval_set.name] = eval_set.evaluation.chosen_rows(len(loader), loader.keeps)
+        self._prompts = self._world.control.all_gather_json(chosen)[0]
         return {name: len(prompts) for name, prompts in self._prompts.items()}
 
     def start(self, store: ModelStore) -> None:
@@ -102,7 +104,7 @@ class Evaluations:
             # Each set has its own outbox, so that no rank waits for one that evaluates another set.
             state = RankState(self._world, store, self._context)
             program = PartsProgram(
-                {_PART: eval_set.actions}, eval_set.plan, None if loader is None else loader.batch,
+                {_PART: eval_set.actions}, eval_set.plan, None if loader is None else loader.batch_of_rows,
                 eval_set.group_size, is_evaluation=True, prefix=eval_set.prefix)
             self._outboxes.append(state.outbox)
             self._executors[eval_set.name] = Executor(state, program)

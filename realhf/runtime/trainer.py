@@ -20,7 +20,14 @@ from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.compile.experiment_json import described, to_json
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.slow_dtypes import slow_dtypes
-from realhf.runtime.compile.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.compile.warnings import (
+    changed_fields,
+    changed_files,
+    check_lengths,
+    check_vocabulary,
+    named_parts,
+    warnings_of,
+)
 from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.execute.executor import Executor
@@ -75,6 +82,7 @@ class Trainer:
             self._check_vocabulary()
         self._loader = self._make_loader()
         self._evaluations = Evaluations(program, world, self._context)
+        self._fingerprints = self._files_of_data()
         if self._is_main and not quiet:
             self._warn(checkpoint)
         self._held_out = self._evaluations.count_prompts()
@@ -92,11 +100,14 @@ class Trainer:
             world, self._state.outbox, self._recorder, self._progress, self._make_meter(),
             program.evaluations)
         self._checkpointer = (
-            None if out is None else Checkpointer(program, self._state, self._runner, out / "checkpoints"))
+            None if out is None else Checkpointer(
+                program, self._state, self._runner, out / "checkpoints",
+                loader=self._loader if world.rank in dataset_layout(program.graph, program.plan) else None,
+                data=self._fingerprints))
         self._decisions = self._make_decisions()
         self._first_step = 1
         if checkpoint is not None:
-            restore(checkpoint, program, self._state, self._runner)
+            restore(checkpoint, program, self._state, self._runner, self._loader)
             self._first_step = checkpoint.manifest.step + 1
         self._executor.memory.begin()
 
@@ -121,12 +132,24 @@ class Trainer:
         check_lengths(program.roles, program.graph, loader)
         return loader
 
+    def _files_of_data(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the fingerprints of the files of all data sets, by field; rank 0 has all loaders."""
+        if not self._is_main:
+            return {}
+        loaders = {"dataset": self._loader}
+        loaders |= {eval_set.field: self._evaluations.loaders[eval_set.name]
+                    for eval_set in self._program.evaluations}
+        return {
+            where: part.fingerprints
+            for name, loader in loaders.items() for where, part in named_parts(name, loader)}
+
     def _warn(self, checkpoint: Checkpoint | None) -> None:
         """Print warnings about settings that the user probably did not intend."""
         program = self._program
         changed = []
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
+            changed += changed_files(checkpoint.manifest.data, self._fingerprints)
         slow = slow_dtypes(program.roles, self._world.device)
         for sentence in [*changed, *warnings_of(program, self._loader, self._evaluations.loaders), *slow]:
             warn(sentence)

@@ -25,7 +25,8 @@ class RolloutLog:
 
     prompts_per_step: int = 4  # Prompts kept of each batch that is scored; 0: none.
     follow_rows: int = 4
-    """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none."""
+    """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none. Rows of
+    large files, which are read when they come up, are not followed."""
     every: int = 1  # Keep `prompts_per_step` of every so many steps; followed rows are kept in all steps.
     max_megabytes: int = 256
     """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""

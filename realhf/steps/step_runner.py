@@ -205,7 +205,7 @@ class StepRunner:
             step(self)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not is_users_own(error, calls=("step_runner.py", "sample_pool.py")):
                 raise
             raise UserError(f"step() raised {described(error)}") from error

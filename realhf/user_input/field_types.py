@@ -69,9 +69,12 @@ def explain_keyword(error: TypeError, public: Any) -> str:
     """
     match = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     kind = getattr(public, match[1], None) if match else None
-    if match is None or not is_dataclass(kind):
+    if match is None or not isinstance(kind, type) or not is_dataclass(kind):
         return ""
     legal = [field.name for field in fields(kind)]
+    of_experiment = [field.name for field in fields(public.Experiment)]
+    if not issubclass(kind, public.Experiment) and match[2] in of_experiment:
+        return f" (it is a field of the experiment itself, not of {match[1]})"
     hint = _in_a_part(kind, match[2]) or keyword_hint(match[2], legal)
     return f" ({hint})" if hint else did_you_mean(match[2], legal)
 

@@ -1,7 +1,7 @@
 """Finds the files that realhf ships (plans, clusters, model configs, examples) by short name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,7 +10,10 @@ import yaml
 from realhf.errors import UserError, shown
 from realhf.user_input.files import read_text
 from realhf.user_input.hub import find_model, parse_hub_name
+from realhf.user_input.suggest import did_you_mean, near_path
 
+_KINDS = {"plans": "plan", "plans/clusters": "cluster"}
+"""Kinds of YAML files, and the option that takes them."""
 _PACKAGE = Path(__file__).parent.parent
 _MAX_YAML_BYTES = 1 << 18
 _MAX_DIGITS = 300
@@ -36,8 +39,21 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
             return candidate
     if kind == "models" and parse_hub_name(name) is not None:
         return find_model(name)
-    shipped = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
-    raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {shipped}")
+    shipped = sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))
+    raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}{_instead(name, kind, shipped)}")
+
+
+def _instead(name: str, kind: str, shipped: Sequence[str]) -> str:
+    """Return in words what a name that is not found probably means, or else the shipped names."""
+    if (path := near_path(Path(name))) is not None:
+        return f" (did you mean {path}?)"
+    if meant := did_you_mean(name.lower(), shipped):
+        hub = "; a model of the hub is named organisation/name" if kind == "models" else ""
+        return f"{meant}{hub}"
+    others = [other for other in _KINDS if other != kind and (shipped_dir(other) / f"{name}.yaml").is_file()]
+    if others:
+        return f": it is one in {others[0]}; --{_KINDS[others[0]]} takes those"
+    return f"; shipped are: {', '.join(shipped) or 'none'}"
 
 
 def find_experiment(name: str) -> Path:
@@ -53,10 +69,21 @@ def find_experiment(name: str) -> Path:
     short = path.name.removesuffix(".py")
     if str(path.parent) in (".", "examples") and (example := directory / f"{short}.py").is_file():
         return example
-    files = directory.glob("*.py")
-    examples = sorted(p.stem for p in files if re.search(r"(?m)^experiment\b", read_text(p)))
+    if path.is_dir():
+        there = ", ".join(str(file) for file in _experiments(path)) or "it has none"
+        raise UserError(f"experiment {name!r} is a directory: name the file of an experiment ({there})")
+    for near in (path.with_name(f"{path.name}.py"), near_path(path, suffixes=[".py"])):
+        if near is not None and near.is_file():
+            raise UserError(f"experiment {name!r}: there is no such file (did you mean {near}?)")
+    examples = [file.stem for file in _experiments(directory)]
     shipped = f", nor a shipped example of that name: these are {', '.join(examples)}" if examples else ""
-    raise UserError(f"experiment {name!r}: there is no such file{shipped}")
+    raise UserError(f"experiment {name!r}: there is no such file{did_you_mean(name, examples)}{shipped}")
+
+
+def _experiments(directory: Path) -> list[Path]:
+    """Return the Python files of a directory that define `experiment`."""
+    files = sorted(directory.glob("*.py"))
+    return [file for file in files if re.search(r"(?m)^experiment\b", read_text(file))]
 
 
 def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None, what: str) -> Any:
@@ -65,6 +92,8 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None
     Errors become a UserError that names the file.
     """
     path = Path(name) if kind is None else resolve(name, kind=kind, suffix=".yaml")
+    if path.is_dir():
+        raise UserError(f"{what} {path} is a directory: name a YAML file")
     text = read_text(path, most=_MAX_YAML_BYTES, what=what)
     try:
         return build(yaml.load(text, _Loader))

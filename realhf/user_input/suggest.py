@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def did_you_mean(name: str, legal: Sequence[str]) -> str:
@@ -15,6 +16,38 @@ def nearest(name: str, legal: Sequence[str]) -> str | None:
     by_form = {word.replace("_", "-"): word for word in legal}
     near = difflib.get_close_matches(name.replace("_", "-"), list(by_form), n=1)
     return by_form[near[0]] if near else None
+
+
+def near_path(path: Path, *, suffixes: Sequence[str] = ()) -> Path | None:
+    """Return the existing path that one which does not exist probably means; None if none is near.
+
+    A mistake in one part of the path is found, also in that of a directory. With `suffixes` the path must end
+    in one of them.
+    """
+    parts = path.parts
+    for i, part in enumerate(parts):
+        directory = Path(*parts[:i])
+        if (directory / part).exists():
+            continue
+        try:
+            names = [entry.name for entry in sorted(directory.iterdir())]
+        except OSError:
+            return None
+        rest = parts[i + 1 :]
+        if not rest and suffixes:
+            names = [name for name in names if name.endswith(tuple(suffixes))]
+        # Equal endings would make all names alike.
+        by_stem = {Path(name).stem.lower(): name for name in reversed(names)}
+        near = nearest(Path(part).stem.lower(), list(by_stem))
+        found = None if near is None else directory.joinpath(by_stem[near], *rest)
+        return found if found is not None and found.exists() else None
+    return None
+
+
+def near_path_words(path: Path, *, suffixes: Sequence[str] = ()) -> str:
+    """Return " (did you mean PATH?)" with the existing path that is near; an empty string if none is."""
+    near = near_path(path, suffixes=suffixes)
+    return f" (did you mean {near}?)" if near is not None else ""
 
 
 def near_options(name: str, options: Sequence[str], *, cutoff: float = 0.7) -> list[str]:

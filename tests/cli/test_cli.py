@@ -1,7 +1,9 @@
 """The command line in one process: faults that `check` finds, its JSON, and help."""
 
 import json
+import os
 import pickle
+import py_compile
 import re
 import subprocess
 import sys
@@ -30,6 +32,7 @@ def host(name, inputs, outputs):
     return FunctionCall(name, "host", inputs, outputs, work=HostFunction(print))
 experiment.graph = lambda: {}
 """
+SFT_FILE = REPO / "templates/sft/experiment.py"
 TRAIN_TWICE = 'graph.add(replace(graph["actor_train"], name="more_train"))'
 ONE = {**dict.fromkeys(GRPO_LAYOUTS, "d1@0")}
 
@@ -232,7 +235,7 @@ PLANS: dict[str, list[str]] = {
         "plan.yaml",
         "calls.critic_train",
         "no such call",
-        "actor_generate, reward_forward",
+        "as GRPO has no critic", "actor_generate, reward_forward",
     ],
     yaml.safe_dump({"calls": {c: {"layout": "d1@0", "tokens": 3} for c in ONE}}): [
         "plan.yaml",
@@ -512,7 +515,18 @@ def test_check_finds_experiment(tmp_path, refused, text):
         (["check", "--steps", 2], ["needs an experiment file"]),
         (["check", "nowhere.py"], ["'nowhere.py'", "no such file"]),
         (["check", REPO / "README.md"], ["README.md", ".py"]),
-        (["check", REPO], [str(REPO), "no such file"]),
+        (["check", REPO], [f"{str(REPO)!r} is a directory: name the file of an experiment (it has none)"]),
+        (["check", REPO / "templates/sft"], ["is a directory", f"({REPO}/templates/sft/experiment.py)"]),
+        (["chek", "x.py"], ["there is no command 'chek' (did you mean check?): the commands are run, check"]),
+        (["trian"], ["there is no command 'trian' (did you mean run?)"]),
+        (["evaluate"], ["there is no command 'evaluate' (did you mean eval?)"]),
+        (["mine.py"], ["mine.py: a command comes before the file (did you mean realhf run mine.py?)"]),
+        (["version"], ["there is no command 'version' (did you mean --version?)"]),
+        ([], ["a command is missing: the commands are run"]),
+        (["check", SFT_FILE.with_name("experimnet.py")], [f"did you mean {SFT_FILE}?"]),
+        (["check", SFT_FILE.with_name("experiment")], [f"did you mean {SFT_FILE}?"]),
+        (["check", REPO / "templat/sft/experiment.py"], [f"did you mean {SFT_FILE}?"]),
+        (["check", REPO / "templates/sft/experiment.py", "reward.py"], ["there are two experiment files"]),
         (["chekc"], ["chekc", "run", "check"]),
         ([], ["run", "check"]),
     ],
@@ -533,6 +547,98 @@ def test_an_experiment_hides_no_module(tmp_path):
     assert colorsys.rgb_to_hsv(0, 0, 1) and wave.Wave_read
     function = sys.modules["realhf_experiment_colorsys"].reward
     assert pickle.loads(pickle.dumps(function))() == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("m/model.gguf", "GGUF", ["model.gguf is a GGUF file", "gguf_file='model.gguf'", "save_pretrained"]),
+        ("m", None, ["there is no {}/m/config.json: model.gguf is a GGUF file, and a model is a directory"]),
+        ("s/model.safetensors", "", ["model.safetensors is a file of its own: give the directory with"]),
+        ("outer", None, ["there is no {0}/outer/config.json (did you mean {0}/outer/inner?)"]),
+        ("empty", None, ["there is no {}/empty/config.json, which every Hugging Face model directory has"]),
+        ("outr/inner", None, ["'{0}/outr/inner' is neither a path nor a shipped name in models (did you mean "
+                              "{0}/outer/inner?)"]),
+        ("Qwen2.5-0.5B", None, ["(did you mean qwen2.5-0.5b?); a model of the hub is named organisation"]),
+    ],
+)  # fmt: skip
+def test_check_says_what_a_path_is_instead_of_a_model(tmp_path, refused, experiment, name, content, says):
+    for path in ("m/model.gguf", "outer/inner/config.json", "empty/readme"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    model = tmp_path / name if "/" in name or name in ("m", "outer", "empty") else name
+    if content is not None:
+        model.parent.mkdir(exist_ok=True)
+        model.write_text(content)
+    refused("check", experiment, "--actor.model", model, says=[part.format(tmp_path) for part in says])
+
+
+def test_a_field_of_the_experiment_is_not_one_of_a_role(tmp_path, refused):
+    path = tmp_path / "mine.py"
+    for text, says in (
+        ("from realhf import Role\nRole('x', tokenizer='y')", "(it is a field of the experiment itself"),
+        ("from realhf import OptimiserConfig", "cannot import name 'OptimiserConfig' from 'realhf'"),
+        ("from realhf import OptimiserConfig", "(did you mean OptimizerConfig?)")):
+        path.write_text(text)
+        refused("check", path, says=[says])
+
+
+def test_a_plan_for_other_calls_says_why(tmp_path, refused, experiment):
+    plan = write_plan(tmp_path, ONE)
+    no_kl = ["calls.ref_forward: the experiment has no such call, as no reference model takes part: "
+             "set loss.kl_coef above 0, or remove ref_forward from the plan"]
+    refused("check", experiment, "--plan", plan, "--loss.kl-coef", "0", says=no_kl)
+    plan = write_plan(tmp_path, ONE | {"critic_forward": "d1@0", "critic_train": "d1@0"})
+    others = ["no such call, nor critic_train; its calls are", "is the plan for another algorithm?"]
+    refused("check", experiment, "--plan", plan, says=others)
+    refused("check", experiment, "--plan", "h100-1x8", says=["it is one in plans/clusters; --cluster takes"])
+    refused("check", experiment, "--plan", "grpo4", says=["(did you mean grpo-4?)"])
+    refused("check", experiment, "--plan", tmp_path, says=["is a directory: name a YAML file"])
+    refused("check", experiment, "--plan", tmp_path / "plann.yaml", says=[f"(did you mean {plan}?)"])
+
+
+def test_check_proves_the_memory_of_this_machine(tmp_path, call, refused, monkeypatch, experiment):
+    """A machine of 64 GB has enough for the tiny model, and not for 7 billion parameters in one process."""
+    monkeypatch.setattr("realhf.cli.plan.host_memory_bytes", lambda: 64e9)
+    code, out, _ = call("check", experiment)
+    assert code == 0 and "\nit fits on this machine: the fullest device, rank 0, needs " in out
+    large = tmp_path / "large.py"
+    large.write_text(
+        "from realhf import GRPO, DatasetConfig, Expected, OptimizerConfig, Role\n"
+        "from tests.runtime.tiny import some_reward\n"
+        "actor = Role('llama-7b', dtype='bfloat16', random_init=True, optimizer=OptimizerConfig())\n"
+        "experiment = GRPO(actor=actor,\n"
+        f"    dataset=DatasetConfig({str(tmp_path / 'rows.jsonl')!r}), reward_function=some_reward,\n"
+        f"    batch_size=1, tokenizer={str(write_task(tmp_path))!r}, expected=Expected(prompt_tokens=100))\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    refused("check", large, says=["large.py: this machine has too little memory: calls.actor_train needs",
+                                  "; --cluster checks for others"])
+    code, out, _ = call("check", large, "--nproc", "64")
+    assert code == 0 and "memory was not checked: 64 ranks are more than this machine's " in out
+
+
+def test_an_edit_of_equal_length_within_a_second_counts(tmp_path):
+    """Python would use the compiled copy, whose source has the same size and time."""
+    names = ("experiment.py", "beside.py", "package/__init__.py", "package/in_it.py")
+    files = {name: tmp_path / name for name in names}
+    (tmp_path / "package").mkdir()
+    files["package/__init__.py"].write_text("")
+    for steps in (3, 7):
+        files["beside.py"].write_text(f"STEPS = {steps}\n")
+        files["package/in_it.py"].write_text(f"SEED = {steps}\n")
+        files["experiment.py"].write_text(
+            "from realhf import SFT\nfrom beside import STEPS\nfrom package.in_it import SEED\n"
+            f"experiment = SFT(steps=STEPS, seed=SEED, batch_size={steps})\n")
+        for file in files.values():
+            os.utime(file, (10**9, 10**9))
+            if steps == 3:
+                py_compile.compile(str(file))
+    load = f"load_experiment({str(files['experiment.py'])!r})"
+    code = f"from realhf.cli.experiment_file import load_experiment; e = {load}; "
+    code += "print(e.steps, e.seed, e.batch_size)"
+    for directory in ("/", tmp_path):  # The current directory may be on Python's path already.
+        found = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True)
+        assert found.stdout == "7 7 7\n", found.stderr
 
 
 def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):

@@ -1,6 +1,9 @@
 """`realhf check` on data: rows that no run could use, and reward functions that fail."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from realhf.dist.world import World
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.shipped import shipped_dir
+from tests.cli_tools import REPO
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
+from tests.samples import marked
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}
 REWARD = """
@@ -60,7 +65,8 @@ def _reward(*lines: str) -> str:
 
 
 def test_nothing_is_said_of_what_is_sound(check):
-    code, out, err = check([ROW] * 3, _reward("print('hello')", "return [1.0 for c in completions]"))
+    reward = _reward("print('hello')", "return [float(len(c)) for c in completions]")
+    code, out, err = check([ROW] * 3, reward)
     assert (code, err) == (0, "hello\n") and "mine.py is sound on 1 rank:" in out
     assert check([ROW] * 3, kind="sft")[0] == 0
 
@@ -115,13 +121,64 @@ def test_none_is_warned_of(check):
     assert code == 0 and err.startswith("realhf: warning: reward function reward returned None for 3 of 3")
 
 
+def test_a_reward_that_never_differs_is_warned_of(check, tmp_path):
+    """Text is searched in messages, which has no error; an answer that is a number is compared with text."""
+    task = write_task(tmp_path)
+    (task / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    boxed = _reward("return [float('\\\\boxed{' in text) for text in completions]")
+    chats = [{**ROW, "prompt": [{"role": "user", "content": f"{i}+1="}]} for i in range(3)]
+    code, _, err = check(chats, boxed, task=task)
+    says = "realhf: warning: reward function reward returned 0 for all 33 completions that check made up, "
+    assert code == 0 and err.startswith(says) and err.count("\n") == 1
+    assert err.endswith("completions of chats are lists of messages, as in TRL: the text is completion[-1]"
+                        "['content']\n")
+    assert check([ROW] * 3, boxed)[2] == ""  # On text it does differ.
+    equal = _reward("return [float(text == right) for text, right in zip(completions, answer)]")
+    assert check([ROW] * 3, equal)[2] == ""
+    code, _, err = check([ROW | {"answer": 2}] * 3, equal)
+    assert code == 0 and err.startswith(says) and "TRL" not in err
+    slow = _reward("import time", "time.sleep(0.4 * len(completions))", "return [0.0] * len(completions)")
+    assert "never differs" not in check([ROW], slow.replace("0.4", "2.1"))[2]  # It would take too long.
+
+
+LEAVE = "def leave(row):\n    import os; {}\nexperiment.dataset = replace(dataset, map=leave)"
+ENDS = {
+    "reward function reward raised SystemExit: os._exit(3) (": _reward("import os", "os._exit(3)"),
+    "check was ended by SIGSEGV: a reward or other code": _reward("import ctypes", "ctypes.string_at(0)"),
+    "reward function reward raised SystemExit: os._exit(0) (": _reward("import os", "os._exit(0)"),
+    "line 1: map function leave failed with SystemExit: os._exit(3) (": LEAVE.format("os._exit(3)"),
+    "line 1: map function leave failed with SystemExit: 0 (": LEAVE.format("raise SystemExit(0)"),
+    "check was ended by SIGKILL: a reward or other code": LEAVE.format("os.kill(os.getpid(), 9)"),
+    "mine.py line 7: SystemExit: os._exit(3)": "import os; os._exit(3)",
+    "line 7: SystemExit: 0": "def graph(): raise SystemExit(0)\nexperiment.graph = graph",
+}  # fmt: skip
+"""Part of the sentence -> code that ends the process."""
+
+
+@pytest.mark.parametrize("says", marked(ENDS, quick=[0, 1]))
+def test_what_ends_the_process_is_named(shared_task, tmp_path, says):
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(ROW) + "\n"))
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nfrom pathlib import Path\n\n"
+        "from realhf import DatasetConfig\nfrom tests.runtime.tiny import make_experiment\n"
+        f"dataset = DatasetConfig('{tmp_path}/rows.jsonl'); "
+        f"experiment = make_experiment('grpo', Path({str(shared_task)!r}), dataset=dataset, batch_size=2)\n"
+        f"{ENDS[says]}\n")
+    command = [sys.executable, "-m", "realhf", "check", str(tmp_path / "mine.py")]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (2, "") and says in lines[-1], ended.stderr
+    assert len(lines) == 1 or "SIGSEGV" in says  # Python shows the lines that led to a crash.
+
+
 def test_evaluation_gets_the_columns_of_its_own_rows(check, tmp_path):
     """Try a function that takes any columns, and one that has a default for a column."""
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "1", "level": 3}) + "\n")
     body = (
         "def reward(completions, prompts, answer='none', **columns):\n"
         "    assert (answer == 'none') == ('level' in columns) == (len(columns) == 2), columns\n"
-        "    return [0.0 for c in completions]\n"
+        "    return [float(len(c)) for c in completions]\n"
         "experiment.reward_function = reward\n"
         f"experiment.eval_dataset = DatasetConfig({str(tmp_path / 'held_out.jsonl')!r})"
     )
@@ -152,7 +209,7 @@ def test_a_column_may_have_the_name_of_a_key(check):
         "def reward(completions, **columns):\n"
         "    assert columns['score'][0] == 1 and columns['response_mask'][0] == [2], columns\n"
         "    assert 'completion' not in columns and 'prompt' not in columns\n"
-        "    return [0.0 for c in completions]\n"
+        "    return [float(len(c)) for c in completions]\n"
         "experiment.reward_function = reward"
     )
     code, _, err = check([row] * 3, body)
@@ -182,7 +239,8 @@ def test_chats_without_a_template(check, tmp_path):
     task = write_task(tmp_path)
     (task / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     expected = "assert completions[0] == [{'role': 'assistant', 'content': '2'}]"
-    code, _, err = check(rows, _reward(expected, "return [0.0 for c in completions]"), task=task)
+    reward = _reward(expected, "return [float(len(c[0]['content'])) for c in completions]")
+    code, _, err = check(rows, reward, task=task)
     assert (code, err) == (0, "")
 
 
@@ -319,7 +377,8 @@ def test_rows_of_whole_conversations(check, tmp_path):
     rejected = [question, {"role": "assistant", "content": "3"}]
     rows = [{"messages": chosen, "answer": "2"}] * 3
     code, out, err = check(rows, "experiment.eval_dataset = dataset", kind="sft", task=task)
-    assert (code, err) == (0, "") and "the first prompt has 7 tokens: =1+1=<eos>=\n" in out
+    assert code == 0 and err.count("\n") == 1 and "3 of 3 rows are rows of dataset, too" in err
+    assert "the first prompt has 7 tokens: =1+1=<eos>=\n" in out
     assert "\n2 tokens are learned of the first row: 2<eos>\n" in out
     rows = [{"messages": [*chosen, question, rejected[1]], "answer": "2"}] * 3
     out = check(rows, kind="sft", task=task)[1]

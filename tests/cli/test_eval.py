@@ -32,7 +32,7 @@ def run(grpo_run):
 
 @pytest.fixture(scope="module")
 def data(run):
-    return json.loads((run / "config.json").read_text())["eval_dataset"]["path"]
+    return json.loads((run / "config.json").read_text())["dataset"]["path"]
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,18 @@ def _words(run, data, out, *more):
 
 
 def test_a_run_is_evaluated_as_at_its_end(run, data, reward, tmp_path, capsys):
-    """The run's own evaluation was greedy on the first five rows, in float64."""
+    """The run's own evaluation was greedy on its five held-out rows, in float64."""
     out = tmp_path / "out"
     words = ("--reward", reward, "--json", "--dtype", "float64")
+    data = json.loads((run / "config.json").read_text())["eval_dataset"]["path"]
     assert main(_words(run, data, out, *words)) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["out"] == str(out) and answer["model"] == str(run / "hf/step_2")
     found, expected = read_jsonl(out / "evals/step_0.jsonl"), read_jsonl(run / "eval.jsonl")
     assert [row["completion"] for row in found[:5]] == [row["completion"] for row in expected]
     assert [row["score"] for row in found[:5]] == pytest.approx([row["score"] for row in expected])
-    assert answer["metrics"]["eval/score"] == pytest.approx(sum(row["score"] for row in found) / 40)
-    assert answer["sets"] == {"": {"path": data, "prompts": 40, "samples": 1}}
+    assert answer["metrics"]["eval/score"] == pytest.approx(sum(row["score"] for row in found) / 5)
+    assert answer["sets"] == {"": {"path": data, "prompts": 5, "samples": 1}}
     assert json.loads((out / "summary.json").read_text()).items() <= answer.items()
 
 

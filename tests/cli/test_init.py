@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -42,7 +43,9 @@ def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
 
 def test_the_test_of_the_reward_passes_and_can_fail(made):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
-    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # The file is edited within a second and keeps its size, so a compiled copy would pass for the new one.
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    shutil.rmtree(made / "__pycache__", ignore_errors=True)
     assert subprocess.run(command, cwd=made, env=env).returncode == 0
     reward = made / "reward.py"
     text = reward.read_text()
@@ -186,7 +189,7 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
         (["new", "--data", "rows.jsonl", "--answer-key", "prompts"],
          ["--answer-key 'prompts': ", "a name in Python other than prompts, completions, completion_ids, "]),
         (["new", "--model", "some-org/some-model", "--data", "file"], ["--data 'file' ends in ''"]),
-        (["new", "--data", "bad.jsonl"], ["--data bad.jsonl line 1 is not JSON"]),
+        (["new", "--data", "bad.jsonl"], ["bad.jsonl line 1 begins a document over several lines: every"]),
         (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
     ],
 )
@@ -220,5 +223,5 @@ def test_an_unknown_example_is_answered_with_their_names(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["check", "gproo"]) == 2
     err = capsys.readouterr().err
-    assert "experiment 'gproo': there is no such file, nor a shipped example of that name: " in err
+    assert "experiment 'gproo': there is no such file (did you mean grpo?), nor a shipped example of " in err
     assert "grpo, " in err and "arithmetic" not in err

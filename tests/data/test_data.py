@@ -223,10 +223,40 @@ def test_a_near_name_in_the_directory_of_a_missing_file_is_told(tmp_path, monkey
     _write(tmp_path / "data" / "train.jsonl", [{"prompt": "1"}])
     (tmp_path / "data" / "trian.txt").write_text("")  # No file of rows.
     monkeypatch.chdir(tmp_path)
-    for path, says in [("data/trian.jsonl", r" \(did you mean data/train.jsonl\?\)"), ("data/x.jsonl", ""),
-                       ("dta/train.jsonl", "")]:  # fmt: skip
+    near = r" \(did you mean data/train.jsonl\?\)"
+    for path, says in [("data/trian.jsonl", near), ("data/x.jsonl", ""), ("dta/train.jsonl", near),
+                       ("dta/x.jsonl", "")]:  # fmt: skip
         with pytest.raises(UserError, match=f"^dataset.path '{path}': there is no such file{says}$"):
             read_rows(DatasetConfig(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "says"),
+    [
+        ({"messages": []}, ("prompt_ids",), "rows with messages are whole conversations: SFT learns them"),
+        ({"conversations": []}, ("prompt_ids",), "rename `from` to role and `value` to content"),
+        ({"text": "a"}, ("sequence_ids",), "rows with text are plain text: split it into prompt"),
+        ({"instruction": "a", "input": "", "output": "b"}, ("sequence_ids",), "completion_key='output'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("sequence_ids",), "preference pairs: DPO and"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("answer",), "preference pairs: DPO"),
+        ({"prompt": "a", "completion": "b"}, ("is_chosen", "sequence_ids"), "with completion are for SFT"),
+        ({"prompt": "a", "completion": "b", "label": True}, ("is_chosen", "sequence_ids"), "labelled"),
+        ({"prompt": "a", "answer": "b"}, ("sequence_ids",), "for reinforcement learning, such as GRPO"),
+    ],
+)  # fmt: skip
+def test_rows_of_another_algorithm_are_recognised(tmp_path, row, keys, says):
+    path = _write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(UserError, match="line 1: there is no column") as error:
+        load_rows(DatasetConfig(str(path)), keys)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_told_from_lines(tmp_path, indent):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "a"}], indent=indent))
+    with pytest.raises(UserError, match=r"rows.json line 1 .*: every line must be an object of its own, "):
+        read_rows(DatasetConfig(str(path)))
 
 
 def test_missing_columns_are_named(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,22 @@ def test_mixtures_that_cannot_be(parts):
     with pytest.raises(UserError, match=r"a.jsonl line 1: there is no column 'nothing'"):
         wrong = DatasetConfig(parts[0].path, prompt_key="nothing")
         load_rows(DatasetMixture(parts=(parts[1], wrong)), ["prompt_ids"])
+
+
+def test_parts_that_leave_out_rows_keep_their_shares_and_go_on_after_a_resume(parts, tokenizer):
+    def odd(row):
+        return row if row["level"] % 3 == 1 else None
+
+    lazy = [replace(parts[0], map=odd, preload=False), replace(parts[1], preload=False)]
+    mixture = DatasetMixture(parts=lazy, weights=(0.7, 0.3))
+    eager = DatasetMixture(parts=[replace(part, preload=True) for part in lazy], weights=(0.7, 0.3))
+    ours, theirs = _loader(mixture, tokenizer), _loader(eager, tokenizer)
+    batch = ours.batch(range(2100))
+    assert batch["dataset"] == theirs.batch(range(2100))["dataset"]
+    levels = [level for level in batch["level"] if level is not None]
+    for start in range(0, len(levels) - 9, 10):  # Ten rows of the first part are kept.
+        assert sorted(levels[start : start + 10]) == list(range(1, 30, 3))
+    after = _loader(mixture, tokenizer)
+    after.restore(json.loads(json.dumps(ours.state([1400, 1650], next_prompt=1700))))
+    prompts = [1700, 1400, 2099, 1650]
+    assert after.batch(prompts)["dataset_row"] == [batch["dataset_row"][i] for i in prompts]

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 
 import datasets
 import pyarrow
@@ -12,6 +14,7 @@ from realhf.data import row_files
 from realhf.data.dataset import DatasetConfig, extra_columns, load_rows, read_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import Loader
+from realhf.data.order import row_order
 from realhf.data.row_files import JsonlFile
 from realhf.data.rows import DatasetRows, spread
 from realhf.errors import UserError
@@ -146,14 +149,57 @@ def test_only_a_sample_of_a_large_file_is_checked_at_the_start(tmp_path, tokeniz
                   row_faults=[lambda row: "seven is unlucky" if row["prompt"] == "7" else None])
 
 
-def test_a_long_prompt_of_a_large_file_is_replaced_by_the_next_that_fits(tmp_path, tokenizer):
-    lengths = [1, 9, 9, 3, 2, 9]
+def _kept_order(lengths, limit, *, epochs, shuffle):
+    """Return the rows of some epochs: the order of each without the prompts that are too long."""
+    num_rows = len(lengths)
+    order = row_order(num_rows, start=0, count=epochs * num_rows, seed=0, shuffle=shuffle)
+    return [row for row in order if lengths[row] <= limit]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_kept_row_of_a_large_file_comes_up_once_in_every_epoch(tmp_path, tokenizer, shuffle):
+    lengths = [1] * 5 + [9] * 60 + [2, 9, 3] * 9 + [9] * 8  # Most rows are left out, in long stretches.
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * length} for length in lengths])
-    loader = _loader(DatasetConfig(str(path), preload=False, max_prompt_tokens=4, shuffle=False), tokenizer)
-    assert [len(prompt) for prompt in loader.batch(range(8))["prompt"]] == [1, 3, 3, 3, 2, 1, 1, 3]
-    assert loader.batch([13])["prompt"] == loader.batch([1])["prompt"]  # It does not depend on earlier ones.
+    config = DatasetConfig(str(path), preload=False, max_prompt_tokens=4, shuffle=shuffle)
+    keys = ("prompt_ids", "dataset_row")
+    loader = _loader(config, tokenizer, keys)
+    kept = {row for row, length in enumerate(lengths) if length <= 4}
+    expected = _kept_order(lengths, 4, epochs=3, shuffle=shuffle)
+    assert loader.batch(range(3 * len(kept)))["dataset_row"] == expected
+    assert Counter(expected) == dict.fromkeys(kept, 3)
+    later = _loader(config, tokenizer, keys)
+    assert later.batch([50, 7, 31])["dataset_row"] == [expected[i] for i in (50, 7, 31)]  # In any order.
     with pytest.raises(UserError, match="longer than max_prompt_tokens 0 .the shortest has 1 tokens"):
-        _loader(DatasetConfig(str(path), preload=False, max_prompt_tokens=0), tokenizer)
+        _loader(replace(config, max_prompt_tokens=0), tokenizer)
+
+
+def test_a_resumed_run_finds_the_rows_of_a_large_file_without_reading_the_earlier_ones(tmp_path, tokenizer):
+    rng = random.Random(1)
+    lengths = [rng.choice([1, 3, 9, 9, 9]) for _ in range(200)]
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * length} for length in lengths])
+    config = DatasetConfig(str(path), preload=False, max_prompt_tokens=4)
+    expected = _kept_order(lengths, 4, epochs=6, shuffle=True)
+    before = _loader(config, tokenizer, ("prompt_ids", "dataset_row"))
+    before.batch(range(90))
+    state = json.loads(json.dumps(before.state([70, 84, 87], next_prompt=100)))
+    after = _loader(config, tokenizer, ("prompt_ids", "dataset_row"))
+    after.restore(state)
+    read: list[int] = []
+    row = after._file.__class__.__getitem__
+    after._file.__class__ = type("Counted", (DatasetRows,), {
+        "__getitem__": lambda self, number: (read.append(number), row(self, number))[1]})
+    prompts = [84, 100, 70, 101, 150, 87]
+    assert after.batch(prompts)["dataset_row"] == [expected[i] for i in prompts]
+    assert len(read) < 200  # Those of 51 new prompts and of three earlier ones.
+
+
+def test_a_large_file_whose_tried_rows_are_all_left_out_has_others(tmp_path, tokenizer):
+    wanted = next(i for i in range(3000, 5000) if i not in spread(5000, 1000))
+    rows = [{"prompt": "1" if i == wanted else "1" * 9} for i in range(5000)]
+    config = DatasetConfig(str(_write(tmp_path / "rows.jsonl", rows)), preload=False, max_prompt_tokens=4)
+    assert _loader(config, tokenizer, ("prompt_ids", "dataset_row")).batch([3])["dataset_row"] == [wanted]
+    mapped = replace(config, map=lambda row: row if row["prompt"] == "1" else None)
+    assert load_rows(mapped, ["prompt_ids"]) == [{"prompt": "1"}]
 
 
 def _question(row):
@@ -173,7 +219,7 @@ def test_a_map_function_makes_columns_and_leaves_out_rows(tmp_path, tokenizer, p
         assert len(loader) == len(kept) == 6 and loader.num_unmapped == 3
         assert loader.batch(range(6))["n"] == kept
     else:
-        assert loader.batch(range(4))["n"] == [3, 3, 4, 6]
+        assert loader.batch(range(4))["n"] == [3, 4, 6, 7]
     batch = loader.batch(range(2))
     assert all(answer == [n] for answer, n in zip(batch["answer"], batch["n"], strict=True))
     assert all(row == n - 2 for row, n in zip(batch["dataset_row"], batch["n"], strict=True))
@@ -186,6 +232,8 @@ def test_a_map_function_makes_columns_and_leaves_out_rows(tmp_path, tokenizer, p
          r"line 1: map function .*<lambda> failed with KeyError: 'question' \(.*test_rows.py:\d+\)"),
         (lambda row: [row["prompt"]], "line 1: .* returned list: it must return a dict of columns"),
         (lambda row: {"prompt": {1}}, "rows.jsonl line 1: column 'prompt' has a value of type set"),
+        (lambda row: {"prompt": str(random.random())},
+         "line 1: the map function, called twice, made different rows of it: it must be a pure function"),
         (lambda row: None, "rows.jsonl: the map function leaves out every row"),
     ],
 )

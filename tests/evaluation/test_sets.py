@@ -28,6 +28,16 @@ def test_a_cap_spreads_rows_evenly(most, num_rows, rows):
     assert Evaluation(DATA, max_rows=most).chosen_rows(num_rows) == rows
 
 
+@pytest.mark.parametrize("most", [0, 1, 7, 20, 40])
+def test_rows_that_are_left_out_do_not_repeat_others(most):
+    kept = {3, *range(40, 60), 71, 72, 90}
+    asked: list[int] = []
+    rows = Evaluation(DATA, max_rows=most).chosen_rows(100, lambda row: asked.append(row) or row in kept)
+    assert len(set(rows)) == len(rows) == min(most or 100, len(kept)) and set(rows) <= kept
+    assert rows == sorted(rows) and len(set(asked)) == len(asked)
+    assert len(asked) == 100 or 0 < most <= 20
+
+
 def test_how_answers_are_drawn():
     training = SamplingConfig(max_new_tokens=5, temperature=0.7, top_p=0.9, top_k=3)
     greedy = SamplingConfig(max_new_tokens=5, temperature=0.0)

@@ -254,6 +254,10 @@ def test_faults_are_named_by_what_all_steps_have_in_common():
     assert "no answer ended by itself" in fault_of([cut] * 3)[1]
     assert fault_of([cut] * 3, may_end=False) is None
     assert fault_of([cut, cut | {"response_length/clip_ratio": 0.99}]) is None
+    boxed = {"reward/a/mean": 0.5, "reward/a/std": 0.1, "reward/boxed/mean": 0.0, "reward/boxed/std": 0.0}
+    sentence = "in 3 steps reward boxed was 0 for every answer: it teaches nothing"
+    assert fault_of([boxed] * 3) == ("constant", sentence)
+    assert fault_of([boxed, boxed | {"reward/boxed/std": 0.2}]) is None
 
 
 def _last_line(experiment, capsys):

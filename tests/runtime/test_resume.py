@@ -3,14 +3,16 @@ same plan, and the same numbers to summation order under another.
 """
 
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from realhf import DatasetConfig, FunctionCall, HostFunction, LoraConfig, RewardKL
+from realhf import DatasetConfig, Evaluation, FunctionCall, HostFunction, LoraConfig, RewardKL
 from realhf.checkpoint.run_state import Manifest, tensor_name
+from realhf.data.order import row_order
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
@@ -33,8 +35,18 @@ def average(experiment):
     return experiment
 
 
+def third(row):
+    """Leave out two thirds of the rows."""
+    return row if int(row["answer"]) % 3 == 0 else None
+
+
 def build(variant: str, directory: Path):
     settings = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
+    if variant == "large file":
+        large = DatasetConfig(str(directory / "data.jsonl"), preload=False, map=third)
+        held_out = Evaluation(large, max_rows=5)
+        return make_experiment(
+            "grpo", directory, dataset=large, eval_dataset=held_out, max_lag=2, rounds=3, **settings)
     if variant == "lora":
         lora = LoraConfig(rank=3, target_modules=("q_proj", "v_proj", "down_proj"), export_merged=True)
         return make_experiment("grpo", directory, actor=replace(role(directory), lora=lora), **settings)
@@ -101,6 +113,50 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, out)]
     assert summaries[0]["eval_first"] == summaries[1]["eval_first"]
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
+
+
+def test_rows_of_a_large_file_go_on_where_the_checkpoint_was(tmp_path):
+    """With lag, rows of earlier prompts are read again after a resume; rows that are left out shift them."""
+    directory = write_task(tmp_path)
+    layouts = ("d1@0",) * 3
+    outs = [tmp_path / "whole", tmp_path / "resumed"]
+    run(World(), "large file", layouts, directory, outs[0], None)
+    run(World(), "large file", layouts, directory, outs[1], outs[0] / "checkpoints/step_2")
+    assert untimed(outs[1] / "metrics.jsonl") == untimed(outs[0] / "metrics.jsonl")
+    lines = (directory / "data.jsonl").read_text().splitlines()
+    kept = [i for i, line in enumerate(lines) if third(json.loads(line))]
+    order = [row for row in row_order(40, start=0, count=400, seed=0, shuffle=True) if row in kept]
+    for out in outs:
+        rollouts = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+        assert rollouts and all(line["dataset_row"] == order[line["prompt_number"]] for line in rollouts)
+        held_out = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+        assert len({line["prompt"] for line in held_out}) == len(held_out) == 5
+
+
+def test_files_of_rows_that_have_changed_are_named(tmp_path, capsys):
+    """A file that has only moved is the same; one of equal size and other rows is not."""
+    directory = write_task(tmp_path)
+    run(World(), "grpo", ("d1@0",) * 3, directory, tmp_path / "whole", None)
+    checkpoint = tmp_path / "whole/checkpoints/step_2"
+    data, held_out = Manifest.load(checkpoint).data.values()
+    text = (directory / "data.jsonl").read_text()
+    assert data == [{"file": str(directory / "data.jsonl"), "rows": 40, "bytes": len(text),
+                     "crc32": zlib.crc32(text.encode())}]
+    assert held_out[0]["rows"] == 5
+
+    def warned(changed: str):
+        (directory / "data.jsonl").write_text(changed)
+        program = compile_program(build("grpo", directory), None, world_size=1)
+        Trainer(program, World(), checkpoint=newest_checkpoint(World(), [checkpoint]))
+        lines = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("realhf: warning: ") for line in lines if "since the checkpoint" in line]
+
+    assert warned(text) == []
+    says = f"dataset: {directory}/data.jsonl has changed since the checkpoint was saved: "
+    (fewer,) = warned("".join(text.splitlines(keepends=True)[:-1]))
+    assert fewer.startswith(f"{says}it had 40 rows and has 39, so the run does not go on as it would have")
+    (other,) = warned(text.replace("1", "2"))
+    assert other.startswith(f"{says}its 40 rows are not those that it had, so ")
 
 
 class Failing:

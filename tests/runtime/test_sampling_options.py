@@ -45,9 +45,10 @@ class Kept:
 def task(tmp_path_factory) -> Path:
     """Write a task whose rows have limits from 1 to 12."""
     directory = write_task(tmp_path_factory.mktemp("task"))
-    rows = [json.loads(line) for line in (directory / "data.jsonl").read_text().splitlines()]
-    rows = [row | {"most_new": 1 + 5 * i % 12} for i, row in enumerate(rows)]
-    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("data.jsonl", "held_out.jsonl"):
+        rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
+        rows = [row | {"most_new": 1 + 5 * i % 12} for i, row in enumerate(rows)]
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
 

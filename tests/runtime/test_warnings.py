@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,19 +13,23 @@ from realhf import (
     DatasetConfig,
     ExactMatch,
     FormatReward,
+    LoraConfig,
     OptimizerConfig,
+    PolicyLossConfig,
     RegexMatch,
     Reward,
     RewardModel,
     Role,
     SamplingConfig,
+    TrainStep,
     half_precision,
 )
+from realhf.algorithms.policy_loss import PolicyLoss
 from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.compile.warnings import _unusual_rate, warnings_of
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task
 
@@ -151,6 +156,93 @@ def test_greedy_samples_of_one_prompt(task, capsys):
     what = "sampling.temperature is 0: the 4 samples of a prompt are all the same"
     assert _warnings(capsys, "grpo", task, sampling=greedy) == [what]
     assert _warnings(capsys, "ppo", task, sampling=greedy, group_size=1) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lr": 3.0}, "actor.optimizer.lr is 3 (above 0.03, for any model): a few steps at "),
+        ({"lr": 0.0}, "actor.optimizer.lr is 0: the model does not change"),
+        ({"lr": 1e-12}, "actor.optimizer.lr is 1e-12 (1e-06 is usual): the model hardly changes"),
+        ({"warmup_steps": 7}, "actor.optimizer.warmup_steps is 7, and the run has 6 optimizer steps"),
+        ({"schedule": "linear", "total_steps": 4}, "actor.optimizer.total_steps is 4, and the run has 6"),
+        ({"betas": (0.999, 0.9)}, "actor.optimizer.betas are (0.999, 0.9): the first is usually the smaller"),
+        ({"weight_decay": 10.0}, "actor.optimizer.weight_decay is 10: it shrinks the weights"),
+        ({"max_grad_norm": 1e-6}, "actor.optimizer.max_grad_norm is 1e-06: every gradient is cut to"),
+    ],
+)  # fmt: skip
+def test_unusual_settings_of_training(task, settings, says):
+    """The run has three steps of two minibatches."""
+    actor = replace(role(task), optimizer=OptimizerConfig(**({"lr": 3e-3} | settings)))
+    program = compile_program(make_experiment("grpo", task, actor=actor), None, world_size=1)
+    (found,) = warnings_of(program, None, {})
+    assert found.startswith(says)
+
+
+@pytest.mark.parametrize(("lora", "lr"), [(False, 1e-3), (True, 1e-2)])
+def test_a_learning_rate_a_thousand_times_too_high_for_a_pretrained_model(lora, lr):
+    """GRPO's usual rate is 1e-6, and 1e-5 for adapters; small and untrained models bear more."""
+
+    def warned(role, lr):
+        optimizer = OptimizerConfig(lr=lr)
+        call = SimpleNamespace(work=TrainStep(PolicyLoss(PolicyLossConfig())))
+        return [*_unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, call)]
+
+    large = Role("qwen2.5-0.5b", lora=LoraConfig(rank=8) if lora else None)
+    (sentence,) = warned(large, lr)
+    usual = "1e-05" if lora else "1e-06"
+    assert sentence == (f"actor.optimizer.lr is {lr:g} ({usual} is usual for what it learns): "
+                        "a few steps at such a rate destroy a model")
+    assert warned(large, lr / 100) == [] and warned(replace(large, random_init=True), lr) == []
+
+
+def test_settings_of_sampling_kl_and_rewards(task):
+    def found(**changes):
+        experiment = replace(make_experiment("grpo", task), **changes)
+        return warnings_of(compile_program(experiment, None, world_size=1), None, {})
+
+    def sampling(**settings):
+        return {"sampling": SamplingConfig(max_new_tokens=7, **settings)}
+
+    (hot,) = found(**sampling(temperature=100.0))
+    assert hot.startswith("sampling.temperature is 100: answers are nearly random tokens")
+    equal = "the 4 samples of a prompt are"
+    assert found(**sampling(temperature=0.01)) == [
+        f"sampling.temperature is 0.01: {equal} nearly all the same"]
+    assert found(**sampling(top_k=1)) == [f"sampling.top_k is 1: {equal} all the same"]
+    (kl,) = found(loss=PolicyLossConfig(kl_coef=100.0))
+    assert kl == "loss.kl_coef is 100: the reward hardly counts beside it (0 to 0.1 is usual)"
+    (unused,) = found(loss=PolicyLossConfig(), ref=role(task, trainable=False))
+    assert unused == "ref is given, and no call uses it: set loss.kl_coef above 0, or leave it out"
+    (unweighted,) = found(reward_function=Reward(some_reward, weight=0.0))
+    assert unweighted.startswith("call reward_forward: every reward has the weight 0")
+
+
+def test_held_out_rows_that_are_trained_on(task, tmp_path, capsys):
+    rows = [json.loads(line) for line in (task / "data.jsonl").read_text().splitlines()]
+    own = [json.loads(line) for line in (task / "held_out.jsonl").read_text().splitlines()]
+
+    def warned(held_out, kind="grpo"):
+        path = tmp_path / "held_out.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in held_out))
+        return _warnings(capsys, kind, task, eval_dataset=DatasetConfig(str(path)))
+
+    where = f"first {tmp_path}/held_out.jsonl"
+    learned = "what is learned by heart counts as learned"
+    for kind in ("grpo", "sft"):
+        (whole,) = warned(rows, kind)
+        assert whole == f"eval_dataset: 40 of 40 rows are rows of dataset, too, {where} line 1: {learned}"
+        (some,) = warned([*own, *rows[7:9]], kind)
+        assert some == f"eval_dataset: 2 of 7 rows are rows of dataset, too, {where} line 6: {learned}"
+        assert warned(own, kind) == []
+
+
+def test_rows_that_are_mostly_the_same_or_lack_answers(task, capsys):
+    rows = [{"prompt": str(i % 7), "answer": "" if i == 2 else "1"} for i in range(30)]
+    settings = {"dataset": _dataset(task, rows), "eval_dataset": None}
+    assert _warnings(capsys, "grpo", task, **settings) == [
+        "dataset: 22 of 30 rows are the same as an earlier one",
+        "dataset: column 'answer' is empty in 1 of 30 rows, first in line 3"]
 
 
 def test_columns_that_are_null_in_some_rows(task, capsys):

@@ -40,7 +40,7 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def write_task(directory: Path) -> Path:
-    """Write config.json, a tokenizer and data.jsonl into `directory`."""
+    """Write config.json, a tokenizer, data.jsonl and held_out.jsonl into `directory`."""
     from transformers import (
         Qwen2Tokenizer,
     )  # Here, as the experiments below do not need it and it takes a second.
@@ -52,12 +52,11 @@ def write_task(directory: Path) -> Path:
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(HF_CONFIG))
     rng = random.Random(0)
-    with (directory / "data.jsonl").open("w") as file:
-        for _ in range(40):
-            a, b = rng.randrange(200), rng.randrange(20)
-            file.write(
-                json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)}) + "\n"
-            )
+    numbers = [(rng.randrange(200), rng.randrange(20)) for _ in range(40)]
+    held_out = [(a, b + 20) for a, b in numbers[:5]]
+    for name, pairs in (("data.jsonl", numbers), ("held_out.jsonl", held_out)):
+        rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs]
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
 
@@ -82,7 +81,7 @@ class Recorder:
 def common(directory: Path) -> dict[str, Any]:
     return {
         "dataset": DatasetConfig(str(directory / "data.jsonl")),
-        "eval_dataset": DatasetConfig(str(directory / "data.jsonl"), max_rows=5, shuffle=False),
+        "eval_dataset": DatasetConfig(str(directory / "held_out.jsonl"), shuffle=False),
         "steps": 3,
         "batch_size": 6,
         "sampling": SamplingConfig(max_new_tokens=7),

@@ -84,7 +84,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     if plan is None:
         plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
     plan = complete_plan(plan, graph, {})
-    plan.check(graph, world_size=world_size, also=legal_names(eval_sets))
+    plan.check(graph, world_size=world_size, also=legal_names(eval_sets), absent=experiment.absent_calls())
     homes = home_layouts(graph, plan, roles)
     offloaded = _offloaded_roles(graph, plan)
     checks.check_roles(roles)

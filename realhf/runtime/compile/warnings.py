@@ -1,28 +1,49 @@
 """Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realhf.calls import Generate, answer_keys, longest_response
+from realhf.calls import Generate, OptimizerConfig, answer_keys, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.data.dataset import LOADER_KEYS, column_of
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
 from realhf.data.light_tokenizer import special_tokens
 from realhf.data.sequence_tokens import special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.evaluation.sets import named_sets
 from realhf.experiment import Role
-from realhf.graph import DataflowGraph
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.learning_rates import default_rates
 from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
+from realhf.resolved_roles import optimizer_steps
 from realhf.runtime.compile.actions import spec_of
-from realhf.runtime.compile.experiment_json import leaves
+from realhf.runtime.compile.experiment_json import leaves, to_json
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
 
+_ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
+"""Usual names of columns with right answers."""
+_TOKENS = ("prompt_ids", "sequence_ids")
+_NO_CONTENT = ("prompt", DATASET_ROW)
+"""Columns by which rows are not compared: the prompt has tokens, and every row has its own number."""
+_MANY_ROWS = 20
+"""Fewer rows are a trial, and may be the same."""
+_SMALL_MODEL = 10_000_000  # Parameters.
+_HIGH_RATE = 50
+"""So many times the usual learning rate is too much for a pretrained model."""
+_HIGHEST_RATE = 0.03
+"""Too high a learning rate for any model (with Adam a weight changes by nearly that much in a step)."""
+_LOW_RATE = 1e4
+"""The usual learning rate divided by this hardly changes a model."""
+_LOW_GRAD_NORM = 1e-3
+_HIGH_KL = 1.0
+_HIGH_TEMPERATURE = 2.5
+_LOW_TEMPERATURE = 0.05
 _SCHEDULE = (
     "steps", "eval_every", "eval_at_start", "export_every", "checkpoint_every", "keep_checkpoints",
     "keep_checkpoint_every", "log_every", "expected", "rollouts")
@@ -52,8 +73,13 @@ def warnings_of(
     warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += _no_rollouts(program)
     warnings += off_policy(program.graph)
-    if rows is not None:
-        warnings += _repeated_rows(program, rows)
+    if program.parts:  # The program trains.
+        warnings += [*_unusual_training(program), *_unweighted(program.graph)]
+    if rows is not None and program.parts:
+        warnings += [*_repeated_rows(program, rows), *_equal_rows(rows)]
+        for eval_set in sets:
+            if (of_set := held_out.get(eval_set.name)) is not None:
+                warnings += _shared_rows(eval_set.field, of_set, rows)
     warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
         tokenizer = program.experiment.tokenizer_dir()
@@ -62,7 +88,7 @@ def warnings_of(
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
-            warnings += _doubted_rewards(graph, where, part)
+            warnings += [*_doubted_rewards(graph, where, part), *_blank_answers(where, part)]
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
     return list(dict.fromkeys(warnings))
@@ -92,6 +118,25 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         if name.partition(".")[0] not in _SCHEDULE and flat[0].get(name) != flat[1].get(name)
     ]
     return [f"the run continues as another experiment: {', '.join(changes)}"] if changes else []
+
+
+def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning for each file of rows that has changed since a checkpoint was saved.
+
+    Files are compared by what they hold, and not by their names: they may have moved.
+    """
+    warnings = []
+    for name in before.keys() & now.keys():
+        for was, is_now in zip(before[name], now[name], strict=False):
+            if was["crc32"] == is_now["crc32"] and was["bytes"] == is_now["bytes"]:
+                continue
+            rows = f"it had {was['rows']} rows and has {is_now['rows']}"
+            if was["rows"] == is_now["rows"]:
+                rows = f"its {is_now['rows']} rows are not those that it had"
+            warnings.append(
+                f"{name}: {is_now['file']} has changed since the checkpoint was saved: {rows}, so the run "
+                "does not go on as it would have")
+    return sorted(warnings)
 
 
 def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
@@ -177,6 +222,112 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
             yield (
                 f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
                 f"first in {rows.place_of(null[0])}")
+
+
+def _blank_answers(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about columns of right answers that are read and have empty text in some rows."""
+    for column in _ANSWERS:
+        values = [row.get(column) for row in rows.rows]
+        if blank := [i for i, value in enumerate(values) if isinstance(value, str) and not value.strip()]:
+            yield (
+                f"{name}: column {column!r} is empty in {len(blank)} of {len(values)} rows, "
+                f"first in {rows.place_of(blank[0])}")
+
+
+def _equal_rows(rows: TokenizedRows | MixedRows) -> Iterator[str]:
+    """Yield a warning if most rows of a data set repeat others."""
+    for name, part in named_parts("dataset", rows):
+        repeated = len(part.rows) - len(set(_contents(part, part.rows[0].keys() - set(_NO_CONTENT))))
+        if len(part.rows) >= _MANY_ROWS and 2 * repeated > len(part.rows):
+            yield f"{name}: {repeated} of {len(part.rows)} rows are the same as an earlier one"
+
+
+def _shared_rows(
+    name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
+) -> Iterator[str]:
+    """Yield a warning about held-out rows that are rows of the training data, too.
+
+    Rows with the same prompt, and completion if they have one, count as the same. Where most rows have the
+    same prompt, such as those of games, the columns that a call reads must be equal, too.
+    """
+    common = set.intersection(*(set(part.rows[0]) for part in (*rows.parts, *held_out.parts)))
+    tokens = common.intersection(_TOKENS)
+    prompts = [content for part in rows.parts for content in _contents(part, tokens)]
+    keys = common.difference(_NO_CONTENT) if 2 * len(set(prompts)) <= len(prompts) else tokens
+    trained = {content for part in rows.parts for content in _contents(part, keys)}
+    for part in held_out.parts:
+        shared = [i for i, content in enumerate(_contents(part, keys)) if content in trained]
+        if shared:
+            yield (
+                f"{name}: {len(shared)} of {len(part.rows)} rows are rows of dataset, too, "
+                f"first {part.file_place_of(shared[0])}: what is learned by heart counts as learned")
+
+
+def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[str]:
+    """Return for each row a text by which it is compared with others, of its values under these keys."""
+    ordered = sorted(keys)
+    return [json.dumps([[sample[key] for key in ordered] for sample in samples]) for samples in rows.samples]
+
+
+def _unusual_training(program: Program) -> Iterator[str]:
+    """Yield warnings about settings of training with which a model hardly learns, or is soon destroyed."""
+    for name, role in program.roles.items():
+        trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
+        if role.optimizer is not None and trains:
+            yield from _unusual_rate(name, role, role.optimizer, trains[0])
+            num_steps = program.experiment.steps * sum(map(optimizer_steps, trains))
+            yield from _unusual_optimizer(f"{name}.optimizer", role.optimizer, num_steps)
+    if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
+        yield "ref is given, and no call uses it: set loss.kl_coef above 0, or leave it out"
+    for name, value in leaves(to_json(program.experiment)):
+        if name.rpartition(".")[2] == "kl_coef" and isinstance(value, int | float) and value >= _HIGH_KL:
+            yield f"{name} is {value:g}: the reward hardly counts beside it (0 to 0.1 is usual)"
+
+
+def _unusual_rate(name: str, role: Role, optimizer: OptimizerConfig, call: FunctionCall) -> Iterator[str]:
+    """Yield warnings about a learning rate that is 0, or far from the usual one.
+
+    Small models, and those with random weights, bear far higher rates than pretrained ones.
+    """
+    rates = default_rates(call.work.loss)
+    usual = rates.full if role.lora is None else rates.lora
+    assert optimizer.lr is not None, "roles are resolved"
+    is_new = role.random_init or spec_of(role.config()).numel < _SMALL_MODEL
+    limit = _HIGHEST_RATE if is_new else min(_HIGHEST_RATE, _HIGH_RATE * usual)
+    known = f"above {_HIGHEST_RATE:g}, for any model" if is_new else f"{usual:g} is usual for what it learns"
+    if optimizer.lr == 0:
+        yield f"{name}.optimizer.lr is 0: the model does not change"
+    elif optimizer.lr > limit:
+        yield f"{name}.optimizer.lr is {optimizer.lr:g} ({known}): a few steps at such a rate destroy a model"
+    elif optimizer.lr < usual / _LOW_RATE:
+        yield f"{name}.optimizer.lr is {optimizer.lr:g} ({usual:g} is usual): the model hardly changes"
+
+
+def _unusual_optimizer(name: str, optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
+    """Yield warnings about the other settings of an optimizer that takes `num_steps` steps."""
+    if optimizer.warmup_steps > num_steps:
+        yield (
+            f"{name}.warmup_steps is {optimizer.warmup_steps}, and the run has {num_steps} optimizer steps: "
+            "the learning rate never reaches lr")
+    if optimizer.schedule != "constant" and optimizer.total_steps < num_steps:
+        last = optimizer.min_lr_ratio * (optimizer.lr or 0.0)
+        yield (
+            f"{name}.total_steps is {optimizer.total_steps}, and the run has {num_steps} optimizer steps: "
+            f"after {optimizer.total_steps} the learning rate is {last:g}")
+    if optimizer.betas[0] > optimizer.betas[1]:
+        yield f"{name}.betas are {optimizer.betas}: the first is usually the smaller one, as in (0.9, 0.95)"
+    if optimizer.weight_decay >= 1:
+        yield f"{name}.weight_decay is {optimizer.weight_decay:g}: it shrinks the weights (0 to 0.1 is usual)"
+    if optimizer.max_grad_norm < _LOW_GRAD_NORM:
+        yield f"{name}.max_grad_norm is {optimizer.max_grad_norm:g}: every gradient is cut to nearly nothing"
+
+
+def _unweighted(graph: DataflowGraph) -> Iterator[str]:
+    """Yield a warning if all reward functions have the weight 0."""
+    for call in graph.of_kind("host"):
+        rewards = getattr(call.work.function, "rewards", ())
+        if rewards and all(reward.weight == 0 for reward in rewards):
+            yield f"call {call.name}: every reward has the weight 0, so every answer has the score 0"
 
 
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
@@ -321,8 +472,20 @@ def _unknown_end(
 def _greedy(program: Program) -> Iterator[str]:
     generating = program.graph.of_kind("generate")
     count = program.experiment.group_size
-    if program.parts and count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
-        yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
+    for sampling in (call.work.sampling for call in generating if program.parts):
+        if sampling.temperature > _HIGH_TEMPERATURE:
+            yield (
+                f"sampling.temperature is {sampling.temperature:g}: answers are nearly random tokens "
+                "(0.6 to 1.2 is usual)")
+        if count == 1:
+            continue
+        if sampling.temperature == 0 or sampling.top_k == 1:
+            why = "temperature is 0" if sampling.temperature == 0 else "top_k is 1"
+            yield f"sampling.{why}: the {count} samples of a prompt are all the same"
+        elif sampling.temperature < _LOW_TEMPERATURE:
+            yield (
+                f"sampling.temperature is {sampling.temperature:g}: the {count} samples of a prompt are "
+                "nearly all the same")
 
 
 def _beyond_positions(

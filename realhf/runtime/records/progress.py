@@ -248,6 +248,11 @@ def fault_of(steps: Sequence[Mapping[str, float]], *, may_end: bool = True) -> t
              and all(step.get(name, 1.0) == 0.0 for step in steps)]
     if still:
         return "still", f"{ended} the gradient of {' and '.join(still)} was 0: nothing is learned"
+    rewards = [match[1] for name in newest if (match := _REWARD.fullmatch(name)) is not None]
+    for name in rewards:
+        if all(step.get(f"reward/{name}/std") == 0.0 for step in steps):
+            value = _number(newest[f"reward/{name}/mean"])
+            return "constant", f"{ended} reward {name} was {value} for every answer: it teaches nothing"
     if may_end and min(cut_off) == 1.0:
         why = "no answer ended by itself: all were cut off at sampling.max_new_tokens"
         return "cut", f"{ended} {why}; raise it, or see with `realhf rollouts` why answers go on"

@@ -40,7 +40,7 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, program: Program, *, rows_of: Callable[[Sequence[int]], Sequence[int]],
+        self, program: Program, *, rows_of: Callable[[Sequence[int]], Sequence[int | None]],
         followed: Collection[int], read: Callable[[Sequence[int]], Batch] | None,
     ) -> None:
         """`rows_of` returns the indices of the rows of some prompts; rows in `followed` are always kept.
@@ -212,7 +212,8 @@ def make_collector(
     if not keeps_rollouts(program):
         return None
     experiment = program.experiment
-    mine = [] if loader is None else [len(part) for part in loader.parts]
+    # Rows that are read as they come up are not followed: only the rank that reads them knows which they are.
+    mine = [] if loader is None else [0 if part.is_lazy else len(part) for part in loader.parts]
     sizes = max(world.control.all_gather_json(mine))  # Ranks without a loader send an empty list.
     reads = loader is not None and world.rank in dataset_layout(program.graph, program.plan)
     return RolloutCollector(
@@ -223,17 +224,20 @@ def make_collector(
 
 def rows_of_run(
     config: DatasetConfig, sizes: Sequence[int], *, seed: int
-) -> Callable[[Sequence[int]], list[int]]:
+) -> Callable[[Sequence[int]], list[int | None]]:
     """Return a function from the numbers of prompts to the indices of their rows in a data set.
 
-    `sizes` are the numbers of rows of its parts, whose rows are counted one part after another.
+    `sizes` are the numbers of rows of its parts, whose rows are counted one part after another. Rows of a
+    part with the size 0 are unknown (None).
     """
     counts = block_counts(config.weights) if isinstance(config, DatasetMixture) else None
     starts = [0, *accumulate(sizes)]
 
-    def row_of(prompt: int) -> int:
+    def row_of(prompt: int) -> int | None:
         part, number = (0, prompt) if counts is None else mixture_position(prompt, counts, seed=seed)
         shuffle = config.parts[part].shuffle
+        if not sizes[part]:
+            return None
         (index,) = row_order(sizes[part], start=number, count=1, seed=seed, shuffle=shuffle)
         return starts[part] + index
 
