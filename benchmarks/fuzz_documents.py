@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import yaml
 
+from realhf.checkpoint.run_state import FORMAT
 from realhf.checkpoint.tensor_files import pack_header
 
 _REPO = Path(__file__).parent.parent
@@ -148,7 +149,7 @@ MANIFEST: dict[str, Any] = {
     },
     "sets": {"actor": {"kinds": ["master", "exp_avg"], "pieces": {"model.norm.weight": [_PIECE]},
                        "num_steps": 3, "num_skipped": 0, "model": {"hidden_size": 2}}},
-    "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": 3,
+    "versions": {"actor": 3}, "run": {"number": 3}, "ranks": [{"a": 1}], "format": FORMAT,
 }
 
 

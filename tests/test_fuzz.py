@@ -13,6 +13,7 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
 from realhf.errors import UserError, one_line
 from realhf.models.model_config import ModelConfig
+from realhf.models.transformers_config import TransformersConfig
 from realhf.planner.cost.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 
@@ -140,6 +141,14 @@ def test_huge_models_are_refused(fields, what, tmp_path):
     path.write_text(json.dumps(hf | fields))
     with pytest.raises(ValueError, match=what):
         ModelConfig.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "n_layers", "vocab_size"])
+def test_huge_models_of_transformers_are_refused(name):
+    """Its classes make lists with an entry for each layer."""
+    hf = json.loads((Path(__file__).parent.parent / "models/gemma-2-2b.json").read_text())
+    with pytest.raises(ValueError, match=f"{name} is 4000000000000: it must be at most"):
+        TransformersConfig.from_hf(hf | {name: 4 * 10**12})
 
 
 @pytest.mark.parametrize("fields", [{"dtype": {}}, {"dtype": "float3"}])

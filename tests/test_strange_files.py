@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from realhf.checkpoint.run_state import Manifest, check_file
+from realhf.checkpoint.run_state import FORMAT, Manifest, check_file
 from realhf.checkpoint.tensor_files import find_tensors, pack_header
 from realhf.cli.main import main
 from realhf.cluster import Cluster
@@ -306,7 +306,7 @@ def write_checkpoint(directory: Path, change) -> Path:
         "model": {}}
     fields = {
         "step": 3, "num_ranks": 1, "experiment": {}, "plan": {}, "versions": {}, "run": {}, "ranks": [{}],
-        "format": 3, "sets": {"actor": actor}, "files": {key: {} for key in files}}
+        "format": FORMAT, "sets": {"actor": actor}, "files": {key: {} for key in files}}
     change(fields, files)
     for key, data in files.items():
         (directory / key).write_bytes(data)

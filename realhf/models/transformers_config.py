@@ -10,7 +10,7 @@ from typing import Any
 from realhf.layout import Layout
 from realhf.models.families import FAMILIES, Family, Hf
 from realhf.models.model_config import ACTIVATION_NAMES, ModelConfig, check_eos, labelled
-from realhf.user_input.hf_fields import is_whole
+from realhf.user_input.hf_fields import check_sizes, is_whole
 
 _KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -44,6 +44,7 @@ class TransformersConfig(ModelConfig):
         if "quantization_config" in hf:
             raise ValueError("the checkpoint is quantised (quantization_config): dequantise it first")
         check_eos(hf, generation)
+        check_sizes(hf)
         read: dict[str, Any] = {"head": head or "lm", "hf": dict(hf), "generation": dict(generation or {})}
         try:
             name = FAMILIES[family].architecture("lm")

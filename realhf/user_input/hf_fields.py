@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from realhf.errors import cut
@@ -71,10 +71,26 @@ MAX_EXPERTS = 1 << 18
 
 Tables have an entry for each module of a model, and sizes are multiplied as 64-bit integers.
 """
+_WORDS_OF_SIZES = ("num_", "n_", "_size", "layer", "_dim", "_heads", "depth")
 _LARGEST = {
     **{key: MAX_SIZE for key, (_, legal) in LEGAL.items() if legal.startswith("a whole number")},
     **dict.fromkeys(("num_hidden_layers", "n_layer"), MAX_LAYERS),
 }
+
+
+def check_sizes(hf: Mapping[str, Any]) -> None:
+    """Raise ValueError if a number of layers, or another size, is larger than any model has.
+
+    Classes of transformers make lists of such lengths before anything else. Numbers of classes that are not
+    in our table count by the words in their names.
+    """
+    for key, value in hf.items():
+        if isinstance(value, Mapping):
+            check_sizes(value)
+        elif isinstance(value, int) and any(word in key for word in _WORDS_OF_SIZES):
+            most = _LARGEST.get(key, MAX_LAYERS if "layer" in key else MAX_SIZE)
+            if value > most:
+                raise ValueError(f"{key} is {cut(str(value))}: it must be at most {most}")
 
 
 class CheckedFields(UserDict[str, Any]):
