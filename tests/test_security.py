@@ -45,13 +45,9 @@ def test_nothing_unpickles_or_runs_text():
 
 OWN = (
     "__init__.py", "cli/init.py",  # Files of the package itself.
-<<<<<<< HEAD
-    "cli/plan.py", "inference/cache_limit.py", "profiling/surroundings.py", "runtime/execute/memory_meter.py",
-    "cluster.py",  # The last five read files of the kernel.
-=======
     # Files of the kernel.
     "cli/plan.py", "cluster.py", "inference/cache_limit.py", "profiling/surroundings.py",
->>>>>>> traps
+    "runtime/execute/memory_meter.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
     "dist/shared_memory.py", "dist/gloo.py",  # Memory and ports of the same run.
 )
