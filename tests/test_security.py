@@ -45,8 +45,9 @@ def test_nothing_unpickles_or_runs_text():
 
 OWN = (
     "__init__.py", "cli/init.py",  # Files of the package itself.
-    "cli/plan.py", "inference/cache_limit.py", "profiling/surroundings.py", "runtime/execute/memory_meter.py",
-    # The last four read files of the kernel.
+    # Files of the kernel.
+    "cli/plan.py", "cluster.py", "inference/cache_limit.py", "profiling/surroundings.py",
+    "runtime/execute/memory_meter.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
     "dist/shared_memory.py", "dist/gloo.py",  # Memory and ports of the same run.
 )
@@ -80,8 +81,10 @@ def test_yaml_is_read_by_a_safe_loader():
 
 def test_files_run_only_as_the_experiment():
     """Only the experiment is executed, and the file that `realhf eval --reward` names."""
-    runs = [str(path) for path, name, _ in calls() if name.endswith("exec_module")]
-    assert sorted(runs) == ["cli/experiment_file.py", "rewards/by_name.py"]
+    runs = {str(path) for path, name, _ in calls() if name.endswith("exec_module")}
+    assert runs == {"user_input/python_files.py"}
+    users = [str(path) for path, name, _ in calls() if name == "execute_file"]
+    assert sorted(users) == ["cli/experiment_file.py", "rewards/by_name.py"]
 
 
 def test_transformers_never_loads_code_or_asks_the_network():

@@ -66,7 +66,7 @@ class RowFile(ABC):
         if not path.is_file():
             return None
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             checksum = zlib.crc32(file.read(LARGE_BYTES))
             if size > LARGE_BYTES:  # Parquet has the statistics of its columns at the end.
                 file.seek(-_CHUNK_BYTES, os.SEEK_END)
