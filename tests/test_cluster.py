@@ -180,6 +180,8 @@ def test_kinds_need_a_link_between_their_hosts(tmp_path):
 
 
 def test_unknown_names_list_the_shipped_ones():
-    sentence = "'h200' is neither a path nor a shipped name .*cpu-laptop, h100-128x8"
+    sentence = "'mine' is neither a path nor a shipped name .*cpu-laptop, h100-128x8"
     with pytest.raises(ValueError, match=sentence):
+        Cluster.load("mine")
+    with pytest.raises(ValueError, match=r"'h200' is neither .* \(did you mean h200-8x8\?\)"):
         Cluster.load("h200")
