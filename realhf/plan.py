@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from realhf.errors import shown
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
-from realhf.user_input.shipped import load_yaml
+from realhf.user_input.shipped import dump_yaml, load_yaml
 from realhf.user_input.suggest import did_you_mean
 
 OPTIONS = ("recompute", "offload")
@@ -143,7 +141,7 @@ class ExecutionPlan:
         return load_yaml(name, cls.from_dict, kind="plans", what="plan")
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        path.write_text(dump_yaml(self.to_dict()))
 
 
 def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Iterable[str]) -> dict[str, Layout]:

@@ -78,13 +78,12 @@ def snippet(*, beginning: str) -> str:
 
 
 def test_the_readmes_own_reward_tells_answers_apart():
-    """Its rows are chats, whose completions are lists of messages."""
+    """Its rows are texts, and so are completions; tests/user_input/test_hub.py checks the experiment."""
     parsed = ast.parse(snippet(beginning="# gsm8k.py"))
     names: dict[str, Any] = {}
     functions = [node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == "boxed"]
     exec(compile(ast.Module(functions, []), "README.md", "exec"), names)
-    completions = [[{"role": "assistant", "content": text}] for text in ("So \\boxed{4}.", "So 4.", "")]
-    assert names["boxed"](completions) == [1.0, 0.0, 0.0]
+    assert names["boxed"](["So \\boxed{4}.", "So 4.", ""]) == [1.0, 0.0, 0.0]
 
 
 def hand_written_plan(*, evaluates: bool = False) -> str:

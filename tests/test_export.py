@@ -192,7 +192,8 @@ def test_what_goes_along(tmp_path):
     for role, kind in (("actor", "text-generation"), ("critic", "text-classification")):
         files = files_beside(experiment, role, step=2)
         card = files.pop("README.md")
-        names = {path.name for path in task.iterdir()} - {"config.json", "data.jsonl", "README.md"}
+        others = {"config.json", "data.jsonl", "held_out.jsonl", "README.md"}
+        names = {path.name for path in task.iterdir()} - others
         names -= {"generation_config.json"} if role == "critic" else set()
         assert files == {name: task / name for name in names}
         _, front, text = card.split("---\n")

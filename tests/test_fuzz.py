@@ -44,8 +44,10 @@ def task(tmp_path_factory):
 def test_damaged_inputs_get_one_sentence(kind, share, task, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
+    num_cases = max(1, round(share * NUM_CASES.get(kind, 40)))
+
     @settings(
-        max_examples=round(share * NUM_CASES.get(kind, 40)), derandomize=True, database=None, deadline=None,
+        max_examples=num_cases, derandomize=True, database=None, deadline=None,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(KINDS[kind]())

@@ -61,7 +61,7 @@ def test_single_puts_host_calls_on_the_first_rank():
     ("changes", "sentence"),
     [
         ({"train": None}, "calls.train is missing"),
-        ({"trian": "@0"}, "calls.trian: the experiment has no such call; its calls are generate, "),
+        ({"trian": "@0"}, "calls.trian: the experiment has no such call (did you mean train?); its calls"),
         ({"generate": "d2@3-4"}, "calls.generate.layout d2@3-4 uses rank 4, but there are 4 ranks (0 to 3)"),
         ({"reward": "t2@0-1"}, "calls.reward.layout t2: a host call can be split over dp only"),
     ],

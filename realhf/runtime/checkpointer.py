@@ -502,7 +502,7 @@ def _restore(
         return
     mine = manifest.ranks[state.world.rank]
     models.engines.restore_cache_limits(mine.get("cache_limits", {}))
-    state.context.states |= mine["host_states"]
+    state.context.states |= {name: dict(saved) for name, saved in mine["host_states"].items()}
     models.versions.restore(manifest.versions, program.actions, models.start)
     models.reallocations.finish_all_but(mine["in_flight"])
 
@@ -520,7 +520,8 @@ def _host_states(checkpoint: Checkpoint, program: Program, rank: int) -> dict[st
     saved: dict[str, dict[str, Any]] = {}
     for of_rank in reversed(checkpoint.manifest.ranks):
         saved |= of_rank["host_states"]
-    return {name: saved[name] for name, layout in layouts.items() if name in saved and rank in layout}
+    ours = [name for name, layout in layouts.items() if name in saved and rank in layout]
+    return {name: dict(saved[name]) for name in ours}
 
 
 def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState) -> None:

@@ -108,6 +108,16 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None
         raise UserError(f"{what} {path}: {' '.join(str(error).split())}") from error
 
 
+def dump_yaml(document: Any, **style: Any) -> str:
+    """Return a document as `load_yaml` reads it: what occurs twice in it is written twice."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, **style)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 class _Loader(yaml.SafeLoader):
     """A YAML loader for plain documents, which are as large in memory as they are in the file.
 

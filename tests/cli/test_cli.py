@@ -496,8 +496,9 @@ def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, call):
     words = ["--actor.optimizer.lr", "1e30", "--eval-every", "0", "--steps", "6"]
     code, _, err = call("run", write_experiment(tmp_path), "--out", tmp_path / "run", *words)
     assert code == 2 and "Traceback" not in err, err
-    sentence = err.splitlines()[-1]
+    sentence, way_on = [line for line in err.splitlines() if line.startswith("realhf: ")][-2:]
     assert sentence.startswith("realhf: call 'actor_train' in step ")
+    assert way_on.startswith("realhf: the last checkpoint is that of step ")
     assert "the gradient norm is " in sentence and "lower actor.optimizer.lr" in sentence
 
 

@@ -30,6 +30,7 @@ from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
+from realhf.user_input.shipped import dump_yaml
 from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
 
 PPO_7B = str(REPO / "examples/ppo_7b.py")
@@ -233,7 +234,7 @@ def write_profile(directory, **fields):
         "intra_host": LINK, "device_type": "cpu",
     }  # fmt: skip
     tables = {"date": "2026-11-22", "machine": {}, "links": [], "calls": {}, "models": []}
-    path.write_text(yaml.safe_dump(tables | {"cluster": cluster | fields}))
+    path.write_text(dump_yaml(tables | {"cluster": cluster | fields}))
     return path
 
 

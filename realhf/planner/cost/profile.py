@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from realhf.cluster import Cluster
 from realhf.errors import shown
 from realhf.models.model_config import ModelConfig
 from realhf.planner.workload.problem import ITEMSIZE
 from realhf.user_input.field_types import check_fields
-from realhf.user_input.shipped import load_yaml
+from realhf.user_input.shipped import dump_yaml, load_yaml
 
 _EXPERTS = ("num_experts", "num_experts_per_token", "expert_width", "shared_width")
 SHAPE = (
@@ -228,7 +227,7 @@ class Profile:
         return load_yaml(name, cls.from_dict, what="profile")
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110))
+        path.write_text(dump_yaml(self.to_dict(), default_flow_style=None, width=110))
 
     def noise(self) -> tuple[float, str]:
         """Return the median noise of all timings, and a sentence about it."""
