@@ -1,8 +1,8 @@
 """Sends signals to short runs at random moments and at aimed ones, from their start to their end.
 
-Each run must end with a sentence that names the signal, exit code 1, no traceback, and no process left
-after a second; or it had already done all its steps. Runs have one process or two; signals go to the launcher
-alone or, as from a terminal, to its process group.
+Each run must answer at once with a sentence, end with exit code 1 and no traceback, and leave no process
+after a second; or it had already done all its steps. Runs have one process or two, with checkpoints or without;
+signals go to the launcher alone or, as from some supervisors, to all processes.
 """
 
 import json
@@ -18,6 +18,7 @@ import uuid
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,7 +99,7 @@ AIMED: dict[str, Callable[[Run], bool]] = {
 
 
 def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signals, wait: float | str,
-            jitter: float, to_group: bool) -> Result:  # fmt: skip
+            jitter: float, to_all: bool) -> Result:  # fmt: skip
     """Start a run, and send it a signal after `wait` seconds or at the aimed moment `wait`."""
     run = Run(experiment, out, num_ranks)
     try:
@@ -111,14 +112,13 @@ def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signa
         if run.process.poll() is not None:
             return Result(number, num_ranks, "ended before", run.process.returncode, None, 0.0)
         sent = time.monotonic()
-        if to_group:
-            os.killpg(run.process.pid, number)
-        else:
-            run.process.send_signal(number)
+        for pid in run.processes() if to_all else [run.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
         code = run.finish(120.0)
         ended = time.monotonic()
         later = [(at, line) for at, line in run.lines if at >= sent and line.startswith("realhf: ")]
-        says = [at for at, line in later if number.name in line]
+        says = [at for at, line in later if number.name in line or "a second signal" in line]
         text = "".join(line for _, line in run.lines)
         moment = wait if isinstance(wait, str) else f"{sent - run.began:.2f} s"
         first = says[0] - sent if says else None
@@ -128,8 +128,8 @@ def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signa
             result.faults.append("traceback")
         if not is_done and code == 0:
             result.faults.append("lost")
-        if not is_done and first is None and sent - run.began > _BEFORE_PYTHON_SECONDS:
-            result.faults.append("no sentence")
+        if not is_done and sent - run.began > _BEFORE_PYTHON_SECONDS:
+            result.faults += ["no sentence"] * (first is None) + [f"code {code}"] * (code not in (0, 1))
         if first is not None and first > 1.0:
             result.faults.append("late sentence")
         time.sleep(max(0.0, ended + 1.0 - time.monotonic()))
@@ -153,7 +153,11 @@ def main() -> int:
     rng = random.Random(options.seed)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as base:
-        experiment = write_experiment(Path(base), steps=_STEPS, checkpoint_every=2, eval_every=3)
+        for name in ("with", "without"):
+            Path(base, name).mkdir()
+        experiment, without = (
+            write_experiment(Path(base, name), steps=_STEPS, checkpoint_every=period, eval_every=3)
+            for name, period in (("with", 2), ("without", 0)))
         lengths = {}
         for num_ranks in (1, 2):
             run = Run(experiment, Path(base, f"whole-{num_ranks}"), num_ranks)
@@ -165,8 +169,9 @@ def main() -> int:
             if rng.random() < 0.3:
                 wait = rng.choice(list(AIMED)[0 if num_ranks == 2 else 2 :])
             out = Path(base, f"run-{i}")
+            chosen = without if rng.random() < 0.2 and wait != "a checkpoint is there" else experiment
             result = disturb(
-                experiment, out, num_ranks=num_ranks, wait=wait, to_group=rng.random() < 0.5,
+                chosen, out, num_ranks=num_ranks, wait=wait, to_all=rng.random() < 0.5,
                 jitter=rng.uniform(0, 0.1), number=(signal.SIGINT, signal.SIGTERM)[i % 2])
             results.append(result)
             if result.faults:

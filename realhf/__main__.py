@@ -1,6 +1,5 @@
 """Entry point of `python -m realhf` and of the `realhf` command."""
 
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -10,11 +9,9 @@ import traceback
 from collections.abc import MutableMapping
 from contextlib import suppress
 
-from realhf.signals import signals_end_the_process
+from realhf.signals import ENDING, end_by_signal, end_with_parent, signals_end_the_process
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-_PR_SET_PDEATHSIG = 1  # From Linux's prctl.h.
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
@@ -29,11 +26,11 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 def main() -> int:
     """Run the command line and return its exit code. A signal ends it with a sentence, unless it trains."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # No exceptions while Python starts and ends.
+        signal.signal(number, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has the signal, too, and says so.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
         return _run()
-    with signals_end_the_process(signal.SIGINT, signal.SIGTERM):
+    with signals_end_the_process(*ENDING):
         return _run()
 
 
@@ -54,7 +51,7 @@ def _run_apart() -> int:
     if child == 0:
         code = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
             code = _command()
         except SystemExit as error:  # A help text has been printed.
             code = error.code if isinstance(error.code, int) else 0
@@ -66,6 +63,8 @@ def _run_apart() -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code >= 0:
         return code
+    if -code in ENDING:  # This process has it, too, or will have it.
+        end_by_signal(signal.Signals(-code))
     why = "a reward or other code of the experiment has crashed, or memory has run out"
     print(f"realhf: check was ended by {signal.Signals(-code).name}: {why}", file=sys.stderr)
     return 2

@@ -1,5 +1,6 @@
 """Signals: none is lost, and none raises an exception in the middle of other code. Free of torch."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -12,6 +13,9 @@ from typing import Any, Self
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals with which terminals and supervisors end a command."""
+_ACTIVE: list["SignalPipe"] = []
+_HAS_ENDED = threading.Lock()
+_PR_SET_PDEATHSIG = 1  # From Linux's prctl.h.
 
 
 class SignalPipe:
@@ -19,7 +23,9 @@ class SignalPipe:
 
     Python's own handler in C writes them, so none waits for the main thread, which may be in C code for long.
     (A Python handler that raises an exception would lose a signal that comes during a destructor, and leave a
-    traceback.) Processes that are forked meanwhile are ended by these signals, as any program is.
+    traceback.) Processes that are forked meanwhile are ended by these signals, as any program is. Signals
+    that this process has been told to ignore (nohup) stay ignored, but for SIGINT, which shells let jobs in
+    the background ignore.
     """
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
@@ -31,8 +37,11 @@ class SignalPipe:
         self._sender.setblocking(False)
         with blocked(self._signals):
             self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, _ignore) for number in self._signals}
-        os.register_at_fork(after_in_child=self._leave_in_child)
+            taken = [
+                number for number in self._signals
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, _ignore) for number in taken}
+        _ACTIVE.append(self)
         return self
 
     def __exit__(
@@ -42,8 +51,8 @@ class SignalPipe:
             signal.set_wakeup_fd(self._wakeup_before)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
-            self._before = {}
-        self._sender.close()  # The receiver reads to its end.
+        _ACTIVE.remove(self)
+        self._sender.close()  # A reader of the receiver comes to its end.
 
     def read(self) -> list[signal.Signals]:
         """Wait for signals and return them, without those for which other code has set a handler meanwhile.
@@ -51,15 +60,32 @@ class SignalPipe:
         Raises EOFError when the context has been left.
         """
         if not (numbers := self.receiver.recv(64)):
+            self.receiver.close()
             raise EOFError
-        ours = [signal.Signals(number) for number in numbers if number in self._signals]
-        return [number for number in ours if signal.getsignal(number) is _ignore]
+        ours = []
+        for number in numbers:
+            if number not in self._signals:  # Python writes all signals here: this one is an outer context's.
+                if self._wakeup_before >= 0:
+                    os.write(self._wakeup_before, bytes([number]))
+            elif signal.getsignal(number) is _ignore:
+                ours.append(signal.Signals(number))
+        return ours
 
-    def _leave_in_child(self) -> None:
-        if self._before:
-            signal.set_wakeup_fd(-1)
-            for number in self._before:
-                signal.signal(number, signal.SIG_DFL)
+    def leave_in_child(self) -> None:
+        """Leave the context in a process that has just been forked."""
+        signal.set_wakeup_fd(-1)
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        self._sender.close()
+        self.receiver.close()
+
+
+def _leave_all_in_child() -> None:
+    while _ACTIVE:
+        _ACTIVE.pop().leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_all_in_child)
 
 
 @contextmanager
@@ -83,9 +109,17 @@ def signals_end_the_process(*signals: signal.Signals) -> Iterator[None]:
 
 def end_by_signal(number: signal.Signals, more: str = "") -> None:
     """Say which signal has ended this process, and end it, without waiting for anything."""
+    if not _HAS_ENDED.acquire(blocking=False):  # Another thread says it.
+        signal.pause()
     with suppress(OSError):  # The terminal may be gone.
         os.write(sys.stderr.fileno(), f"realhf: ended by {number.name}{more}\n".encode())
     os._exit(1)
+
+
+def end_with_parent(ends: bool = True) -> None:
+    """Let the system (Linux) kill this process when its parent has ended, or no longer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0, 0, 0, 0)
 
 
 def _end_at_signal(pipe: SignalPipe) -> None:

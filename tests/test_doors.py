@@ -97,8 +97,6 @@ def attack(addresses, made: Path, *, user: int = 0, inside=()) -> dict[str, obje
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_local_run_listens_on_loopback_and_unpickles_nothing(num_ranks, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can act as another user")
     experiment, out = write_experiment(tmp_path, steps=100_000, eval_dataset=None), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", num_ranks, "--out", out) as command:
         metrics = out / "metrics.jsonl"
@@ -107,7 +105,7 @@ def test_a_local_run_listens_on_loopback_and_unpickles_nothing(num_ranks, tmp_pa
         assert len(found) == (0 if num_ranks == 1 else 1 + num_ranks)  # The store, and gloo of each rank.
         assert [a for a in found if not ip_address(a.rpartition(":")[0]).is_loopback] == []
         before = num_descriptors(found.values())
-        answers = attack(found, tmp_path / "made", user=NOBODY)
+        answers = attack(found, tmp_path / "made", user=NOBODY if os.geteuid() == 0 else 0)
         assert wait_until(lambda: num_descriptors(found.values()) == before, seconds=10)
         reached = [address for address, answer in answers.items() if isinstance(answer, list)]
         assert len(reached) == (num_ranks > 1)  # Gloo takes no connections any more.
@@ -143,5 +141,5 @@ def test_a_third_host_runs_code_only_through_the_rendezvous_that_unpickles(rende
         assert ran == (rendezvous == "c10d"), answers
         for command in commands:
             command.interrupt()
-        _, _, err = commands[0].finish()
+        err = "".join(command.finish()[2] for command in commands)  # Either host may have rank 0.
     assert ("rendezvous c10d runs what anybody writes" in err) == (rendezvous == "c10d"), err

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from realhf.cli.job import WORKER_NAME
 from realhf.errors import catch_exits
-from realhf.signals import ENDING, SignalPipe
+from realhf.signals import ENDING, SignalPipe, end_with_parent
 
 PRELOAD = (
     "realhf.cli.worker",
@@ -33,8 +33,7 @@ PRELOAD = (
 )
 """What all workers import. None of it may ask for devices: CUDA cannot be used in a fork of a process that
 has initialized it."""
-_PR_SET_PDEATHSIG = 1  # Both numbers are from Linux's prctl.h.
-_PR_SET_NAME = 15
+_PR_SET_NAME = 15  # From Linux's prctl.h.
 
 
 class Channel:
@@ -78,9 +77,16 @@ class ForkServer:
         self._channel = channel
         self._ranks: dict[int, int] = {}
         """Process id -> rank of the workers that have not been waited for."""
+        self._store = 0
 
-    def run(self) -> None:
-        """Carry out orders until the launcher is gone, and then end the workers."""
+    def run(self, listener: socket.socket) -> None:
+        """Carry out orders until the launcher is gone, and then end the workers.
+
+        Their store listens on `listener`; when it has ended, so have they, and this process.
+        """
+        self._store = self.fork(_keep_store, listener, name="realhf store")
+        listener.close()
+        self._channel.send({"ready": True})
         with SignalPipe([signal.SIGCHLD]) as pipe, suppress(EOFError):
             while True:
                 sources: list[Any] = [self._channel, pipe.receiver]
@@ -92,6 +98,7 @@ class ForkServer:
                     for order in self._channel.receive():
                         self._carry_out(order)
         self._send(signal.SIGKILL)
+        os.kill(self._store, signal.SIGKILL)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "signal" in order:
@@ -110,6 +117,10 @@ class ForkServer:
                 os.kill(pid, number)  # It cannot be another process: nobody has waited for this one.
 
     def _reap(self) -> None:
+        if os.waitpid(self._store, os.WNOHANG)[0]:
+            print("realhf: the process with the workers' store has ended", file=sys.stderr, flush=True)
+            self._send(signal.SIGKILL)
+            os._exit(1)
         for pid in list(self._ranks):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -124,12 +135,14 @@ class ForkServer:
             return pid
         try:
             os.setpgid(0, 0)
-            _end_with_parent()
+            end_with_parent()
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
             self._channel.close()
             if os.getppid() == parent:
                 run(*arguments)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
 
@@ -139,25 +152,13 @@ def serve(control_fd: int, store_fd: int) -> NoReturn:
 
     `control_fd` is the socket to the launcher, and `store_fd` the one on which the workers' store listens.
     """
-    channel = Channel(socket.socket(fileno=control_fd))
-    server = ForkServer(channel)
-    _end_with_parent()
+    server = ForkServer(Channel(socket.socket(fileno=control_fd)))
+    end_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
-    listener = socket.socket(fileno=store_fd)
-    store = server.fork(_keep_store, listener, name="realhf store")
-    listener.close()
-    _end_with_parent(False)  # The end of the channel tells.
-    channel.send({"ready": True})
-    server.run()
-    os.kill(store, signal.SIGKILL)
+    end_with_parent(False)  # The end of the channel tells.
+    server.run(socket.socket(fileno=store_fd))
     os._exit(0)
-
-
-def _end_with_parent(ends: bool = True) -> None:
-    """Let the system kill this process when its parent has ended, or no longer."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0, 0, 0, 0)
 
 
 def _keep_store(listener: socket.socket) -> NoReturn:
@@ -173,9 +174,11 @@ def _keep_store(listener: socket.socket) -> NoReturn:
 
 
 def _work(argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """Be a worker that executes `realhf` with these arguments, and end the process with its exit code."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
+    """Be a worker that executes `realhf` with these arguments, and end the process with its exit code.
+
+    It leaves ENDING to the launcher, which has them, too, if they are sent to all processes of a job.
+    """
+    SignalPipe(ENDING).__enter__()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ.update(variables)
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.

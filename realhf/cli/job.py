@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 WORKER_NAME = "realhf rank "
 """With the rank behind it, the name of a process that our own launcher has forked (in `top`; `ps` shows the
 command that was forked)."""
+ASK_TO_STOP = signal.SIGUSR2
+"""The signal by which our own launcher asks its workers to save and end. Before they train, it ends them."""
 LAUNCHER_PLAN = "REALHF_PLAN"
 """Environment variable with the plan, as JSON, that the launcher has made for its workers."""
 

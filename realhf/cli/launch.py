@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realhf.cli.fork_server import Channel
-from realhf.cli.job import LOCAL_LAUNCHER
+from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER
 from realhf.errors import UserError
 from realhf.signals import ENDING, SignalPipe, blocked
 
@@ -45,7 +45,7 @@ def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0, run_id: st
                 for restart in range(restarts + 1):
                     run.start(restart)
                     code = run.wait()
-                    if code == 0 or run.interrupted is not None:
+                    if code == 0 or run.interrupted is not None or run.is_lost:
                         break
         finally:
             run.end()
@@ -57,7 +57,8 @@ def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0, run_id: st
 class _LocalRun:
     """The workers of a launcher, and the server that forks them.
 
-    `interrupted` is the first signal that has asked this process to end.
+    `interrupted` is the first signal that has asked this process to end; `is_lost` says that the server has
+    ended by itself.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class _LocalRun:
         self._run_id = run_id
         self._port = listener.getsockname()[1]
         self.interrupted: signal.Signals | None = None
+        self.is_lost = False
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno(), listener.fileno()]
         with blocked(ENDING):  # So the server never gets them.
@@ -110,9 +112,9 @@ class _LocalRun:
         deadline = math.inf
         is_killed = False
         while len(codes) < self._num_ranks:
-            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            seconds = None if is_killed or deadline == math.inf else max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select(self._sources, [], [], seconds)
-            if self._signals.receiver in ready and self._is_second_signal():
+            if self._signals.receiver in ready and self._take_signals():
                 deadline = 0.0
             if self._channel in ready:
                 if (answers := self._receive()) is None:
@@ -121,12 +123,12 @@ class _LocalRun:
                 if not is_killed:
                     causes.update({rank: code for rank, code in ended.items() if code})
             # Asked to end, workers that train still save. Others die by the signal, and the run cannot go on.
-            has_failed = causes if self.interrupted is None else min(codes.values(), default=0) < 0
+            is_saving = self.interrupted is not None and {0, 1, 2}.issuperset(codes.values())
+            has_failed = bool(causes) and not is_saving
             if has_failed and deadline == math.inf:
                 deadline = time.monotonic() + _GRACE_SECONDS
             if not is_killed and time.monotonic() >= deadline:
                 is_killed = True
-                deadline = math.inf if causes else deadline
                 self._channel.send({"signal": int(signal.SIGKILL)})
         if self.interrupted is None:
             for rank, code in causes.items():
@@ -139,23 +141,26 @@ class _LocalRun:
         """End the server, and with it the store."""
         self._server.kill()
         self._server.wait()
+        self._channel.close()
 
     def _receive(self) -> list[dict[str, int]] | None:
         """Return the server's answers; None if it has ended."""
         try:
             return self._channel.receive()
         except EOFError:
-            sentence = "realhf: the process that forks workers was ended from outside"
-            print(sentence, file=sys.stderr, flush=True)
+            self.is_lost = True
+            if (code := self._server.wait()) < 0:  # Otherwise it has said why.
+                ended = f"the process that forks workers was ended by {signal.Signals(-code).name}"
+                print(f"realhf: {ended}", file=sys.stderr, flush=True)
             return None
 
-    def _is_second_signal(self) -> bool:
+    def _take_signals(self) -> bool:
         """Ask the workers to save and end; or return True if they have been asked before."""
         for number in self._signals.read():
             if self.interrupted is not None:
                 return True
             self.interrupted = number
-            self._channel.send({"signal": int(signal.SIGINT)})
+            self._channel.send({"signal": int(ASK_TO_STOP)})
         return False
 
 

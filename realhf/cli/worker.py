@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
+from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.data.light_tokenizer import panics_as_errors
 from realhf.dist.activity import Activity
 from realhf.dist.communicators import set_nccl_environment
@@ -38,6 +38,7 @@ from realhf.runtime.records.run_directory import (
 )
 from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.trainer import Trainer
+from realhf.signals import ENDING
 
 _M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -130,7 +131,9 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
         number = f" (restart {restart} after a failure)" if restart else ""
         how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
         print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
-    signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
+    signals: Sequence[signal.Signals] = ENDING if world.size == 1 else (signal.SIGINT, signal.SIGTERM)
+    if LOCAL_LAUNCHER in os.environ:
+        signals = [ASK_TO_STOP]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # Without checkpoints, a signal ends the run at once.
     with StopSignals(*signals) as stop:
@@ -217,8 +220,10 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
         repeat_exactly()
     board = heartbeat = store = activity = None
     try:
-        if place.size > 1:
+        if place.size > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _open_store(place, job.timeout_seconds)
+        if place.size > 1:
+            assert store is not None
             board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
             board.roll_call(max(job.timeout_seconds, _START_SECONDS))
             activity = Activity()
@@ -262,7 +267,7 @@ def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store
     """Return the store of the run; warn of a rendezvous that keeps pickles in it. Raises PeerError."""
     try:
         store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
-        if place.rank == 0 and has_pickled_rendezvous(store):
+        if place.rank == 0 and LOCAL_LAUNCHER not in os.environ and has_pickled_rendezvous(store):
             warn(
                 f"torchrun's rendezvous c10d runs what anybody writes who reaches port "
                 f"{os.environ['MASTER_PORT']} of this host: use --master-addr instead of --rdzv-backend, or "

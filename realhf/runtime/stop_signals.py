@@ -12,8 +12,8 @@ from typing import Self
 from realhf.signals import SignalPipe, end_by_signal
 
 _DELAY_SECONDS = 1.0
-"""Time after which SIGTERM is answered: torchrun also sends it to end workers that have lost a peer. The
-answer to SIGINT, which a person sends, comes at once."""
+"""Time after which SIGTERM is answered under torchrun, which also sends it to end workers that have lost a
+peer. Other signals are answered at once."""
 
 
 class StopSignals:
@@ -45,6 +45,8 @@ class StopSignals:
 
         `answer` returns what this process then tells the user; with None it tells nothing.
         """
+        if not self._signals:  # They end the process, as before.
+            return
         self._answer = answer
         pipe = self._stack.enter_context(SignalPipe(self._signals))
         threading.Thread(target=self._listen, args=(pipe,), name="stop signals", daemon=True).start()
@@ -65,6 +67,6 @@ class StopSignals:
             threading.Thread(target=self._tell, args=(number, self._answer), daemon=True).start()
 
     def _tell(self, number: signal.Signals, answer: Callable[[], str]) -> None:
-        delay = _DELAY_SECONDS if number == signal.SIGTERM else 0.0
+        delay = _DELAY_SECONDS if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         if not self._is_over.wait(delay):
             print(f"realhf: {answer()}", file=sys.stderr, flush=True)

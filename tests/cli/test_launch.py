@@ -46,8 +46,8 @@ def _names(command: Command) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", marked([signal.SIGINT, signal.SIGTERM], quick=[0]))
 def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, tmp_path):
-    """Terminals and supervisors send it to the launcher's process group, in which no worker is; some send it
-    to the fork server, too. The workers save and end, and nothing is left."""
+    """Terminals send it to the launcher's process group, in which no other process is; supervisors send it to
+    all processes. The workers save and end, and nothing is left."""
     experiment = write_experiment(tmp_path, steps=1000, eval_dataset=None, checkpoint_every=500)
     out = tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
@@ -61,7 +61,7 @@ def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, 
         assert all(os.getpgid(pid) == pid for pid in workers) and len(rest) == 3
         assert {os.getsid(pid) for pid in command.processes() if pid != launcher} == {os.getsid(workers[0])}
         assert os.getsid(launcher) != os.getsid(workers[0])
-        for pid in rest:
+        for pid in command.processes():
             os.kill(pid, number)
         code, _, err = command.finish(timeout=60)
         assert wait_until(lambda: not command.processes(), seconds=10)
@@ -79,7 +79,30 @@ def test_no_signal_is_lost(moment, number, tmp_path):
     """benchmarks/signals.py sends hundreds at random moments."""
     experiment = write_experiment(tmp_path, steps=6, checkpoint_every=2, eval_dataset=None)
     result = disturb(
-        experiment, tmp_path / "run", num_ranks=2, number=number, wait=moment, jitter=0.0, to_group=True)
+        experiment, tmp_path / "run", num_ranks=2, number=number, wait=moment, jitter=0.0, to_all=True)
     assert result.faults == [], (result.faults, result.text)
     is_done = (tmp_path / "run/summary.json").exists()
     assert is_done or result.code == 1 and f"realhf: ended by {number.name}\n" in result.text, result.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_without_checkpoints_a_signal_ends_a_run_at_once(number, tmp_path):
+    experiment = write_experiment(tmp_path, steps=1000, checkpoint_every=0, eval_dataset=None)
+    out = tmp_path / "run"
+    moment = "the first step has ended"
+    result = disturb(
+        experiment, out, num_ranks=1, number=number, wait=moment, jitter=0.3, to_all=False)
+    assert result.faults == [] and result.text.endswith(f"realhf: ended by {number.name}\n"), result
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    experiment = write_experiment(tmp_path, steps=30, eval_dataset=None)
+    out = tmp_path / "run"
+    words = [*REALHF, "run", experiment, "--nproc", 2, "--out", out]
+    with Command("sh", "-c", 'trap "" HUP; exec "$@"', "sh", *words) as command:
+        metrics = out / "metrics.jsonl"
+        assert wait_until(lambda: command.ended or (metrics.exists() and metrics.read_text()), seconds=90)
+        for pid in command.processes():
+            os.kill(pid, signal.SIGHUP)
+        code, _, err = command.finish()
+    assert code == 0 and (out / "summary.json").exists(), err
