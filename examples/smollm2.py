@@ -31,10 +31,10 @@ def convert(directory: Path, *, gguf_file: Path | None = None) -> None:
     transformers refuses to save a model that it has read from such a file. It saves a new one that has the
     same weights.
     """
+    gguf_file = gguf_file or weights()
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gguf_file = gguf_file or weights()
     loaded = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype="float32")
     settings = loaded.config.to_dict()
     for name in ("quantization_config", "_model_name_or_path", "_name_or_path"):

