@@ -88,9 +88,21 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         ranks = chosen.ranks
         tried = {"ours": ours_tried, "trl": theirs_tried}
         progress(f"{scene.name}: tried {tried}")
+    return {
+        "size": scene.size, "dtype": scene.dtype, "workload": scene.workload,
+        "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
+        **compare(settings, sizes, ranks=ranks, repeats=repeats),
+        "equal_data": compare_losses(scene, settings),
+    }
+
+
+def compare(
+    settings: dict[str, Any], micro_batch: dict[str, int], *, ranks: int, repeats: int
+) -> dict[str, Any]:
+    """Return seconds, memory and lengths of both sides, which make steps in turns."""
     with (
-        Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
-        Side(THEIRS, settings | {"micro_batch": sizes["trl"]}) as theirs,
+        Side(OURS, settings | {"micro_batch": micro_batch["ours"], "ranks": ranks}) as ours,
+        Side(THEIRS, settings | {"micro_batch": micro_batch["trl"]}) as theirs,
     ):
         sides = {"ours": ours, "trl": theirs}
         base = {name: side.loaded["base_bytes"] for name, side in sides.items()}
@@ -103,9 +115,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
     )
     calls = answers["ours"][0]["calls"]
     return {
-        "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
-        "ranks": ranks,
-        "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
+        "micro_batch": micro_batch, "ranks": ranks,
         "seconds": {name: median(of_side, "seconds") for name, of_side in answers.items()},
         "response_length": {name: median(of_side, "response_length") for name, of_side in answers.items()},
         "ratio": ratio, "ratio_of_cpu_seconds": cpu_ratio,
@@ -113,7 +123,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         "peak_mib": {
             name: (max(a["peak_bytes"] for a in of_side) - base[name]) / 2**20
             for name, of_side in answers.items()},
-        "equal_data": compare_losses(scene, settings), "repetitions": answers,
+        "repetitions": answers,
     }
 
 

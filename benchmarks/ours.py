@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from libraries import touch_libraries
 from limits import measure_limits
-from sides import Desk, Measured, memory_bytes, reward
+from sides import Desk, Measured, memory_bytes, rewards_of
 
-from realhf import GRPO, DatasetConfig, OptimizerConfig, Role, SamplingConfig
+from realhf import GRPO, DatasetConfig, OptimizerConfig, Reward, Role, SamplingConfig
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, TrainStep
@@ -221,7 +221,8 @@ def _program(settings: dict[str, Any]) -> Program:
     experiment = GRPO(
         actor=Role(
             settings["model"], dtype=settings["dtype"], optimizer=OptimizerConfig(**settings["optimizer"])),
-        dataset=DatasetConfig(settings["data"], shuffle=False), reward_function=reward,
+        dataset=DatasetConfig(settings["data"], shuffle=False),
+        reward_function=[Reward(function, weight=weight) for function, weight in rewards_of(settings)],
         sampling=SamplingConfig(max_new_tokens=settings["max_new_tokens"]),
         batch_size=settings["prompts"], group_size=settings["group"], steps=settings["steps"],
     )

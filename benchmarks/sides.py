@@ -5,6 +5,7 @@ answers with a line of JSON. While it waits it blocks in `read`, so that only on
 This module needs only the standard library, because one end runs in a rival's environment.
 """
 
+import importlib
 import json
 import math
 import os
@@ -225,3 +226,14 @@ def memory_bytes(key: str) -> int:
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Return the rewards for GRPO on both sides: cheap, and different for the samples of a prompt."""
     return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def rewards_of(settings: Mapping[str, Any]) -> list[tuple[Callable[..., list[float]], float]]:
+    """Return the reward functions of a GRPO step with their weights.
+
+    They are those of the example's task that the settings name under `task`, else `reward`.
+    """
+    if "task" not in settings:
+        return [(reward, 1.0)]
+    sys.path.insert(0, str(HERE.parent / "examples"))
+    return list(importlib.import_module(settings["task"]).REWARDS.items())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from libraries import touch_libraries
-from sides import Desk, Measured, memory_bytes, reward
+from sides import Desk, Measured, memory_bytes, rewards_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -166,6 +166,7 @@ def grpo(desk: Desk) -> None:
     base = memory_bytes("VmRSS")
     model = load(settings, "float32")
     lines = Path(settings["data"]).read_text().splitlines()
+    functions, weights = zip(*rewards_of(settings), strict=True)
     lengths: list[float] = []
 
     class Told(GRPOTrainer):
@@ -178,15 +179,15 @@ def grpo(desk: Desk) -> None:
 
     with tempfile.TemporaryDirectory() as out:
         arguments = _arguments(
-            GRPOConfig, settings, settings["prompts"] * settings["group"], out,
+            GRPOConfig, settings, settings["prompts"] * settings["group"], out, reward_weights=list(weights),
             num_generations=settings["group"], max_completion_length=settings["max_new_tokens"],
             temperature=1.0, top_k=0, top_p=1.0, beta=0.0, num_iterations=1, loss_type="grpo",
             gradient_checkpointing=False, shuffle_dataset=False,
             use_transformers_continuous_batching=settings["continuous"],
         )
         trainer = Told(
-            model=model, reward_funcs=_reward, args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines]),
+            model=model, reward_funcs=list(functions), args=arguments,
+            train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
             processing_class=AutoTokenizer.from_pretrained(settings["model"]),
             callbacks=[] if "batch" in settings else [Pace(desk, lambda: {"response_length": lengths[-1]})],
         )
@@ -194,10 +195,6 @@ def grpo(desk: Desk) -> None:
         if "batch" in settings:
             return _policy_loss(desk, trainer)
         trainer.train()
-
-
-def _reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return reward(completion_ids)
 
 
 def _policy_loss(desk: Desk, trainer: Any) -> None:

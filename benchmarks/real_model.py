@@ -1,0 +1,175 @@
+"""Measures examples/real_model.py: its curve, and its step beside that of TRL's GRPOTrainer.
+
+    python examples/real_model.py                               # converts the model and writes the rows
+    python benchmarks/real_model.py trl [--json]                # needs `make bench-setup`; half an hour
+    python benchmarks/real_model.py curve --picture docs/real-model.png      # three seeds; an hour and more
+
+`trl` makes steps in turns, as grpo_step.py does, with the example's model, rows, rewards and sizes. Both
+sides get the same prompts and sample their own answers. The ratio is TRL's seconds to ours. In bfloat16, ours
+has bfloat16 weights with a float32 master copy, and theirs is `bf16=True`.
+
+`curve` trains the seeds one after another. Finished runs are not repeated, and interrupted ones go on.
+
+The exit code is 1 if a goal was missed.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from grpo_step import compare
+from harness import Goal, machine, progress, report
+from rich.table import Table
+from sides import HERE
+
+EXAMPLE = HERE.parent / "examples" / "real_model.py"
+_STEP_GOAL = 2.0
+_SCORE_GOAL = 0.6
+_ROOT = Path("runs/real_model")
+_OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
+"""A rate so low that the answers of both sides keep the length that they begin with."""
+
+
+@dataclass
+class Trl:
+    """Compares a step with TRL's."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    repeats: int = 5
+    """Steps of each side that count; one more warms up."""
+    prompts: int = 16
+    group: int = 8
+    max_new_tokens: int = 32
+    micro_batch: tuple[int, int] = (4096, 32)
+    """Tokens of ours and sequences of theirs."""
+    model: Path = _ROOT / "model"
+    data: Path = _ROOT / "task" / "train.jsonl"
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass
+class Curve:
+    """Trains the seeds and draws their curves."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = 35
+    plan: str = "auto"
+    """A plan file; `auto` makes one for this machine."""
+    out: Path = _ROOT
+    """Directory for the runs."""
+    picture: Path | None = None
+    """File for the picture of the curves."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def compare_with_trl(options: Trl) -> int:
+    """Print the seconds of a step of both sides; return the exit code."""
+    hardware = machine()
+    for path in (options.model, options.data):
+        if not path.exists():
+            sys.exit(f"there is no {path}: `python examples/real_model.py` makes it")
+    settings = {
+        "kind": "grpo", "model": str(options.model.resolve()), "data": str(options.data.resolve()),
+        "task": "one_step_sums", "optimizer": _OPTIMIZER, "prompts": options.prompts, "group": options.group,
+        "max_new_tokens": options.max_new_tokens, "steps": 100, "continuous": False,
+    }
+    sizes = dict(zip(("ours", "trl"), options.micro_batch, strict=True))
+    rows = {}
+    for dtype in options.dtypes:
+        rows[dtype] = compare(settings | {"dtype": dtype}, sizes, ranks=1, repeats=options.repeats)
+        progress(f"{dtype}: seconds {rows[dtype]['seconds']}, ratio {ratio_of_steps(rows[dtype]):.2f}")
+    table = Table(title=f"Seconds of a step: medians of {options.repeats}")
+    each = ("MiB", "mean tokens")
+    for column in ("dtype", "ours", *each, "TRL", *each, "ratio", "ratio per token"):
+        table.add_column(column, justify="right")
+    forms = {"seconds": ".2f", "peak_mib": ".0f", "response_length": ".1f"}
+    for dtype, row in rows.items():
+        cells = [format(row[key][name], form) for name in ("ours", "trl") for key, form in forms.items()]
+        table.add_row(dtype, *cells, f"{ratio_of_steps(row):.2f}", f"{row['ratio']:.2f}")
+    goals = [
+        Goal(f"{dtype}: TRL's seconds / ours", ratio_of_steps(row), at_least=_STEP_GOAL)
+        for dtype, row in rows.items()]
+    document = {"benchmark": "real_model trl", "machine": hardware, "settings": settings, "rows": rows}
+    return report(document, tables=[table], goals=goals, as_json=options.json)
+
+
+def ratio_of_steps(row: dict[str, Any]) -> float:
+    """Return TRL's seconds of a step to ours: the median over the pairs of steps made in turn."""
+    answers = row["repetitions"]
+    return statistics.median(
+        b["seconds"] / a["seconds"] for a, b in zip(answers["ours"], answers["trl"], strict=True))
+
+
+def train_seeds(options: Curve) -> int:
+    """Train each seed unless it has been trained; print and draw its scores; return the exit code."""
+    hardware = machine()
+    summaries: dict[int, dict[str, Any]] = {}
+    curves: dict[int, list[dict[str, float]]] = {}
+    for seed in options.seeds:
+        directory = options.out / f"seed{seed}"
+        summaries[seed] = run(directory, seed=seed, options=options)
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        curves[seed] = [json.loads(line) for line in lines]
+    table = Table("seed", "pass@1 before", "after", "pass@4 before", "after", "seconds of a step")
+    goals = []
+    for seed, summary in summaries.items():
+        scores = summary["evals"]
+        steps = [row["timing_s/step"] for row in curves[seed] if row["step"] > 2]
+        ends = [scores[f"eval/{name}"][when] for name in ("pass@1", "pass@4") for when in ("first", "last")]
+        cells = [format(value, ".3f") for value in ends]
+        table.add_row(str(seed), *cells, f"{statistics.median(steps):.1f}")
+        what = f"seed {seed}: held-out pass@1 after {options.steps} steps"
+        goals.append(Goal(what, scores["eval/pass@1"]["last"], at_least=_SCORE_GOAL))
+    if options.picture is not None:
+        draw(curves, options.picture)
+    document = {"benchmark": "real_model curve", "machine": hardware, "summaries": summaries}
+    return report(document, tables=[table], goals=goals, as_json=options.json)
+
+
+def run(out: Path, *, seed: int, options: Curve) -> dict[str, Any]:
+    """Run the example, or what is left of an interrupted run of it; return its summary."""
+    command = [sys.executable, "-m", "realhf", "run", str(EXAMPLE), "--out", str(out), "--seed", str(seed)]
+    command += ["--steps", str(options.steps)]
+    command += ["--plan", str(options.plan), *(["--resume"] if (out / "checkpoints").exists() else [])]
+    if not (out / "summary.json").exists():
+        environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+    return json.loads((out / "summary.json").read_text())
+
+
+def draw(curves: dict[int, Sequence[dict[str, float]]], path: Path) -> None:
+    """Draw the share of right answers, the mean length and the held-out score of each seed by step."""
+    from matplotlib.figure import Figure
+
+    titles = {
+        "reward/right/mean": "right answers in training", "response_length/mean": "mean tokens of an answer",
+        "eval/pass@1": "held-out pass@1"}
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    for axes, (metric, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
+        for seed, rows in curves.items():
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, label=f"seed {seed}", marker="o" if metric.startswith("eval") else None)
+        axes.set(xlabel="step", title=title, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    options = tyro.extras.subcommand_cli_from_dict({"trl": Trl, "curve": Curve}, description=__doc__)
+    return compare_with_trl(options) if isinstance(options, Trl) else train_seeds(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
