@@ -1,8 +1,8 @@
 """Sends signals to short runs at random moments and at aimed ones, from their start to their end.
 
 Each run must answer at once with a sentence, end with exit code 1 and no traceback, and leave no process
-after a second; or it had already done all its steps. Runs have one process or two, with checkpoints or without;
-signals go to the launcher alone or, as from some supervisors, to all processes.
+after a second; or it had already done all its steps. Runs have one process or two, with checkpoints or not.
+Signals go to the launcher alone or, as from some supervisors, to all processes.
 """
 
 import json

@@ -139,7 +139,3 @@ def test_a_third_host_runs_code_only_through_the_rendezvous_that_unpickles(rende
         assert bool(keys) == (rendezvous == "c10d")
         ran = wait_until((tmp_path / "made").exists, seconds=20)  # Agents read their state every 5 s.
         assert ran == (rendezvous == "c10d"), answers
-        for command in commands:
-            command.interrupt()
-        err = "".join(command.finish()[2] for command in commands)  # Either host may have rank 0.
-    assert ("rendezvous c10d runs what anybody writes" in err) == (rendezvous == "c10d"), err

@@ -23,8 +23,8 @@ from realhf.dist.communicators import set_nccl_environment
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
 from realhf.dist.heartbeat import Heartbeat, silence_over_nccl
-from realhf.dist.world import World, has_pickled_rendezvous, open_store, own_device
-from realhf.errors import UserError, warn
+from realhf.dist.world import World, open_store, own_device
+from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.compile.equal_programs import require_equal_programs
@@ -220,10 +220,8 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
         repeat_exactly()
     board = heartbeat = store = activity = None
     try:
-        if place.size > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _open_store(place, job.timeout_seconds)
         if place.size > 1:
-            assert store is not None
+            store = _open_store(place, job.timeout_seconds)
             board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
             board.roll_call(max(job.timeout_seconds, _START_SECONDS))
             activity = Activity()
@@ -264,15 +262,8 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
 
 
 def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store:
-    """Return the store of the run; warn of a rendezvous that keeps pickles in it. Raises PeerError."""
     try:
-        store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
-        if place.rank == 0 and LOCAL_LAUNCHER not in os.environ and has_pickled_rendezvous(store):
-            warn(
-                f"torchrun's rendezvous c10d runs what anybody writes who reaches port "
-                f"{os.environ['MASTER_PORT']} of this host: use --master-addr instead of --rdzv-backend, or "
-                "close the port to all other hosts (docs/security.md)")
-        return store
+        return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]

@@ -30,13 +30,6 @@ def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def has_pickled_rendezvous(store: dist.Store) -> bool:
-    """Return whether torchrun keeps the state of a rendezvous, which it unpickles, in the same store."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.check([f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}"])
-
-
 def own_device(local_rank: int) -> torch.device:
     """Return the device of a worker with this number on its host: a GPU of its own if CUDA is available."""
     if not torch.cuda.is_available():

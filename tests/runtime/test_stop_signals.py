@@ -35,7 +35,8 @@ def test_the_answer_to_ctrl_c_comes_at_once_even_if_the_main_thread_is_busy(caps
     assert text == "realhf: the run ends after step 4\n" and seconds < 0.5
 
 
-def test_sigterm_is_answered_later_as_a_launcher_may_end_this_worker_by_it(capsys):
+def test_sigterm_is_answered_later_under_torchrun_which_may_end_this_worker_by_it(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with StopSignals(signal.SIGINT, signal.SIGTERM) as stop:
         stop.begin(lambda: "the run ends")
         os.kill(os.getpid(), signal.SIGTERM)
