@@ -48,18 +48,27 @@ class JobProcess:
         self._lock = threading.Lock()
 
     def answer(self, job: Any) -> Any:
-        """Return the answer to a job. Raises JobEnded if the process ends over it, or CannotStart."""
+        """Return the answer to a job. Raises JobEnded if the process ends over it, or CannotStart.
+
+        An exception that interrupts this ends the process: its late answer would be taken for the next job's.
+        """
+        question = json.dumps(job) + "\n"
         with self._lock:
-            process = self._process or self._start()
-            line = ""
-            with suppress(BrokenPipeError):
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            if line.endswith("\n"):
-                return json.loads(line)
-            raise JobEnded(self._end(process))
+            try:
+                process = self._process or self._start()
+                line = ""
+                with suppress(BrokenPipeError):
+                    assert process.stdin is not None and process.stdout is not None
+                    process.stdin.write(question)
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                if line.endswith("\n"):
+                    return json.loads(line)
+                raise JobEnded(self._end(process))
+            except BaseException:
+                if self._process is not None:
+                    self._end(self._process, 0.0)
+                raise
 
     def _start(self) -> subprocess.Popen[str]:
         start = _START.format(root=str(_ROOT), module=self._module, main=self._main)
@@ -94,8 +103,11 @@ class JobProcess:
         self._process = None
         if code == -signal.SIGPROF:
             return f"it took more than {self._seconds:g} s of processor time"
-        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
-        return f"its process ended {how}; it may have {format_bytes(self._memory_bytes)} of memory"
+        if code is None:
+            how = "closed its output"
+        else:
+            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"its process {how}; it may have {format_bytes(self._memory_bytes)} of memory"
 
 
 def serve(answer: Callable[[Any], Any]) -> None:

@@ -163,5 +163,8 @@ class FormatReward:
 
     def answer_of(self, completion: str) -> str | None:
         """Return the text of the last section; None without one."""
-        section = _last(_compiled(f"<{self.tags[-1]}>(.*?)</{self.tags[-1]}>", "tags"), completion)
-        return None if section is None else section.strip()
+        begin = f"<{self.tags[-1]}>"
+        # A regular expression would look for the end anew behind each of many beginnings.
+        *complete, _ = completion.split(f"</{self.tags[-1]}>")
+        sections = [before.partition(begin)[2] for before in complete if begin in before]
+        return sections[-1].strip() if sections else None

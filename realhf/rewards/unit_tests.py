@@ -22,7 +22,8 @@ _PYTHON = re.compile(r"[{.\s]*(?:i?python|py)(?:[\s-]?\d[\d.]*)?(?![\w-])", re.I
 """What follows the opening fence of a block of Python begins so: python, py, python3, {.python}, ..."""
 _DEFINITION = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]", re.MULTILINE)
 _OUTPUT = re.compile(r"\bprint\s*\(|\bstdout\b")
-_FENCE_AT_END = re.compile(r"^(.*?)(```+[\w+.-]*)[ \t]*$")
+_FENCE_AT_END = re.compile(r"^(.*?)(?<!`)(```+[\w+.-]*)[ \t]*$")
+"""It begins at the first backtick of a run only, so that long runs take no long time."""
 _TEXT_BEHIND_FENCE = re.compile(r"^([ \t>]*```+)[ \t]+(\S+[ \t]+\S.*)$")
 _MARKERS = " \t>-*+.)0123456789"  # What may stand before a fence, in lists and quotations.
 _BROKEN_LIMITS = ("timeout", "processes", "memory", "files", "output", "network", "killed")

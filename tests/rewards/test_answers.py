@@ -1,5 +1,9 @@
 """Rewards that look at the text of an answer."""
 
+import random
+import re
+import time
+
 import pytest
 
 from realhf import ExactMatch, FormatReward, RegexMatch
@@ -89,3 +93,19 @@ def test_text_of_messages():
 def test_wrong_settings(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_many_beginnings_of_an_answer_take_no_time():
+    """A regular expression would look for an end behind each."""
+    began = time.process_time()
+    assert FormatReward().answer_of("<answer>" * 50_000) is None
+    assert FormatReward().answer_of("<answer>" * 50_000 + "</answer>") == "<answer>" * 49_999
+    assert time.process_time() - began < 1
+
+
+def test_the_last_section_is_that_of_a_regular_expression():
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choice(["<answer>", "</answer>", " a", "b\n"]) for _ in range(rng.randrange(12)))
+        found = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
+        assert FormatReward().answer_of(text) == (found[-1].strip() if found else None), text

@@ -1,10 +1,13 @@
 """MathAnswer against the library math-verify, and its limits."""
 
+from contextlib import suppress
+
 import math_verify
 import pytest
 
 from realhf import MathAnswer
 from realhf.rewards.reward import reward_columns
+from realhf.time_limit import time_limit
 
 PAIRS = [
     ("72", "#### 72"), ("72", r"so \boxed{72}."), ("72", "it is 73"), (r"$\frac{1}{2}$", r"\boxed{0.5}"),
@@ -75,3 +78,16 @@ def test_chats(reward):
 def test_wrong_settings():
     with pytest.raises(ValueError, match="MathAnswer.processes is 0"):
         MathAnswer(processes=0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6])
+def test_an_interrupted_comparison_answers_no_later_question(seconds):
+    """The first text takes all of its time; the interrupt comes at the start, or over the work."""
+    reward = MathAnswer(processes=1, timeout_seconds=2.0)
+    if seconds < 0.5:
+        reward(completions=["5"], answer=["5"])  # Else the interrupt comes while the process starts.
+
+    with suppress(TimeoutError), time_limit(max(seconds, 1e-4), TimeoutError):
+        reward(completions=[r"$9^{9^{9^{9}}}$"], answer=["5"])
+    texts = ["2", "1", "2"]
+    assert [reward(completions=[text], answer=["2"]) for text in texts] == [[1.0], [0.0], [1.0]]

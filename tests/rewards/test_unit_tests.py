@@ -1,6 +1,7 @@
 """UnitTests: code of a completion against the tests of its row."""
 
 import platform
+import time
 
 import pytest
 
@@ -133,3 +134,13 @@ def test_programs_are_compared_by_what_they_print():
 def test_other_tests_are_refused(tests):
     with pytest.raises(UserError, match="UnitTests: column 'tests' has .*: it must be a text of test code"):
         UnitTests()(completions=[RIGHT], tests=[tests])
+
+
+@pytest.mark.parametrize("text", [
+    "`", "x```", "```x", "``` ", "> ", "``` x", " \t", "print ", "class", ". ", "- ", "x ```py ", "~~~\n"])
+def test_no_completion_takes_long_to_read(text):
+    """A line of 16,000 backticks took 14 s."""
+    began = time.process_time()
+    code_of("a" + text * (16_000 // len(text)))
+    code_of("```" + text * (16_000 // len(text)) + "!")
+    assert time.process_time() - began < 2
