@@ -6,7 +6,9 @@ value off the test's own frame, or replace what judges it. Such code passes a wr
 
 import ast
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from realhf.rewards.sandbox import Sandbox
@@ -31,13 +33,15 @@ def decoy(test: str) -> str:
     It expects another value in one of the test's assertions, such as `assert call == literal`. A test without
     one that is certain to run gets an assertion at its end that is false.
     """
-    tree = ast.parse(test)
-    changes = list(_changes(tree))
-    if not changes:
-        number = _random.randrange(100)
-        return f"{test}\nassert {number} == {number + 1}"
-    literal, value = _random.choice(changes)
-    return ast.unparse(_Replacement(literal, ast.parse(repr(value), mode="eval").body).visit(tree))
+    # Long expressions are nested too deeply, and long numbers cannot be written.
+    with suppress(RecursionError, MemoryError, ValueError, OverflowError):
+        tree = ast.parse(test)
+        if changes := list(_changes(tree)):
+            literal, value = _random.choice(changes)
+            other = ast.parse(repr(value), mode="eval").body
+            return ast.unparse(_Replacement(literal, other).visit(tree))
+    number = _random.randrange(100)
+    return f"{test}\nassert {number} == {number + 1}"
 
 
 class _Replacement(ast.NodeTransformer):
@@ -54,17 +58,35 @@ class _Replacement(ast.NodeTransformer):
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr, Any]]:
     """Yield literals in assertions that are certain to run, each with a value that makes its assertion false.
 
-    Such assertions are at the top level, and in functions without a `return` that are called there.
+    Such assertions are at the top level, and in functions without a `return` that are called there. Names
+    that have another meaning somewhere in the test are left out.
     """
-    called = {node.value.func.id for node in tree.body
+    called = {node.value.func.id: place for place, node in enumerate(tree.body)
               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
               and isinstance(node.value.func, ast.Name)}  # fmt: skip
+    meanings = Counter(name for node in ast.walk(tree) for name in _bound_names(node))
     bodies = [tree.body]
-    bodies += [node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in called
+    bodies += [node.body for place, node in enumerate(tree.body)
+               if isinstance(node, ast.FunctionDef) and called.get(node.name, -1) > place
+               and meanings[node.name] == 1 and not node.decorator_list
                and not any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(node))]
     for node in (node for body in bodies for node in body):
         if isinstance(node, ast.Assert) and (change := _change(node.test)) is not None:
             yield change
+
+
+def _bound_names(node: ast.AST) -> list[str]:
+    """Return the names to which a node of a program gives a meaning, in whatever scope."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            return [name]
+        case ast.alias(name=name, asname=other):
+            return [other or name]
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            return [name]
+    return []
 
 
 def _change(asserted: ast.expr) -> tuple[ast.expr, Any] | None:

@@ -39,6 +39,21 @@ RIGHT = {
     "no assertion": ("x = 1", "x"),
     "an infinite number": ("x = 1e999", "assert x == 1e999\nassert x == float('inf')"),
     "a large number": ("x = 1e300", "assert x == 1e300"),
+    "a long expression": ("x = 1", f"y = {'+'.join(['1'] * 900)}\nassert x == 1"),
+    "a long number": (f"x = {'9' * 4300}", f"assert x == {'9' * 4300}"),
+    "nearly a long number": (f"x = {'9' * 400}", f"assert abs(x - {'9' * 400}) < 0.5"),
+    "a check that is defined again": (
+        "def f(a): return a",
+        "def check(c):\n    assert c(1) == 2\ndef check(c):\n    assert c(1) == 1\ncheck(f)"),
+    "a check that is defined again, later": (
+        "def f(a): return a",
+        "def check(c):\n    assert c(1) == 1\ncheck(f)\ndef check(c):\n    assert c(1) == 2"),
+    "a check that is replaced": (
+        "def f(a): return a", "def check(c):\n    assert c(1) == 2\ncheck = f\ncheck(f)"),
+    "a check that is imported": (
+        "def f(a): return a", "def check(c):\n    assert c(1) == 2\nfrom math import sin as check\ncheck(1)"),
+    "a check that is wrapped": (
+        "def f(a): return a", "@lambda c: print\ndef check(c):\n    assert c(1) == 2\ncheck(f)"),
 }  # fmt: skip
 """Code that passes a test."""
 
