@@ -335,7 +335,9 @@ class Checkpointer:
         """
         self._finish_writing(_RESCUE_SECONDS if leads else _PATIENCE_SECONDS)
         end = max(self._ends.values(), key=lambda end: end.step, default=None)
-        is_new = end is not None and end.step > self._saved_step
+        # The last checkpoint may not have been written.
+        is_new = end is not None and (
+            end.step > self._saved_step or not (self._directory / checkpoint_name(end.step)).exists())
         if self._world.size > 1 and not self._world.activity.is_watched:
             return  # Nobody would tell the other ranks.
         if not self._directory.parent.exists():  # Somebody has deleted the run.
@@ -531,7 +533,7 @@ def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState)
     savers = [rank] if is_same else range(checkpoint.manifest.num_ranks)
     for name in map(samples_name, savers):
         if (entry := checkpoint.manifest.files.get(name)) is not None:
-            state.samples.unpack(read_bytes(checkpoint.path / name, most=entry.num_bytes))
+            state.samples.unpack(read_bytes(checkpoint.path / name, most=entry.num_bytes, follow=False))
     if not is_same:
         layouts = {call.name: program.plan[call.name].layout for call in program.graph.calls}
         state.samples.deal(layouts, rank, group_size=program.experiment.group_size)

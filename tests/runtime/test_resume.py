@@ -309,3 +309,31 @@ def test_states_of_host_calls_follow_them_through_changes_of_plan(pool, tmp_path
     assert len(set(coefficients)) == 4
     assert [record["host/calls"] for record in whole if record["step"] > 0] == [1, 2, 3, 4]
     assert all(record["host/keys"] == 1 for record in whole if record["step"] > 0)
+
+
+def test_a_failing_run_saves_a_step_whose_checkpoint_could_not_be_written(tmp_path, capsys):
+    """The checkpoint of step 2 finds no directory for checkpoints; the reward of step 3 fails."""
+    directory = write_task(tmp_path)
+    out = tmp_path / "out"
+    experiment = failing("reward", directory, at=5)
+    reward = experiment.reward_function
+    calls = []
+
+    def reward_function(prompts, completions, completion_ids, answer):
+        calls.append(1)
+        if len(calls) == 3:  # That of step 2. A file takes the place of the directory.
+            (out / "checkpoints").rename(out / "away")
+            (out / "checkpoints").write_text("")
+        if len(calls) == 5:
+            (out / "checkpoints").unlink()
+            (out / "away").rename(out / "checkpoints")
+        return reward(prompts, completions, completion_ids, answer)
+
+    experiment.reward_function = reward_function
+    experiment.checkpoint_every = 2
+    program = compile_program(experiment, None, world_size=1)
+    with pytest.raises(Exception, match="it is away"):
+        Trainer(program, World(), out=out, quiet=True).run()
+    assert "there is no checkpoint of step 2: " in capsys.readouterr().err
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_2"]
+    assert newest_checkpoint(World(), [out / "checkpoints/step_2"]).manifest.step == 2
