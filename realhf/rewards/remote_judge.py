@@ -36,8 +36,9 @@ _ALONE = re.compile(f"^{_MARKS}{_SCORE}{_END}{_MARKS}{_REMARK}$", re.MULTILINE)
 _SCALED = re.compile(rf"(?<![\w./])(?P<score>{_NUMBER}){_OF}(?P<scale>{_NUMBER}){_END}(?!{_SPACE}/)")
 _BUSY = (408, 409, 425, 429)
 """Answers by which a service refuses to work now, besides those from 500 on."""
-_ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
-"""Compressions of replies, each with the kind of window that zlib calls it."""
+_GZIP = ("gzip", "x-gzip")
+_GZIP_WINDOW = 31
+"""The kind of window by which zlib reads gzip alone."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,14 @@ class RemoteJudge:
         """Return the service's reply."""
         headers = {"Accept-Encoding": "gzip", **self._headers()}
         async with self._client.stream("POST", self.url, json=document, headers=headers) as response:
-            body = await self._body(response)
-            status = response.status_code
             if response.is_success:
-                return body
-            sentence = f"{self.url} answered {status}: {_short(body.decode(errors='replace'))}"
+                return await self._body(response)
+            status = response.status_code
+            try:
+                said = _short((await self._body(response)).decode(errors="replace"))
+            except UserError as error:
+                said = str(error)
+            sentence = f"{self.url} answered {status}: {said}"
             if status >= 500 or status in _BUSY:
                 raise ServiceError(sentence, wait_seconds=_retry_after(response.headers.get("Retry-After")))
             if status in (400, 413, 422):  # It refuses these samples.
@@ -194,10 +198,10 @@ class RemoteJudge:
     async def _body(self, response: httpx.Response) -> bytes:
         """Return the bytes of a reply, of which no more than the limit are decompressed. Raises UserError."""
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding not in ("", "identity", *_ENCODINGS):
+        if encoding not in ("", "identity", *_GZIP):
             raise UserError(f"{self.url} answered with the Content-Encoding {encoding!r}: legal is gzip")
         most = int(self.max_reply_mib * 2**20)
-        unpacker = zlib.decompressobj(_ENCODINGS[encoding]) if encoding in _ENCODINGS else None
+        unpacker = zlib.decompressobj(_GZIP_WINDOW) if encoding in _GZIP else None
         body = bytearray()
         try:
             async for chunk in response.aiter_raw():
@@ -205,8 +209,12 @@ class RemoteJudge:
                 if len(body) > most:
                     limit = f"{self.max_reply_mib:g} MiB (RemoteJudge.max_reply_mib)"
                     raise UserError(f"{self.url} answered more than {limit}")
+                if unpacker is not None and unpacker.unused_data:  # It would be kept without a limit.
+                    raise UserError(f"{self.url} answered with damaged {encoding} (more follows its end)")
         except zlib.error as error:
             raise UserError(f"{self.url} answered with damaged {encoding} ({error})") from error
+        if unpacker is not None and not unpacker.eof:
+            raise UserError(f"{self.url} answered with damaged {encoding} (it has no end)")
         return bytes(body)
 
     def _headers(self) -> dict[str, str]:
@@ -234,7 +242,7 @@ def _retry_after(value: str | None) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return 0.0
 
 

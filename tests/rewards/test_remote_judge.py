@@ -7,6 +7,7 @@ import math
 import threading
 import time
 import tracemalloc
+import zlib
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -32,6 +33,7 @@ class Service(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.requests = []
         self.fail_first = 0
+        self.error_headers = {}
         self.seconds = 0.0
         self.retry_after = 0.0
         self.says = ""
@@ -47,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         service.requests.append((self.path, self.headers.get("Authorization"), document))
         time.sleep(service.seconds)
         if len(service.requests) <= service.fail_first:
-            return self._answer(503, "busy")
+            return self._answer(503, "busy", service.error_headers)
         if self.path in ("/drip", "/endless"):
             return self._drip()
         if self.path in service.bodies:
@@ -276,3 +278,39 @@ def test_waits_grow_up_to_a_minute_with_jitter():
 def test_wrong_settings(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         RemoteJudge(**{"url": "http://localhost", **fields})
+
+
+def test_replies_are_one_whole_stream_of_gzip(service):
+    """What follows the end of a stream would be kept without a limit."""
+    service.bodies = {
+        "/longer": (_gzipped(1) + b"x" * (8 << 20), {"Content-Encoding": "gzip"}),
+        "/two": (_gzipped(1) + _gzipped(1), {"Content-Encoding": "gzip"}),
+        "/truncated": (gzip.compress(b'{"scores": [1]}')[:-8], {"Content-Encoding": "gzip"}),
+        "/nothing": (b"", {"Content-Encoding": "gzip"}),
+        "/deflate": (zlib.compress(b'{"scores": [1]}'), {"Content-Encoding": "deflate"}),
+    }
+    faults = {
+        "longer": "damaged gzip .more follows its end", "two": "more follows its end",
+        "truncated": "damaged gzip .it has no end", "nothing": "it has no end",
+        "deflate": "Content-Encoding 'deflate': legal is gzip"}
+    for path, fault in faults.items():
+        tracemalloc.start()
+        with pytest.raises(UserError, match=fault):
+            _score(RemoteJudge(service.url + path, max_reply_mib=1.0), texts=("a",))
+        assert tracemalloc.get_traced_memory()[1] < 24 << 20, path  # The service has the text, too.
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip"])
+def test_a_busy_service_is_named_whatever_its_error_looks_like(service, encoding):
+    service.fail_first = 1
+    service.error_headers = {"Content-Encoding": encoding}
+    with pytest.raises(UserError, match=f"answered 503: .*{encoding}"):
+        _score(RemoteJudge(service.url), texts=("a",))
+
+
+@pytest.mark.parametrize("value", [
+    "Mon, 01 Jan 2024 00:00:00 +99999999999999", f"Mon, 01 Jan {'9' * 30} 00:00:00 GMT", "nan", "-1",
+    "Mon, 01 Jan 0001 00:00:00 -0000"])  # fmt: skip
+def test_a_wait_that_is_no_time_is_none(value):
+    assert _retry_after(value) == 0.0
