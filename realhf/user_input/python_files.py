@@ -7,21 +7,27 @@ when it was compiled: an edit of equal length within a second would not count.
 import importlib.machinery
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """A loader that compiles the source anew, for a module and for the modules of a package."""
+    """A loader that compiles the source anew."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
-    def exec_module(self, module: ModuleType) -> None:
-        for directory in getattr(module, "__path__", ()):
+
+class _SourceFinder(importlib.machinery.FileFinder):
+    """A finder in a directory, whose packages, with and without `__init__.py`, are compiled anew as well."""
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, target)
+        for directory in (spec and spec.submodule_search_locations) or ():
             _compile_anew(directory)
-        super().exec_module(module)
+        return spec
 
 
 def execute_file(path: Path, *, name: str) -> ModuleType:
@@ -35,7 +41,8 @@ def execute_file(path: Path, *, name: str) -> ModuleType:
     spec.has_location = True
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.append(directory)
+    if directory not in sys.path:
+        sys.path.append(directory)
     _compile_anew(directory)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
@@ -46,4 +53,4 @@ def _compile_anew(directory: str) -> None:
     kinds = [
         (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
         (_SourceLoader, importlib.machinery.SOURCE_SUFFIXES)]
-    sys.path_importer_cache[directory] = importlib.machinery.FileFinder(directory, *kinds)
+    sys.path_importer_cache[directory] = _SourceFinder(directory, *kinds)

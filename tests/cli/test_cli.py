@@ -620,26 +620,30 @@ def test_check_proves_the_memory_of_this_machine(tmp_path, call, refused, monkey
 
 def test_an_edit_of_equal_length_within_a_second_counts(tmp_path):
     """Python would use the compiled copy, whose source has the same size and time."""
-    names = ("experiment.py", "beside.py", "package/__init__.py", "package/in_it.py")
+    names = ("experiment.py", "beside.py", "package/__init__.py", "package/in_it.py", "plain/inner/it.py")
     files = {name: tmp_path / name for name in names}
     (tmp_path / "package").mkdir()
+    (tmp_path / "plain/inner").mkdir(parents=True)
     files["package/__init__.py"].write_text("")
     for steps in (3, 7):
         files["beside.py"].write_text(f"STEPS = {steps}\n")
         files["package/in_it.py"].write_text(f"SEED = {steps}\n")
+        files["plain/inner/it.py"].write_text(f"PERIOD = {steps}\n")
         files["experiment.py"].write_text(
             "from realhf import SFT\nfrom beside import STEPS\nfrom package.in_it import SEED\n"
-            f"experiment = SFT(steps=STEPS, seed=SEED, batch_size={steps})\n")
+            "from plain.inner.it import PERIOD\n"
+            f"experiment = SFT(steps=STEPS, seed=SEED, batch_size={steps}, checkpoint_every=PERIOD)\n")
         for file in files.values():
             os.utime(file, (10**9, 10**9))
             if steps == 3:
                 py_compile.compile(str(file))
     load = f"load_experiment({str(files['experiment.py'])!r})"
     code = f"from realhf.cli.experiment_file import load_experiment; e = {load}; "
-    code += "print(e.steps, e.seed, e.batch_size)"
+    code += f"print(e.steps, e.seed, e.batch_size, e.checkpoint_every); {load}; import sys; "
+    code += f"print(sys.path.count({str(tmp_path)!r}))"
     for directory in ("/", tmp_path):  # The current directory may be on Python's path already.
         found = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True)
-        assert found.stdout == "7 7 7\n", found.stderr
+        assert found.stdout == "7 7 7 7\n1\n", found.stderr
 
 
 def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):
