@@ -125,8 +125,12 @@ def limit_resources(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-def confine(folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True) -> bool:
+def confine(
+    folder: str, *, readable: Sequence[str], parent: int, landlock: bool = True, may_delete: bool = True
+) -> bool:
     """Take from this process all rights but to compute, to read `readable` and to write to `folder`.
+
+    It ends with the process `parent`, which has started it.
 
     Without `may_delete`, it cannot delete files there: the space of deleted files that are still open could
     not be measured.
@@ -146,6 +150,8 @@ def confine(folder: str, *, readable: Sequence[str], landlock: bool = True, may_
             _leave_user()
         _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # It has ended before, so there will be no signal.
+            os._exit(1)
         with suppress(OSError):  # Part of a huge page that is unmapped stays, and no limit counts it.
             _call("prctl", _SET_NO_HUGE_PAGES, 1, 0, 0, 0)
         if abi > 0:

@@ -120,7 +120,7 @@ class Sandbox:
         return {
             "folder": folder, "package_root": str(_ROOT), "packages": packages, "limits": limits,
             "readable": [*sorted(interpreter - {"/"}), *_SYSTEM_PATHS, *packages],
-            "landlock": self.landlock, "may_delete": may_look(),
+            "landlock": self.landlock, "may_delete": may_look(), "parent": os.getpid(),
         }
 
 
@@ -160,23 +160,23 @@ class _Watch:
         code = _START.format(root=str(_ROOT))
         command = [os.path.realpath(sys.executable), "-s", "-S", "-B", "-c", code]
         try:
-            self.process = subprocess.Popen(
-                [*command, str(job_fd), str(report_fd)], stdin=input_fd, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, pass_fds=(job_fd, report_fd), env=_environment(self.folder), cwd="/",
-                start_new_session=True)
+            try:
+                self.process = subprocess.Popen(
+                    [*command, str(job_fd), str(report_fd)], stdin=input_fd, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE, pass_fds=(job_fd, report_fd), env=_environment(self.folder),
+                    cwd="/", start_new_session=True)
+            finally:
+                os.close(report_fd)
+            self._watch({"report": report, "stdout": self.process.stdout.fileno(),
+                         "stderr": self.process.stderr.fileno()})
         finally:
-            os.close(report_fd)
-        sources = {"report": report, "stdout": self.process.stdout.fileno(),
-                   "stderr": self.process.stderr.fileno()}
-        try:
-            self._watch(sources)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process.stdout.close()
-            self.process.stderr.close()
             os.close(report)
+            if self.process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+                self.process.stdout.close()
+                self.process.stderr.close()
 
     def _watch(self, sources: dict[str, int]) -> None:
         """Read what the process writes until it ends or breaks a limit."""

@@ -34,7 +34,7 @@ def main() -> None:
         if job["protected"]:
             confine(
                 job["folder"], readable=job["readable"], landlock=job["landlock"],
-                may_delete=job["may_delete"])
+                may_delete=job["may_delete"], parent=job["parent"])
         limit_resources(**job["limits"])
     except (Unprotected, OSError, ValueError) as error:
         report("unprotected", detail=str(error))

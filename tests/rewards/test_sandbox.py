@@ -310,3 +310,22 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"Sandbox.cpu_seconds is 0: it must be above 0"):
         Sandbox(cpu_seconds=0)
     assert issubclass(UserError, ValueError)
+
+
+def test_a_sandbox_that_cannot_start_leaves_nothing_open(monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        Sandbox().run("x = 1")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_whose_parent_has_gone_does_not_run(tmp_path):
+    code = (
+        "import sys\nfrom realhf.rewards.confinement import confine\n"
+        f"confine({str(tmp_path)!r}, readable=['/usr', sys.base_prefix], parent=int(sys.argv[1]))\n"
+        "sys.stdout.write('runs')\nsys.stdout.flush()")
+    said = [
+        subprocess.run([sys.executable, "-c", code, str(parent)], capture_output=True, text=True).stdout
+        for parent in (os.getpid(), 1)]
+    assert said == ["runs", ""]
