@@ -10,28 +10,39 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 import yaml
 
-from realhf.checkpoint.run_state import FORMAT, Manifest, check_file
-from realhf.checkpoint.tensor_files import find_tensors, pack_header
+from realhf.checkpoint.run_state import FORMAT, Manifest, SavedTensors, check_file
+from realhf.checkpoint.tensor_files import find_tensors, pack_header, read_header
 from realhf.cli.main import main
 from realhf.cluster import Cluster
 from realhf.data.dataset import DatasetConfig, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.data.tokenized import TokenizedRows
-from realhf.data.tokenizer_process import render_chat
+from realhf.data.tokenizer_process import _renderer, render_chat
 from realhf.errors import UserError
+from realhf.job_process import JobEnded, JobProcess
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.profile import Profile
-from realhf.user_input.files import MAX_ROW_BYTES, open_regular, read_bytes, read_json
+from realhf.user_input.files import (
+    MAX_ROW_BYTES,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_json_lines,
+    require_regular_files,
+)
 from tests.cli_tools import REPO, write_experiment
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -404,3 +415,88 @@ def test_a_fifo_as_config_does_not_hang_a_process(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     with pytest.raises(ValueError, match="config.json cannot be read: it is a FIFO"):
         ModelConfig.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"a":[]}', "1", '"ab"'])
+def test_json_that_grows_in_memory_is_refused_before_it_is_read(text):
+    """Nine MB of `[],` took 250 MB."""
+    began = time.process_time()
+    for many in ("[" + f"{text}," * (21_000_000) + "0]", b"[" + f"{text},".encode() * 21_000_000 + b"0]"):
+        with pytest.raises(UserError, match="the file has too many parts: at most 8,000,000 lists"):
+            parse_json(many, "the file")
+    assert time.process_time() - began < 3.0
+
+
+def test_an_index_has_at_most_32_mb(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_bytes(b" " * (33 << 20))
+    with pytest.raises(ValueError, match="index.json cannot be read: it has .*, and at most 32 MB"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [
+    [1] * 17, [2**63], [10**299] * 6000, [True], [-1], [0, 10**299]], ids=range(6))
+def test_shapes_that_no_tensor_has(shape, tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.process_time()
+    with pytest.raises(ValueError, match="its header does not say what tensor w is"):
+        find_tensors(tmp_path)
+    assert time.process_time() - began < 1.0
+
+
+def test_a_directory_that_may_not_be_listed_is_a_sentence(tmp_path):
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))  # Below tmp_path, other users see nothing.
+    directory.chmod(0o311)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(UserError, match=f"{directory} cannot be read: Permission denied"):
+            require_regular_files(directory)
+    finally:
+        os.seteuid(user)
+        directory.rmdir()
+
+
+def test_links_in_a_checkpoint_are_refused_by_every_reader(tmp_path):
+    directory = write_checkpoint(tmp_path, lambda fields, files: None)
+    manifest = Manifest.load(directory)
+    name = "rank_00000.safetensors"
+    (directory / name).rename(directory / "outside")
+    (directory / name).symlink_to(directory / "outside")
+    for read in (
+        lambda: read_header(directory / name, follow=False),
+        lambda: list(read_json_lines(directory / name, follow=False)),
+        lambda: SavedTensors(directory, "actor", manifest.sets["actor"]).read(
+            "master", "w", ((0, 4), (0, 2)), torch.zeros(4, 2)),
+    ):
+        with pytest.raises((ValueError, OSError), match="a symbolic link"):
+            read()
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_file(task, monkeypatch):
+    (task / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = LightTokenizer(str(task))
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    path = tokenizer_json(task, version="1.0 ")
+    _renderer().close()
+    with pytest.raises(ValueError, match="^the chat template cannot be tried: .* does not start"):
+        render_chat(tokenizer, CHAT)
+    with pytest.raises(UserError, match=f"^{path} cannot be tried: the process of .* does not start"):
+        LightTokenizer(str(task))
+    monkeypatch.undo()
+    assert render_chat(tokenizer, CHAT)[0]
+
+
+def close_output():
+    """Answer no job, and go on."""
+    print("ready", flush=True)
+    os.close(1)
+    time.sleep(30)
+
+
+def test_a_process_that_closes_its_output_is_named():
+    process = JobProcess(__name__, main="close_output", seconds=1.0, memory_bytes=1 << 30)
+    with pytest.raises(JobEnded, match="^its process closed its output; it may have 1"):
+        process.answer({})

@@ -203,11 +203,11 @@ def check_file(directory: Path, name: str, manifest: Manifest) -> None:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if name == METRICS:
-        for number, record in read_json_lines(path):
+        for number, record in read_json_lines(path, follow=False):
             if not isinstance(record.get("step"), int):
                 raise ValueError(f"{path} line {number} has no step")
         return
-    stored = read_header(path)
+    stored = read_header(path, follow=False)
     for tensor, shape in manifest.tensors_in(name):
         if tensor not in stored:
             raise ValueError(f"{path} lacks the tensor {tensor}")
@@ -300,7 +300,8 @@ class SavedTensors:
         if file not in self._files:
             path = self._directory / file
             with open_regular(path, follow=False) as opened:
-                self._files[file] = read_header(path), mmap(opened.fileno(), 0, access=ACCESS_COPY)
+                memory = mmap(opened.fileno(), 0, access=ACCESS_COPY)
+            self._files[file] = read_header(path, follow=False), memory
         headers, memory = self._files[file]
         stored = headers[tensor]
         dtype = getattr(torch, STORED_DTYPES[stored.dtype])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import cut
-from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_object
+from realhf.user_input.files import open_regular, parse_json, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,6 +23,9 @@ _BITS = {
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 _MAX_NAME_BYTES = 255
+_MAX_INDEX_BYTES = 32_000_000
+"""Most bytes of an index. The largest known ones have about 9 MB."""
+_MAX_DIMS = 16
 _MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
@@ -78,7 +81,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return name of a tensor -> name of the file that holds it."""
-    files = read_object(index, most=MAX_TABLE_BYTES).get("weight_map")
+    files = read_object(index, most=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(
             f"{index} is not an index of safetensors files: it needs an object weight_map: tensor -> file")
@@ -92,10 +95,13 @@ def _is_name(file: str) -> bool:
     return "\0" not in file and len(file.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file in their order; raise ValueError unless they fill the file exactly."""
+def read_header(path: Path, *, follow: bool = True) -> dict[str, StoredTensor]:
+    """Return the tensors of a file in their order; raise ValueError unless they fill the file exactly.
+
+    Without `follow`, a symbolic link is refused.
+    """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
@@ -131,8 +137,8 @@ def _stored_tensor(path: Path, name: str, fields: Any, begin: int) -> StoredTens
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         sizes = [*shape, start, stop]
-        assert isinstance(dtype, str)
-        assert all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+        assert isinstance(dtype, str) and len(shape) <= _MAX_DIMS
+        assert all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in sizes)
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error
     if dtype not in _BITS:

@@ -62,6 +62,8 @@ def _failure(path: Path, size: int, modified: int) -> str:
         return str(process.answer(text))
     except JobEnded as error:
         return f"a process that tried it has failed ({error})"
+    except CannotStart as error:  # Raised, so not cached: the file is not at fault.
+        raise UserError(f"{path} cannot be tried: {error}") from error
     finally:
         process.close()
 
@@ -86,8 +88,10 @@ def render_chat(
         "return_assistant_tokens_mask": finds_answers}
     try:
         answer = _renderer().answer({"messages": messages, "how": how})
-    except (JobEnded, CannotStart) as error:
+    except JobEnded as error:
         raise ValueError(f"the chat template does not end: {error}") from error
+    except CannotStart as error:
+        raise ValueError(f"the chat template cannot be tried: {error}") from error
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer["text"], [(start, stop) for start, stop in answer["answers"]]

@@ -18,11 +18,14 @@ from realhf.user_input.units import format_bytes
 MAX_SETTINGS_BYTES = 16 << 20
 """Most bytes of a file of settings, such as config.json."""
 MAX_TABLE_BYTES = 256 << 20
-"""Most bytes of a JSON file with long tables: a tokenizer.json, an index of weights, or a manifest."""
+"""Most bytes of a JSON file with long tables: a tokenizer.json or a manifest."""
 MAX_ROW_BYTES = 4_000_000
 """Most bytes of a row of a data set, and of its chat: a million tokens have about as many."""
 MAX_LINE_BYTES = 16 << 20
 """Most bytes of a line of another file with one JSON object per line."""
+_MAX_CONTAINERS = 8_000_000
+_MAX_COMMAS = 20_000_000
+"""Most lists and objects of a JSON text, and most commas: each takes many times its bytes of memory."""
 _MAX_DIGITS = 300
 """Most digits of a whole number in a settings file: every number is then a finite float, too."""
 _KINDS = {
@@ -60,7 +63,11 @@ def require_regular_files(directory: Path, *, most: int = MAX_TABLE_BYTES) -> No
 
     Other libraries read such a directory, and would wait for a FIFO. Weights may be larger.
     """
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+    try:
+        paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}") from error
+    for path in paths:
         if path.is_dir():
             continue
         try:
@@ -116,7 +123,13 @@ def read_object(path: str | Path, *, most: int = MAX_SETTINGS_BYTES, what: str =
 def parse_json(text: str | bytes, where: str) -> Any:
     """Return the value of a JSON text. Raises UserError that begins with `where`."""
     try:
+        text = text if isinstance(text, str) else text.decode()
+        if text.count("[") + text.count("{") > _MAX_CONTAINERS or text.count(",") > _MAX_COMMAS:
+            most = f"at most {_MAX_CONTAINERS:,} lists and objects with {_MAX_COMMAS:,} commas are read"
+            raise UserError(f"{where} has too many parts: {most}")
         return json.loads(text, parse_int=_whole_number)
+    except UserError:
+        raise
     except RecursionError as error:
         raise UserError(f"{where} is nested too deeply") from error
     except ValueError as error:
@@ -129,12 +142,14 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def read_lines(path: str | Path, *, most: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+def read_lines(
+    path: str | Path, *, most: int = MAX_LINE_BYTES, follow: bool = True
+) -> Iterator[bytes]:
     """Yield the lines of a regular file with their ends.
 
     Raises OSError, also about a line of more than `most` bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         number = 0
         while line := file.readline(most + 1):
             number += 1
@@ -143,13 +158,13 @@ def read_lines(path: str | Path, *, most: int = MAX_LINE_BYTES) -> Iterator[byte
             yield line
 
 
-def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_lines(path: str | Path, *, follow: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line, without a last line that has no end yet.
 
     Raises UserError that names the file and the line.
     """
     try:
-        for number, line in enumerate(read_lines(path), start=1):
+        for number, line in enumerate(read_lines(path, follow=follow), start=1):
             if line.endswith(b"\n") and line.strip():
                 where = f"{path} line {number}"
                 row = parse_json(line.decode(errors="replace"), where)
