@@ -32,7 +32,7 @@ _BEFORE_PYTHON_SECONDS = 0.12
 
 @dataclass
 class Result:
-    """What a signal has led to."""
+    """The end of a run to which a signal was sent, and what was wrong with it."""
 
     number: signal.Signals
     num_ranks: int

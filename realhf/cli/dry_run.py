@@ -57,7 +57,7 @@ class FirstPrompt(NamedTuple):
 
 
 class FirstLearned(NamedTuple):
-    """What is learned of the first training row; ` ... ` stands between answers, for what is not."""
+    """The text of the first training row that is learned; ` ... ` stands for what is between its answers."""
 
     text: str
     tokens: int

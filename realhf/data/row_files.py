@@ -61,7 +61,7 @@ class RowFile(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """What tells whether the file has changed; None for rows of the hub, whose commit tells it."""
+        """Return size, rows and checksum of the file; None for rows of the hub, which have a commit."""
         path = Path(self.name)
         if not path.is_file():
             return None

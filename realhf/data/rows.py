@@ -147,7 +147,7 @@ class DatasetRows:
 
     @property
     def fingerprints(self) -> list[Fingerprint]:
-        """What tells whether a file has changed, for each file that is not on the hub."""
+        """Return size, number of rows and checksum of each file that is not on the hub."""
         return [known for file in self._files if (known := file.fingerprint) is not None]
 
     def _locate(self, number: int) -> tuple[int, int]:

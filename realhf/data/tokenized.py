@@ -84,7 +84,7 @@ class TokenizedRows:
 
     @property
     def fingerprints(self) -> list[dict[str, Any]]:
-        """What tells whether the files have changed."""
+        """Return size, number of rows and checksum of each file that is not on the hub."""
         return self._file.fingerprints
 
     @property
