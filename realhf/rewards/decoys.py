@@ -6,6 +6,7 @@ value off the test's own frame, or replace what judges it. Such code passes a wr
 
 import ast
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +15,9 @@ from typing import Any
 from realhf.rewards.sandbox import Sandbox
 
 _random = random.SystemRandom()
+_PARSING = threading.Lock()
+"""Python 3.11 counts the depth of a syntax tree for all threads together, so that two which parse at once may
+fail with a SystemError (https://github.com/python/cpython/issues/106905)."""
 
 
 def without_deceit(sandbox: Sandbox, code: str, tests: Sequence[str], results: Sequence[str]) -> list[str]:
@@ -33,9 +37,10 @@ def decoy(test: str) -> str:
     It expects another value in one of the test's assertions, such as `assert call == literal`. A test without
     one that is certain to run gets an assertion at its end that is false.
     """
-    # Long expressions are nested too deeply, and long numbers cannot be written.
-    with suppress(RecursionError, MemoryError, ValueError, OverflowError):
-        tree = ast.parse(test)
+    # Long expressions are nested too deeply, long numbers cannot be written, other threads may parse, too.
+    with suppress(RecursionError, MemoryError, ValueError, OverflowError, SystemError):
+        with _PARSING:
+            tree = ast.parse(test)
         if changes := list(_changes(tree)):
             literal, value = _random.choice(changes)
             other = ast.parse(repr(value), mode="eval").body

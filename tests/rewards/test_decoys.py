@@ -1,7 +1,10 @@
 """Decoys: right programs fail them, and programs that deceive a test pass them."""
 
 import ast
+import gc
 import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,6 +81,25 @@ def test_decoys_differ_from_their_tests_in_what_they_expect():
     assert decoy("assert abs(f(2) - 3) < 1") == "assert abs(f(2) - 20) < 1"
     assert {decoy("assert f() == 1\nassert f() == 2") for _ in range(99)} == {
         "assert f() == 2\nassert f() == 2", "assert f() == 1\nassert f() == 3"}
+
+
+def test_threads_that_parse_at_once_all_get_a_decoy():
+    """A collection of garbage lets another thread go on in the middle of a syntax tree."""
+    test = f"x = {'+'.join(['1'] * 300)}\nassert f(1) == 1"
+    threshold = gc.get_threshold()
+    gc.callbacks.append(_let_others_go_on)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            decoys = list(pool.map(decoy, [test] * 200))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(_let_others_go_on)
+    assert {other.rpartition("assert ")[2] for other in decoys} == {"f(1) == 2"}
+
+
+def _let_others_go_on(phase, info):
+    time.sleep(0.0001)
 
 
 def test_code_that_passes_a_decoy_has_deceived_all_tests_that_it_passes():
