@@ -25,7 +25,7 @@ from workloads import config_of, sequences, write_model
 
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 

@@ -37,7 +37,7 @@ from realhf.calls import Generate, TrainStep
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -33,8 +33,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from realhf.checkpoint.hf import load_weights, save_weights
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec

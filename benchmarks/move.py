@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.param_spec import ModelSpec
 from realhf.models.region import Region, overlap, region_size, region_slices

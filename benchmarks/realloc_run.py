@@ -35,7 +35,7 @@ from move import Move
 from rich.table import Table
 from rivals import RIVALS
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from realhf.calls import Generate, SamplingConfig
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import sample
 from realhf.inference.stop_strings import StopMatcher, StopStrings

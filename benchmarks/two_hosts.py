@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 
 _PORT = 29400
 _TIMEOUT_SECONDS = 120.0

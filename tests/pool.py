@@ -146,7 +146,7 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
 def _join(rank: int) -> Any:
     import torch  # inside, so that a session without workers does not pay for it
 
-    from realhf.dist.world import World, open_store, own_device
+    from realhf.distributed.world import World, open_store, own_device
 
     torch.set_num_threads(1)
     store = open_store(rank=rank, size=SIZE, timeout_seconds=60)

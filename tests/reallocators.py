@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.param_spec import ModelSpec
 from realhf.realloc.execute import Reallocator, assumed_links

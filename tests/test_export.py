@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from realhf.cli.experiment_file import load_experiment
-from realhf.dist.activity import Activity
+from realhf.distributed.activity import Activity
 from realhf.experiment import Role
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan

@@ -19,7 +19,7 @@ LAYERS = {
     "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
     "pinned": 1.5,
-    **dict.fromkeys(("dist", "data", "half_precision"), 2),
+    **dict.fromkeys(("distributed", "data", "half_precision"), 2),
     "realloc": 2.5,
     "settings": 2.6,
     "calls": 2.7,

@@ -13,7 +13,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, SamplingConfig, TrainStep
 from realhf.cli.plan import this_machine
 from realhf.cluster import num_cores
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig

@@ -23,7 +23,7 @@ from realhf import (
 )
 from realhf.cli.main import main
 from realhf.cli.planning_problem import model_role
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.learning_rates import LEARNING_RATES, learning_rate
 from realhf.resolved_roles import resolved_roles
 from realhf.runtime.compile.program import compile_program

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.dist.message_size import MAX_MESSAGE_BYTES, checked_length
+from realhf.distributed.message_size import MAX_MESSAGE_BYTES, checked_length
 
 PACKAGE = Path(__file__).parent.parent / "realhf"
 RUNS_CODE = ("eval", "exec", "compile", "__import__")
@@ -49,7 +49,7 @@ OWN = (
     "cli/plan.py", "cluster.py", "inference/cache_limit.py", "profiling/surroundings.py",
     "runtime/execute/memory_meter.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
-    "dist/shared_memory.py", "dist/gloo.py",  # Memory and ports of the same run.
+    "distributed/shared_memory.py", "distributed/gloo.py",  # Memory and ports of the same run.
 )
 
 

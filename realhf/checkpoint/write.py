@@ -19,7 +19,7 @@ from torch import Tensor
 from realhf.checkpoint.peft import CONFIG_FILE, STEM, adapter_config
 from realhf.checkpoint.read import box_in_tensor, box_start, params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, StoredTensor, pack_header, pack_index
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec

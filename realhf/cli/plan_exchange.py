@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from realhf.cli.worker import Place, repeat_later, report
-from realhf.dist.failures import FailureBoard
-from realhf.dist.world import open_store
+from realhf.distributed.failures import FailureBoard
+from realhf.distributed.world import open_store
 from realhf.plan import ExecutionPlan
 
 _KEY = "plan"

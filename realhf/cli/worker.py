@@ -18,12 +18,12 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
 from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.data.light_tokenizer import panics_as_errors
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import set_nccl_environment
-from realhf.dist.failures import FailureBoard, write_error_file
-from realhf.dist.group import PeerError
-from realhf.dist.heartbeat import Heartbeat, silence_over_nccl
-from realhf.dist.world import World, open_store, own_device
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import set_nccl_environment
+from realhf.distributed.failures import FailureBoard, write_error_file
+from realhf.distributed.group import PeerError
+from realhf.distributed.heartbeat import Heartbeat, silence_over_nccl
+from realhf.distributed.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint

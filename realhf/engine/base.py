@@ -12,8 +12,8 @@ import torch
 
 from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.dist.activity import Report, no_report, prefixed
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.activity import Report, no_report, prefixed
+from realhf.distributed.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.autograd import sum_over_group
+from realhf.distributed.autograd import sum_over_group
 from realhf.engine.hf_module import TransformersModel
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer

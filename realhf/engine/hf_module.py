@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.data.batch import Packed
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec

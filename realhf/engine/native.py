@@ -12,9 +12,9 @@ from realhf.attention.interface import AttentionBackend
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
-from realhf.dist.activity import Report
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.activity import Report
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.pipeline import run_pipeline

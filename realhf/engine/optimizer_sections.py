@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 from realhf.models.param_spec import ParamSpec
 from realhf.models.region import Region, chunk_edges, region_size, split_evenly
 from realhf.nn.parameters import ShardedParameters

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from realhf.dist.group import Messages, Pending
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.group import Messages, Pending
+from realhf.distributed.parallel import ParallelGroups
 
 
 class Pass(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch
-from realhf.dist.activity import Report, prefixed
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.activity import Report, prefixed
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
 from realhf.engine.hf_module import TransformersModel, rows_of_tokens

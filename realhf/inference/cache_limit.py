@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.sizes.kv_blocks import SHARE_OF_DEVICE, SHARE_OF_HOST, cache_limit
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realhf.dist.group import Pending
+from realhf.distributed.group import Pending
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import Flags
 from realhf.inference.decode_graphs import DecodeGraphs

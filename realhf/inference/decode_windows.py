@@ -10,7 +10,7 @@ A window in which prompts are prefilled has a single step, because the number of
 
 from dataclasses import dataclass
 
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 from realhf.inference.rollout_buffer import RolloutBuffer
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Step

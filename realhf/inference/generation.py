@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from realhf.calls import Generate
-from realhf.dist.activity import Report, no_report
+from realhf.distributed.activity import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.cohort import Cohort

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from realhf.attention.interface import AttentionBackend
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 from realhf.inference.decode_graphs import DecodeGraphs, Record, recorder
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.paged_backends import PagedBackends

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from realhf.data.batch import Batch
-from realhf.dist import tags
-from realhf.dist.group import Pending, peer_errors
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed import tags
+from realhf.distributed.group import Pending, peer_errors
+from realhf.distributed.parallel import ParallelGroups
 from realhf.inference.rollout_buffer import PromptGroup
 
 

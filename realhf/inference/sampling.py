@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.calls import SamplingConfig
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 from realhf.inference.block_tables import Integers
 
 Words = NDArray[np.uint64]

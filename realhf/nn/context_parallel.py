@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from realhf.dist.autograd import exchange_rows
-from realhf.dist.group import Group
+from realhf.distributed.autograd import exchange_rows
+from realhf.distributed.group import Group
 from realhf.layout import even_split
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.half_precision import needs_float32
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig

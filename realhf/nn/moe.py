@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.dist.autograd import copy_to_group, exchange_rows, sum_over_group
-from realhf.dist.group import Group
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.autograd import copy_to_group, exchange_rows, sum_over_group
+from realhf.distributed.group import Group
+from realhf.distributed.parallel import ParallelGroups
 from realhf.half_precision import widened
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import region_size

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.attention.interface import AttentionKind, Sequences
-from realhf.dist.autograd import sum_over_group
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.autograd import sum_over_group
+from realhf.distributed.parallel import ParallelGroups
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.attention import Attend, packed_attention
 from realhf.nn.block import Block, Norm

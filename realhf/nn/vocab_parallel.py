@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.dist.autograd import copy_to_group
-from realhf.dist.group import Group
+from realhf.distributed.autograd import copy_to_group
+from realhf.distributed.group import Group
 from realhf.models.region import row_blocks
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects

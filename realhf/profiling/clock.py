@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from realhf.cluster import num_cores
-from realhf.dist.world import World
+from realhf.distributed.world import World
 
 Key = TypeVar("Key", bound=Hashable)
 

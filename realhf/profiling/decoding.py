@@ -7,7 +7,7 @@ import torch
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.forward_batch import Prefill, next_tokens
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits

@@ -9,7 +9,7 @@ import torch
 
 from realhf.calls import LogProbs, Loss, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

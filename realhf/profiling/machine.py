@@ -8,9 +8,9 @@ import torch
 
 from realhf.cluster import ACCELERATORS, Cluster, Link, host_memory_bytes, num_cores
 from realhf.data.batch import Batch, Packed
-from realhf.dist import tags
-from realhf.dist.group import Group, Outbox
-from realhf.dist.world import World
+from realhf.distributed import tags
+from realhf.distributed.group import Group, Outbox
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy

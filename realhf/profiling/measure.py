@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.planner.cost.profile import SHAPE, ModelTables, Profile, Table, shape_of

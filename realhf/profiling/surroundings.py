@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from realhf.cluster import host_memory_bytes, num_cores
-from realhf.dist.world import World
+from realhf.distributed.world import World
 
 
 def describe(world: World) -> dict[str, Any]:

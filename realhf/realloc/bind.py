@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side
 from realhf.realloc.pieces import Shards, detached, in_row_major_order, pairs
 from realhf.realloc.schedule import Message, Schedule

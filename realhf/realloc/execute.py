@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from realhf.dist.group import PeerError, Pending
-from realhf.dist.world import World
+from realhf.distributed.group import PeerError, Pending
+from realhf.distributed.world import World
 from realhf.models.region import region_size
 from realhf.realloc.bind import Binder, Binding, Copies, Staging
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import torch
 
-from realhf.dist.group import Group
-from realhf.dist.shared_memory import Mapped
-from realhf.dist.world import World
+from realhf.distributed.group import Group
+from realhf.distributed.shared_memory import Mapped
+from realhf.distributed.world import World
 from realhf.realloc.pieces import Piece, Shards
 from realhf.realloc.schedule import Message
 

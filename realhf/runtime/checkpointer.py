@@ -27,9 +27,9 @@ from realhf.checkpoint.run_state import (
     write_file,
 )
 from realhf.data.loader import Loader, MixedLoader
-from realhf.dist import tags
-from realhf.dist.activity import RESCUE
-from realhf.dist.world import World
+from realhf.distributed import tags
+from realhf.distributed.activity import RESCUE
+from realhf.distributed.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region
 from realhf.realloc.pieces import Piece

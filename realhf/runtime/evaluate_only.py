@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from realhf.dist import tags
-from realhf.dist.world import World
+from realhf.distributed import tags
+from realhf.distributed.world import World
 from realhf.errors import UserError, warn
 from realhf.experiment import Role
 from realhf.runtime.compile.program import Program

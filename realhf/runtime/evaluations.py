@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from realhf.data.loader import Loader
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 from realhf.evaluation.metrics import (
     ScoredAnswer,
     known_values,

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, overload
 
-from realhf.dist import tags
-from realhf.dist.group import Outbox, Pending
-from realhf.dist.world import World
+from realhf.distributed import tags
+from realhf.distributed.group import Outbox, Pending
+from realhf.distributed.world import World
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.compute_meter import ComputeMeter

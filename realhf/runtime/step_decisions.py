@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from realhf.dist import tags
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
+from realhf.distributed import tags
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 
 _STOP = "stop"
 """Key of the store that another rank than 0 sets when a signal has asked it to stop."""

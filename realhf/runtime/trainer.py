@@ -10,8 +10,8 @@ from typing import Any
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.loader import Loader, MixedLoader, make_loader
-from realhf.dist.group import PeerError
-from realhf.dist.world import World
+from realhf.distributed.group import PeerError
+from realhf.distributed.world import World
 from realhf.errors import UserError, warn
 from realhf.errors import described as described_error
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore

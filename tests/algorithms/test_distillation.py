@@ -12,7 +12,7 @@ from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, Teacher
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine

@@ -11,7 +11,7 @@ import pytest
 from realhf.checkpoint.names import find_checkpoints
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.runtime.checkpointer import newest_checkpoint
 from tests.cli_tools import untimed, write_experiment

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from realhf.checkpoint.hf import load_weights, read_shards, save_weights
 from realhf.checkpoint.write import CheckpointWriter, assign_writes
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec

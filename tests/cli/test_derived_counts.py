@@ -8,7 +8,7 @@ import pytest
 
 from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
 from realhf.cli.main import main
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.learning_rates import learning_rate
 from realhf.models.lora import LoraConfig

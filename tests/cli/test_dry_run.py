@@ -14,7 +14,7 @@ from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.shipped import shipped_dir

@@ -10,7 +10,7 @@ import pytest
 from realhf import GRPO, DatasetConfig, Evaluation, OptimizerConfig, Role, SamplingConfig
 from realhf.cli.main import main
 from realhf.cli.run_settings import find_run, read_settings
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl

@@ -6,7 +6,7 @@ import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import LogProbs, TrainStep
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.graph import FunctionCall
 from tests.engine.training import engine_and_minibatches
 

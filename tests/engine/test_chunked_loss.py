@@ -9,7 +9,7 @@ import torch
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine

@@ -12,7 +12,7 @@ import torch
 from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.host_optimizer import HostSlices
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall

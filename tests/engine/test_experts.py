@@ -6,7 +6,7 @@ import torch
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -6,7 +6,7 @@ import torch
 from realhf import Role
 from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

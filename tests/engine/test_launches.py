@@ -17,7 +17,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from tests.dist.recording import RecordedWorld, fault_of
+from tests.distributed.recording import RecordedWorld, fault_of
 from tests.samples import marked
 
 

@@ -8,7 +8,7 @@ import transformers
 
 from realhf.calls import Generate, LogProbs, SamplingConfig, Scores, TopLogProbs, Values
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.base import require_numbers
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine

@@ -13,8 +13,8 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
@@ -24,8 +24,8 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_slices
 from realhf.nn.parameters import ShardedParameters
-from tests.dist.emulated_nccl import NcclWorld
-from tests.dist.recording import fault_of
+from tests.distributed.emulated_nccl import NcclWorld
+from tests.distributed.recording import fault_of
 from tests.engine.reference import plain_model, ragged_rows
 from tests.families import CASES, MOE_CASES
 from tests.samples import drawn, marked

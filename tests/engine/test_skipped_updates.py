@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.calls import TopLogProbs
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine

@@ -16,7 +16,7 @@ from realhf.checkpoint.write import CheckpointWriter
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec, file_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES

@@ -5,7 +5,7 @@ import torch
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

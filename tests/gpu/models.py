@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -23,8 +23,8 @@ from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
 from realhf.attention.triton_paged import TritonAttention
-from realhf.dist.group import Group
-from realhf.dist.world import World
+from realhf.distributed.group import Group
+from realhf.distributed.world import World
 from realhf.inference import page_pool
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from realhf.dist.activity import Activity
-from realhf.dist.group import Group
-from realhf.dist.world import World
+from realhf.distributed.activity import Activity
+from realhf.distributed.group import Group
+from realhf.distributed.world import World
 from realhf.models.region import chunk_edges
 
 pytestmark = pytest.mark.gpu

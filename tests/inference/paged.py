@@ -3,7 +3,7 @@
 import transformers
 
 from realhf.attention.reference import ReferenceAttention
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends

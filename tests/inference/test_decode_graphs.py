@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realhf.dist.communicators import Communicators
+from realhf.distributed.communicators import Communicators
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import paged_rows
 from realhf.inference.page_pool import PagePool
@@ -113,7 +113,7 @@ def _generate_recorded(world, layout, directory):
 
 @pytest.mark.slow
 def test_passes_with_collectives_wait_for_earlier_posts(pool, tmp_path):
-    """Posts in a recorded pass are no part of the chain of posts (dist/communicators.py)."""
+    """Posts in a recorded pass are no part of the chain of posts (distributed/communicators.py)."""
     write_family("llama-3.1", tmp_path)
     expected, _ = _generate(engine_of(tmp_path), long_prompts(), seed=3, max_new_tokens=20)
     found = pool.run(_generate_recorded, "t2@0-1", tmp_path, num_ranks=2)

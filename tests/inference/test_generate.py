@@ -5,7 +5,7 @@ import torch
 
 from realhf.calls import Generate, LogProbs, SamplingConfig, Scores, Values
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall

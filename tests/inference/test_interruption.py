@@ -8,7 +8,7 @@ import torch
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Packed
 from realhf.data.responses import in_response, response_lengths
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout

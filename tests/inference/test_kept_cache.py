@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler

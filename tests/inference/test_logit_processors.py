@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realhf.calls import Generate, SamplingConfig
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import sample, stream_seed, uniform
 from tests.engine.reference import plain_model

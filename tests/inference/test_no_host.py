@@ -7,7 +7,7 @@ import pytest
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.inference.page_pool import page_pool
 from realhf.layout import Layout

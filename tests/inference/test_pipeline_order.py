@@ -8,8 +8,8 @@ import torch
 
 from realhf.layout import Layout
 from realhf.pinned import Download
-from tests.dist.emulated_nccl import NcclWorld
-from tests.dist.recording import MESSAGES, Post, fault_of
+from tests.distributed.emulated_nccl import NcclWorld
+from tests.distributed.recording import MESSAGES, Post, fault_of
 from tests.engine.reference import plain_model
 from tests.inference.rounds import EOS, SIZES, Case, alone, generate_in_rounds, prompts_of
 from tests.samples import marked

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from realhf.calls import SamplingConfig
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.inference.sampling import Draws, philox_4x32, sample, uniform
 
 # Random123, examples/kat_vectors, lines "philox4x32 10": counter, key, result.

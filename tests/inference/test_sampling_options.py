@@ -9,7 +9,7 @@ import transformers
 
 from realhf.calls import SamplingConfig
 from realhf.data.loader import load_tokenizer
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler

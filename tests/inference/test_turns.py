@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from realhf.calls import Generate, SamplingConfig
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue

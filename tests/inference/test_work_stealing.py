@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import PeerError
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.group import PeerError
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.base import output_batch
 from realhf.engine.native import NativeEngine
 from realhf.errors import UserError

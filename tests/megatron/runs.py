@@ -17,7 +17,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.checkpoint.write import CheckpointWriter
 from realhf.cli.experiment_file import load_experiment
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.base import Engine
 from realhf.engine.megatron.engine import MegatronEngine
 from realhf.engine.native import NativeEngine

@@ -8,7 +8,7 @@ import torch
 
 from realhf import ExecutionPlan, Role
 from realhf.calls import LogProbs, TopLogProbs, Values
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import Communicators
-from realhf.dist.group import Group, PeerError
-from tests.dist.test_abort import Backend
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import Communicators
+from realhf.distributed.group import Group, PeerError
+from tests.distributed.test_abort import Backend
 from tests.megatron.test_curves import hf_config
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from realhf.calls import Generate, SamplingConfig
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.pipeline import run_pipeline
 from realhf.graph import FunctionCall

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from realhf.attention.interface import AttentionKind, Sequences
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.families import FAMILIES
 from realhf.models.region import region_slices

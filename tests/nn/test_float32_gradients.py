@@ -6,8 +6,8 @@ import torch.nn.functional as F
 import transformers
 
 from realhf.data.batch import Packed
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.hf_module import TransformersModel
 from realhf.layout import Layout

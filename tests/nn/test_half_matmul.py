@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realhf import half_precision
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from realhf.checkpoint.hf import load_weights
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout

@@ -5,7 +5,7 @@ import torch
 
 from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.base import PassSettings
 from realhf.inference.sampling import sample
 from realhf.nn.attention import Attend

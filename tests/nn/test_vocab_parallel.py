@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import even_split
 from realhf.nn.grad_accumulation import Weight
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens

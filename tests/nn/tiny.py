@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realhf import half_precision
 from realhf.attention.reference import ReferenceAttention
 from realhf.cluster import ACCELERATORS, Cluster, Link
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import next_tokens
 from realhf.inference.kv_cache import KVCache
@@ -28,7 +28,7 @@ from realhf.planner.cost.rank_groups import Span
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole
 from realhf.sizes.kv_blocks import padded_size
-from tests.dist.recording import RecordedWorld
+from tests.distributed.recording import RecordedWorld
 
 ONE = Span(1, 1)
 PAGE = Path(__file__).parents[2] / "docs" / "cost-model.md"

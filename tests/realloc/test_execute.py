@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.cluster import Cluster
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec

@@ -17,8 +17,8 @@ NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 def _rank(rank, port, fault, at_wave, results):
     import torch
 
-    from realhf.dist.group import PeerError
-    from realhf.dist.world import World
+    from realhf.distributed.group import PeerError
+    from realhf.distributed.world import World
     from realhf.layout import Layout
     from tests.realloc.test_execute import _model, _pieces, _shards, _spec
     from tests.reallocators import make_reallocator

@@ -22,7 +22,7 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
 from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.rewards.reward import reward_columns

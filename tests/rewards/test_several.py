@@ -13,7 +13,7 @@ from realhf import GRPO, Reward, RewardLimits, Role
 from realhf.algorithms.responses import rollout_metrics
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of

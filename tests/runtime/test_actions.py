@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from realhf.calls import OptimizerConfig
 from realhf.data.loader import Loader
-from realhf.dist.tags import RECORD
+from realhf.distributed.tags import RECORD
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy

@@ -8,7 +8,7 @@ import torch
 from realhf import GRPO, SFT, DatasetConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 from realhf.data.loader import load_tokenizer
 from realhf.data.sequence_tokens import end_of_turn
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.models.model_config import ModelConfig
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -9,8 +9,8 @@ from realhf import FunctionCall, HostFunction, SamplingConfig
 from realhf.calls import Generate
 from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import ModelFlops
 from realhf.models.param_spec import model_spec

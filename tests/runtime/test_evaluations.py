@@ -24,7 +24,7 @@ from realhf import (
 )
 from realhf.cli.derived_counts import derived_counts
 from realhf.cli.main import main
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program

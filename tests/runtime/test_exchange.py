@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import Outbox
+from realhf.distributed.group import Outbox
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.runtime.execute.executor import StepRecord
 from realhf.runtime.records.step_record import merge_metrics

@@ -10,7 +10,7 @@ import pytest
 
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.checkpointer import newest_checkpoint
 from tests.cli_tools import read_jsonl, untimed, write_experiment
 

@@ -8,7 +8,7 @@ import torch
 
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -9,7 +9,7 @@ import pytest
 
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.memory_prediction import predict_memory
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.inference import cache_limit
 from realhf.plan import ExecutionPlan

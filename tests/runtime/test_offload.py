@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from realhf.calls import HostFunction, LogProbs
 from realhf.data.loader import Loader
-from realhf.dist.group import Outbox
+from realhf.distributed.group import Outbox
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

@@ -9,8 +9,8 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
 from realhf.runtime.weights.reallocation_runners import StreamRunner
-from tests.dist.emulated_nccl import NcclWorld
-from tests.dist.recording import MESSAGES, fault_of
+from tests.distributed.emulated_nccl import NcclWorld
+from tests.distributed.recording import MESSAGES, fault_of
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")

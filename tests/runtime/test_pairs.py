@@ -19,7 +19,7 @@ from realhf import (
     RewardModel,
     SamplingConfig,
 )
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program

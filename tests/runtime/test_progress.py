@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from realhf import DPO, DatasetConfig, Distillation, Evaluation, PairwiseRewardModel
-from realhf.dist.activity import Activity
-from realhf.dist.world import World
+from realhf.distributed.activity import Activity
+from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress, fault_of, shown_columns

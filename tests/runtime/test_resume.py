@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from realhf import DatasetConfig, Evaluation, FunctionCall, HostFunction, LoraConfig, RewardKL
 from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.data.order import row_order
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint

@@ -23,7 +23,7 @@ from realhf import (
 from realhf.calls import answer_keys
 from realhf.data.batch import Packed
 from realhf.data.order import row_order
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile import warnings

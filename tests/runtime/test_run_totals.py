@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from realhf import RolloutLog
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

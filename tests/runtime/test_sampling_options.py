@@ -12,7 +12,7 @@ from realhf import DatasetConfig, FunctionCall, HostFunction, SamplingConfig
 from realhf.calls import TokenLimits
 from realhf.cli.overrides import override
 from realhf.data.loader import load_tokenizer
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from realhf.checkpoint.names import find_checkpoints
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.trainer import Trainer

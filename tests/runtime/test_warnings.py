@@ -25,7 +25,7 @@ from realhf import (
     half_precision,
 )
 from realhf.algorithms.policy_loss import PolicyLoss
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program

@@ -16,9 +16,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import read_shards
 from realhf.data.batch import Batch
-from realhf.dist.activity import Report
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.activity import Report
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 from realhf.engine.base import Engine, PassSettings
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.megatron.configuration import make_config

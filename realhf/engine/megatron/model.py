@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from realhf.attention.interface import Sequences
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.engine.megatron.layers import Packing, block_spec
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.packed import token_positions

@@ -1,8 +1,9 @@
 """Process groups for Megatron-Core: the communicators of our Groups, registered with torch.distributed.
 
 Megatron-Core calls the functions of torch.distributed, which know only registered groups. Registering ours
-makes no second communicator. Its operations are no part of the chain of posts (dist/communicators.py): they
-begin after all posts of the chain, in Megatron-Core's own order. The watch knows them as it knows ours.
+makes no second communicator. Its operations are no part of the chain of posts
+(distributed/communicators.py): they begin after all posts of the chain, in Megatron-Core's own order. The
+watch knows them as it knows ours.
 """
 
 import os
@@ -17,12 +18,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import Operation
-from realhf.dist.gloo import gloo_backend
-from realhf.dist.group import Group, peer_errors
-from realhf.dist.parallel import ParallelGroups
-from realhf.dist.world import World
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import Operation
+from realhf.distributed.gloo import gloo_backend
+from realhf.distributed.group import Group, peer_errors
+from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import World
 
 _BACKEND = "realhf"
 _UNUSED = ("hcp", "inter_dist_opt")

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from realhf.data.batch import Packed
-from realhf.dist.parallel import ParallelGroups
+from realhf.distributed.parallel import ParallelGroups
 from realhf.engine.megatron.process_groups import StageMessages
 from realhf.sizes.micro_batch import interleaved_group
 

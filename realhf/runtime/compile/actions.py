@@ -6,7 +6,7 @@ from itertools import count
 
 import networkx as nx
 
-from realhf.dist.tags import FIRST_INPUT
+from realhf.distributed.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall

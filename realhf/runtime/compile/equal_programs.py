@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realhf.dist.group import name_ranks
-from realhf.dist.world import World
+from realhf.distributed.group import name_ranks
+from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.runtime.compile.actions import Action

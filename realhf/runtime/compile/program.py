@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realhf.data.dataset import DatasetConfig
-from realhf.dist.tags import FIRST_INPUT
+from realhf.distributed.tags import FIRST_INPUT
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout

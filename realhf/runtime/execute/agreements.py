@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from realhf.dist.group import peer_errors
-from realhf.dist.world import World
+from realhf.distributed.group import peer_errors
+from realhf.distributed.world import World
 
 _ANY_TIME = timedelta(days=365)
 _KEPT_STEPS = 8

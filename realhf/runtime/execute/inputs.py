@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from realhf.data.batch import Batch
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 from realhf.models.model_flops import ModelFlops
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import Action

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.compile.actions import Run
 from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.weights.engine_store import EngineKey, EngineStore

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 
-from realhf.dist.activity import Activity
+from realhf.distributed.activity import Activity
 from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import Outbox
-from realhf.dist.world import World
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 from realhf.layout import Layout, even_split
 from realhf.sample_ids import groups_of
 from realhf.sizes.micro_batch import balance

@@ -17,7 +17,7 @@ from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, Dataset
 from realhf.data.loader import Loader, MixedLoader
 from realhf.data.order import block_counts, mixture_position, row_order
 from realhf.data.responses import in_response, response_lengths
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
 from realhf.runtime.samples.sample_store import SampleStore

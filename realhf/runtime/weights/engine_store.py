@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from realhf.calls import OptimizerConfig
-from realhf.dist.group import PeerError
-from realhf.dist.world import World
+from realhf.distributed.group import PeerError
+from realhf.distributed.world import World
 from realhf.engine.base import Engine, GeneratingEngine
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES

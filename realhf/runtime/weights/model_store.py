@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from realhf.checkpoint.write import Beside
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.models.param_spec import Placement
 from realhf.models.region import Region
 from realhf.realloc.execute import agreed_links

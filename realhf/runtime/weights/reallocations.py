@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.checkpoint.write import Beside, CheckpointWriter
-from realhf.dist.world import World
+from realhf.distributed.world import World
 from realhf.engine.hf_factory import file_spec
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from realhf.dist.group import PeerError, name_ranks
+from realhf.distributed.group import PeerError, name_ranks
 
 _EQUALS_SECONDS = 1.0
 """The first rank with a sentence waits this long for others with the same one, to name them all."""

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from realhf.dist.failures import FailureBoard
-from realhf.dist.group import PeerError
+from realhf.distributed.failures import FailureBoard
+from realhf.distributed.group import PeerError
 
 HOSTS = (0, 0, 1, 1)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from realhf.dist.activity import Activity
-from realhf.dist.gloo import gloo_backend
-from realhf.dist.group import Group, peer_errors
-from realhf.dist.shared_memory import Mapped, SharedMemory
+from realhf.distributed.activity import Activity
+from realhf.distributed.gloo import gloo_backend
+from realhf.distributed.group import Group, peer_errors
+from realhf.distributed.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 _ANY_TIME = timedelta(days=365)

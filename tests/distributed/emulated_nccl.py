@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from realhf.dist.activity import Activity
-from realhf.dist.group import Group
-from realhf.dist.world import OVER_GLOO, World
-from tests.dist.recording import Done, PostLog, RecordingBackend
+from realhf.distributed.activity import Activity
+from realhf.distributed.group import Group
+from realhf.distributed.world import OVER_GLOO, World
+from tests.distributed.recording import Done, PostLog, RecordingBackend
 
 
 class Emulated:

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch.distributed as dist
 
-from realhf.dist.failures import FailureBoard
+from realhf.distributed.failures import FailureBoard
 from tests.pool import PRELOAD
 
 TIMEOUT_SECONDS = 3.0
@@ -18,10 +18,10 @@ CALLS = ("actor_train", "critic_train")
 def _rank(rank, port, native, order, late_seconds, answers):
     import torch
 
-    from realhf.dist.activity import Activity
-    from realhf.dist.heartbeat import Heartbeat
-    from realhf.dist.world import World
-    from tests.dist.emulated_nccl import DeviceThread, pretend_nccl
+    from realhf.distributed.activity import Activity
+    from realhf.distributed.heartbeat import Heartbeat
+    from realhf.distributed.world import World
+    from tests.distributed.emulated_nccl import DeviceThread, pretend_nccl
 
     def connect():
         return dist.TCPStore("127.0.0.1", port, is_master=False)

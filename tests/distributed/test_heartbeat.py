@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from realhf.dist.activity import Activity
-from realhf.dist.heartbeat import Beat, Watch
+from realhf.distributed.activity import Activity
+from realhf.distributed.heartbeat import Beat, Watch
 
 
 def _watch(rank=0, timeout=10.0):

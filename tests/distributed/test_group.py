@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realhf.models.region import chunk_edges
-from tests.dist.emulated_nccl import NcclWorld
+from tests.distributed.emulated_nccl import NcclWorld
 
 
 def _policies(world):

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import Operation
-from realhf.dist.message_size import checked_length
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import Operation
+from realhf.distributed.message_size import checked_length
 from realhf.models.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realhf.dist.group import Group
-from realhf.dist.world import World
+from realhf.distributed.group import Group
+from realhf.distributed.world import World
 from realhf.layout import Coordinate, Layout
 
 

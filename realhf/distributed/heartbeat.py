@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from realhf.dist.activity import RESCUE, Activity
-from realhf.dist.failures import FailureBoard
-from realhf.dist.group import name_ranks
-from realhf.dist.operation_watch import OperationWatch
+from realhf.distributed.activity import RESCUE, Activity
+from realhf.distributed.failures import FailureBoard
+from realhf.distributed.group import name_ranks
+from realhf.distributed.operation_watch import OperationWatch
 
 _MAX_INTERVAL_SECONDS = 5.0
 _OPERATIONS_SECONDS = 1.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.gloo import is_local
+from realhf.distributed.gloo import is_local
 from realhf.layout import DeviceMesh
 
 NCCL_SETTINGS = {

@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from realhf.dist import communicators
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import Communicators, Operation, _DeviceLane
-from realhf.dist.group import Group
-from tests.dist.test_abort import Backend
+from realhf.distributed import communicators
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import Communicators, Operation, _DeviceLane
+from realhf.distributed.group import Group
+from tests.distributed.test_abort import Backend
 
 
 def _operation(number):

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from realhf.dist.activity import Activity
-from realhf.dist.group import Group
-from tests.dist.recording import Post, PostLog, RecordingBackend, fault_of
+from realhf.distributed.activity import Activity
+from realhf.distributed.group import Group
+from tests.distributed.recording import Post, PostLog, RecordingBackend, fault_of
 
 F32 = torch.float32
 

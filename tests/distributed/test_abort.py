@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from realhf.dist.activity import Activity
-from realhf.dist.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
-from realhf.dist.failures import FailureBoard
-from realhf.dist.group import Group, PeerError
-from realhf.dist.heartbeat import Heartbeat, silence_over_nccl
+from realhf.distributed.activity import Activity
+from realhf.distributed.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
+from realhf.distributed.failures import FailureBoard
+from realhf.distributed.group import Group, PeerError
+from realhf.distributed.heartbeat import Heartbeat, silence_over_nccl
 
 
 class Work:
@@ -93,8 +93,8 @@ def test_a_host_that_waits_for_a_dead_peer_is_freed_and_says_who_died_where_and_
 @pytest.mark.slow
 def test_a_main_thread_that_does_not_come_back_is_ended_with_the_sentence():
     code = (
-        "import time\nfrom tests.dist.test_abort import Backend, _rank_0\n"
-        "from realhf.dist.activity import Activity\n"
+        "import time\nfrom tests.distributed.test_abort import Backend, _rank_0\n"
+        "from realhf.distributed.activity import Activity\n"
         "activity = Activity()\nactivity.communicators.add(Backend())\n"
         "_rank_0(activity, grace_seconds=1)\ntime.sleep(60)\n"
     )

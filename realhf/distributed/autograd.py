@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from realhf.dist.group import Group
+from realhf.distributed.group import Group
 
 
 class _GroupSum(torch.autograd.Function):

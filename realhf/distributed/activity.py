@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from realhf.dist.communicators import Communicators, Operation
-from realhf.dist.operation_watch import OperationLog
+from realhf.distributed.communicators import Communicators, Operation
+from realhf.distributed.operation_watch import OperationLog
 
 RESCUE = "rescue"
 """Name of the store, and its key, by which a failing rank asks the others to save the state after a step."""

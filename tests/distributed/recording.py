@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from realhf.dist.activity import Activity
-from realhf.dist.group import Group
-from realhf.dist.world import OVER_GLOO, World
+from realhf.distributed.activity import Activity
+from realhf.distributed.group import Group
+from realhf.distributed.world import OVER_GLOO, World
 
 MESSAGES = "messages"
 
