@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, fsum, isnan, nan
+from math import comb, fsum, isnan
 from typing import Any
 
 
@@ -58,32 +58,32 @@ def sample_metrics(
 
     `score` is the mean over all answers. With several samples per prompt there are also `mean@k` (the same),
     and the means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the
-    number of samples. A prompt with fewer than k samples does not count in pass@k.
+    number of samples. A prompt with fewer than k samples does not count in pass@k. A metric for which no
+    answer or prompt counts is left out.
     """
     scored = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
     scored = [answers for answers in scored if answers]
-    score = mean(answer.score for answers in scored for answer in answers)
-    metrics = {"score": score}
-    if samples == 1:
-        return metrics
-    metrics[f"mean@{samples}"] = score
-    for k in pass_sizes(samples):
+    scores = [answer.score for answers in scored for answer in answers]
+    values = {"score": scores}
+    if samples > 1:
+        values[f"mean@{samples}"] = scores
         counts = [(len(answers), sum(a.score > correct_above for a in answers)) for answers in scored]
-        metrics[f"pass@{k}"] = mean(pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k)
-    metrics[f"majority@{samples}"] = mean(majority_score(answers) for answers in scored)
-    metrics[f"best@{samples}"] = mean(max(answer.score for answer in answers) for answers in scored)
-    return metrics
+        for k in pass_sizes(samples):
+            values[f"pass@{k}"] = [pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k]
+        values[f"majority@{samples}"] = [majority_score(answers) for answers in scored]
+        values[f"best@{samples}"] = [max(answer.score for answer in answers) for answers in scored]
+    return means(values)
 
 
 def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
 
-    None and NaN do not count.
+    None and NaN do not count, and a reward without any other value is left out.
     """
     names = dict.fromkeys(name for by_name in scores for name in by_name)
     if len(names) < 2:
         return {}
-    return {name: mean(known_values(by_name.get(name) for by_name in scores)) for name in names}
+    return means({name: known_values(by_name.get(name) for by_name in scores) for name in names})
 
 
 def known_values(values: Iterable[float | None]) -> list[float]:
@@ -101,7 +101,12 @@ def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of the values of each name, without the names that have no values."""
+    return {name: mean(numbers) for name, numbers in values.items() if numbers}
+
+
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of the values; NaN if there are none."""
+    """Return the mean of the values, of which there must be at least one."""
     numbers = list(values)
-    return fsum(numbers) / len(numbers) if numbers else nan
+    return fsum(numbers) / len(numbers)

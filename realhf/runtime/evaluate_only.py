@@ -48,6 +48,8 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     if world.rank != 0:
         return {}
     result = report(program.evaluations, by_rank)
+    for sentence in result.faults:
+        warn(sentence)
     sets = {
         name: {"path": str(evaluation.dataset.path), "prompts": prompts[name], "samples": evaluation.samples}
         for name, evaluation in ((eval_set.name, eval_set.evaluation) for eval_set in program.evaluations)}

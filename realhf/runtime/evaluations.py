@@ -12,7 +12,7 @@ from realhf.evaluation.metrics import (
     ScoredAnswer,
     known_values,
     length_metrics,
-    mean,
+    means,
     named_scores,
     sample_metrics,
 )
@@ -25,12 +25,14 @@ from realhf.runtime.compile.warnings import check_lengths
 from realhf.runtime.execute.executor import Executor
 from realhf.runtime.execute.host_context import HostContext
 from realhf.runtime.execute.inputs import PartsProgram, RankState
-from realhf.runtime.records.step_record import StepRecord, merge_metrics
+from realhf.runtime.records.step_record import StepRecord, finite, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"
 """Name of the only part of an evaluation's graph."""
 _EVAL = "eval/"
+_FAILED = "failed"
+"""The metric of a set with the share of answers whose reward has failed; it is left out if there are none."""
 
 
 @dataclass
@@ -54,12 +56,13 @@ class EvaluationReport:
     """The result of an evaluation of all sets.
 
     The names of metrics begin with `eval/`, `answers` are by set, and an event of any rank has the name of
-    its set before that of its call.
+    its set before that of its call. `faults` are sentences about scores and metrics that are missing.
     """
 
     metrics: Mapping[str, float]
     answers: Mapping[str, Sequence[Mapping[str, Any]]]
     events: Sequence[dict[str, Any]]
+    faults: Sequence[str] = ()
 
 
 class Evaluations:
@@ -137,14 +140,19 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     metrics: dict[str, float] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
     events: list[dict[str, Any]] = []
+    faults: list[str] = []
     for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
         if of_set := [answer for record in records for answer in record.answers]:
             answers[eval_set.name] = of_set
         of_answers = _metrics_of_answers(eval_set.evaluation, of_set)
-        of_answers |= merge_metrics([StepRecord(record.record.metrics) for record in records])
+        of_calls, others = finite(merge_metrics([StepRecord(record.record.metrics) for record in records]))
+        faults += [f"{name} of {eval_set.field} is {value}: it is left out" for name, value in others.items()]
+        of_answers |= of_calls
         metrics |= {eval_set.prefix + name.removeprefix(_EVAL): value for name, value in of_answers.items()}
         events += [_named(event, eval_set) for record in records for event in record.record.events]
-    return EvaluationReport(metrics, answers, events)
+        if of_answers.get(_FAILED) == 1.0:
+            faults.append(f"the reward of every answer of {eval_set.field} has failed: it has no score")
+    return EvaluationReport(metrics, answers, events, faults)
 
 
 def _metrics_of_answers(evaluation: Evaluation, answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -152,10 +160,13 @@ def _metrics_of_answers(evaluation: Evaluation, answers: Sequence[Mapping[str, A
         return {}
     decides = evaluation.correct_by or next(iter(answers[0].get("scores", ())), None)
     prompts = [[_scored(answer, decides) for answer in group] for group in _by_prompt(answers)]
-    metrics = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
-    metrics["score"] = mean(known_values(answer["score"] for answer in answers))
+    of_samples = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
+    scores = known_values(answer["score"] for answer in answers)
+    metrics = means({"score": scores}) | {name: x for name, x in of_samples.items() if name != "score"}
     if "scores" in answers[0]:
         metrics = named_scores([answer["scores"] for answer in answers]) | metrics
+    if len(scores) < len(answers):
+        metrics[_FAILED] = 1.0 - len(scores) / len(answers)
     return metrics | length_metrics(answers)
 
 
@@ -188,10 +199,14 @@ def _named(event: dict[str, Any], eval_set: EvaluationProgram) -> dict[str, Any]
 
 
 def main_metric(names: Sequence[str], sets: Sequence[EvaluationProgram]) -> str | None:
-    """Return the main metric of the first set: its score, else its loss, else its first metric."""
+    """Return the main metric of the first set: its score, else its loss, else its first metric.
+
+    A set whose rewards have all failed has none.
+    """
     prefix = sets[0].prefix if sets else _EVAL
     of_set = [name for name in names if name.startswith(prefix)] or list(names)
-    return next((name for name in (f"{prefix}score", f"{prefix}loss", *of_set) if name in names), None)
+    others = [] if f"{prefix}{_FAILED}" in names else of_set
+    return next((name for name in (f"{prefix}score", f"{prefix}loss", *others) if name in names), None)
 
 
 def first_and_last(
@@ -199,13 +214,13 @@ def first_and_last(
 ) -> dict[str, Any]:
     """Return the first and the last value of the main metric, and those of all metrics of all sets.
 
-    `eval_steps` are the steps that the first and the last evaluation followed.
+    `eval_steps` are the steps that the first and the last evaluation with the main metric followed.
     """
     names = list(dict.fromkeys(name for metrics in evaluations.values() for name in metrics))
     values = {name: [metrics[name] for metrics in evaluations.values() if name in metrics] for name in names}
     ends = {name: {"first": of_metric[0], "last": of_metric[-1]} for name, of_metric in values.items()}
-    steps = list(evaluations)
-    main = main_metric(list(evaluations[steps[0]]) if steps else [], sets)
+    main = main_metric(names, sets)
+    steps = [step for step, metrics in evaluations.items() if main is None or main in metrics]
     return {
         "eval_metric": main,
         "eval_first": ends[main]["first"] if main else None,

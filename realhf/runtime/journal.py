@@ -11,12 +11,13 @@ from typing import Any, overload
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox, Pending
 from realhf.distributed.world import World
+from realhf.errors import warn
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.compute_meter import ComputeMeter
-from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.progress import Progress, when
 from realhf.runtime.records.recorder import Recorder
-from realhf.runtime.records.step_record import StepRecord, merge_metrics
+from realhf.runtime.records.step_record import StepRecord, finite, merge_metrics
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""
@@ -93,6 +94,8 @@ class Journal:
         """The metrics of each evaluation, whose names begin with `eval/`, by the step that it follows."""
         self._seconds_before = earlier[-1].get(_SECONDS, 0.0) if earlier else 0.0
         self._started = time.monotonic()
+        self._not_finite: set[str] = set()
+        """The metrics of which the user knows that they were not finite in some step."""
         self.last: Future[int] | None = None
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
@@ -167,7 +170,12 @@ class Journal:
         return {what: round(total) for what, total in totals.items()}
 
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
-        metrics = merge_metrics(records)
+        metrics, others = finite(merge_metrics(records))
+        for name, value in others.items():
+            if name not in self._not_finite:
+                self._not_finite.add(name)
+                rule = "a metric is left out where it is not a finite number"
+                warn(f"{name} is {value} in step {step}: {rule}")
         events = [event for record in records for event in record.events]
         now = time.time()  # A step program may run nothing in a step.
         end = max((event["end"] for event in events), default=now)
@@ -194,6 +202,8 @@ class Journal:
         Its reallocations count for the step, because the next step need not repeat them.
         """
         result = report(self._eval_sets, by_rank)
+        for sentence in result.faults:
+            warn(f"evaluation {when(step)}: {sentence}")
         self.evaluations[step] = dict(result.metrics)
         if self._recorder is not None:
             self._recorder.evaluation(step, result.answers)

@@ -18,6 +18,7 @@ from realhf import (
     FunctionCall,
     HostFunction,
     Reward,
+    RewardLimits,
     RolloutLog,
     SamplingConfig,
     graph_of,
@@ -29,6 +30,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program
 from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.evaluate_only import evaluate
 from realhf.runtime.evaluations import first_and_last
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
@@ -442,6 +444,74 @@ def test_scores_by_reward_and_failed_rewards(task, tmp_path):
     pairs = [(named[i], named[i + 1]) for i in range(0, 12, 2)]
     assert last["eval/a/mean@2"] == last["eval/a/even"]  # The first reward decides.
     assert last["eval/a/pass@2"] == sum(max(one["even"], two["even"]) for one, two in pairs) / 6
+
+
+def _strict(line):
+    """Return a JSON text that has neither NaN nor infinity."""
+    return json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_outage_of_the_reward_leaves_an_evaluation_without_a_score(samples, task, tmp_path, capsys):
+    """The first evaluation has no score; in the second one a reward fails on half of the answers."""
+    calls = []
+
+    def away(completions):
+        calls.append(len(completions))
+        if sum(calls) <= 2 * 6 * samples:  # A call with all samples, and one with each.
+            raise ConnectionError("the judge is away")
+        return [float("nan") if i % 2 else 0.75 for i in range(len(completions))]
+
+    data = DatasetConfig(str(task / "data.jsonl"))
+    sets = {"away": Evaluation(data, samples=samples, max_rows=6, function=away),
+            "near": Evaluation(data, max_rows=3)}
+    experiment = _experiment(task, steps=1, eval_dataset=sets)
+    experiment.reward_limits = RewardLimits(on_failure="drop")
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=tmp_path).run()
+    first, last = map(_strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    of_away = [{name for name in step if name.startswith("eval/away/")} for step in (first, last)]
+    lengths = {"eval/away/response_length/mean", "eval/away/response_length/clip_ratio"}
+    assert of_away[0] == {"eval/away/failed", *lengths} and first["eval/away/failed"] == 1.0
+    assert last["eval/away/failed"] == 0.5 and last["eval/away/score"] == 0.75
+    assert last.get("eval/away/pass@1", 1.0) == 1.0 and "eval/away/pass@2" not in last
+    summary = _strict((tmp_path / "summary.json").read_text())
+    assert summary["eval_metric"] == "eval/away/score" and summary["eval_steps"] == [1, 1]
+    assert summary["eval_first"] == summary["eval_last"] == 0.75
+    err = capsys.readouterr().err
+    sentence = "the reward of every answer of eval_dataset.away has failed: it has no score"
+    assert err.count(f"realhf: warning: evaluation before step 1: {sentence}") == err.count(sentence) == 1
+    assert "nan" not in err.replace("it returned nan", "")
+
+
+def test_an_evaluation_alone_without_a_score(task, tmp_path, capsys):
+    def away(completions):
+        raise ConnectionError("the judge is away")
+
+    data = DatasetConfig(str(task / "data.jsonl"))
+    experiment = _experiment(task, eval_dataset=Evaluation(data, max_rows=4))
+    experiment.reward_function = away
+    experiment.reward_limits = RewardLimits(on_failure="drop")
+    summary = evaluate(compile_evaluation(experiment, None, world_size=1), World(), out=tmp_path)
+    assert _strict((tmp_path / "summary.json").read_text())["metrics"]["eval/failed"] == 1.0
+    assert summary["eval_metric"] is None and "eval/score" not in summary["metrics"]
+    assert "the reward of every answer of eval_dataset has failed: it has no score" in capsys.readouterr().err
+
+
+def test_metrics_that_are_not_finite_are_left_out_with_a_warning(task, tmp_path, capsys):
+    def odd_metrics(batch, context):
+        return {}, {"odd/nan": math.nan, "odd/often": math.inf if context.step else 0.0, "odd/known": 2.0}
+
+    experiment = _experiment(task, eval_dataset=None)
+    call = FunctionCall("odd", "host", ("sequence_ids",), (), work=HostFunction(odd_metrics))
+    graph = experiment.graph().add(call)
+    experiment.graph = lambda: graph
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=tmp_path).run()
+    for step in map(_strict, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert step["odd/known"] == 2.0 and "odd/nan" not in step and "odd/often" not in step
+    err = capsys.readouterr().err
+    for name, value in (("odd/nan", "nan"), ("odd/often", "inf")):
+        sentence = f"{name} is {value} in step 1: a metric is left out where it is not a finite number"
+        assert err.count(f"realhf: warning: {sentence}") == err.count(name) == 1
 
 
 def test_one_of_several_rewards_decides_which_answers_are_right(task, tmp_path):

@@ -158,7 +158,7 @@ class Progress:
         """Show the evaluation after a step; `first` has the metrics of the run's first evaluation."""
         prefixes = [eval_set.prefix for eval_set in self._program.evaluations]
         lines = evaluation_lines(metrics, prefixes, first=first)
-        self._score = "\n".join([f"held out, {_when(step)}: {lines[0]}".rstrip(), *lines[1:]])
+        self._score = "\n".join([f"held out, {when(step)}: {lines[0]}".rstrip(), *lines[1:]])
         if self._live is not None:
             self._live.refresh()
         else:
@@ -193,8 +193,8 @@ class Progress:
         first, last = summary["eval_steps"] or (0, 0)
         for name in main:
             ends = summary["evals"][name]
-            before = "" if first == last else f"{ends['first']:.3f} {_when(first)}, "
-            lines.append(f"held-out {name.removeprefix(_EVAL)}: {before}{ends['last']:.3f} {_when(last)}")
+            before = "" if first == last else f"{ends['first']:.3f} {when(first)}, "
+            lines.append(f"held-out {name.removeprefix(_EVAL)}: {before}{ends['last']:.3f} {when(last)}")
         return lines
 
     def stop(self) -> None:
@@ -300,7 +300,8 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _when(step: int) -> str:
+def when(step: int) -> str:
+    """Return when an evaluation took place, in words."""
     return f"after step {step}" if step else "before step 1"
 
 

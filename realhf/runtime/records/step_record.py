@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -74,6 +75,12 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     for kind, of_kind in tokens.items():
         merged |= _tokens(kind, of_kind, {name: merged[f"timing_s/{name}"] for name in of_kind})
     return merged | _bandwidths(records) | _waits(records)
+
+
+def finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics that are finite numbers, and the others: JSON has neither NaN nor infinity."""
+    known = {name: value for name, value in metrics.items() if isfinite(value)}
+    return known, {name: value for name, value in metrics.items() if name not in known}
 
 
 def _tokens(kind: str, tokens: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
