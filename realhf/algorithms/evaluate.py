@@ -10,6 +10,7 @@ from realhf.algorithms.on_policy import graph_of
 from realhf.calls import SamplingConfig
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
+from realhf.rewards.limits import RewardLimits
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Evaluate(Experiment):
 
     actor: Role = field(default_factory=lambda: Role(model=""))
     reward_function: Any = None
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def roles(self) -> dict[str, Role]:
@@ -28,5 +30,6 @@ class Evaluate(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         calls = scored_answers(
-            self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir())
+            self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir(),
+            limits=self.reward_limits)
         return graph_of(*calls)

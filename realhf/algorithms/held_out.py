@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 from typing import TYPE_CHECKING, Any
 
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
 from realhf.data.dataset import extra_columns
 from realhf.evaluation.sets import Evaluation
 from realhf.graph import FunctionCall
+from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, reward_columns
 from realhf.rewards.scoring import RewardCall
 
@@ -39,7 +39,7 @@ class HeldOutLoss:
         value, metrics = self.loss({output: values}, batch, self.loss.totals(batch))
         numbers = {"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}}
         if self.with_perplexity:
-            numbers["perplexity"] = exp(numbers["loss"])
+            numbers["perplexity"] = value.double().exp().item()  # Infinite for a loss above 709.
         return {}, numbers
 
 
@@ -51,7 +51,8 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
 
 
 def scored_answers(
-    function: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str
+    function: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str,
+    limits: RewardLimits | None = None,
 ) -> tuple[FunctionCall, ...]:
     """Return the calls that answer prompts and score the answers; none without a function.
 
@@ -64,7 +65,7 @@ def scored_answers(
     generate = Generate(sampling=sampling, tokenizer=tokenizer if sampling.reads_text else None)
     written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
     columns = reward_columns(function, extra_columns(held_out.dataset))
-    call = RewardCall(function, columns, sequence=HELD_OUT_ANSWER)
+    call = RewardCall(function, columns, limits, sequence=HELD_OUT_ANSWER)
     reward = HostFunction(call, splittable=True, timeout_seconds=None)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),

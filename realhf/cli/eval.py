@@ -33,6 +33,7 @@ from realhf.experiment import Experiment, Role
 from realhf.models.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name
+from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import Reward
 from realhf.runtime.compile.program import Program, compile_evaluation
 from realhf.runtime.records.run_directory import check_run_directory, new_run_directory
@@ -49,10 +50,10 @@ _SAMPLING = {name: hint for name, hint in typing.get_type_hints(SamplingConfig).
 _DEFAULTS = {"max_new_tokens": "the run's, else 256",
              "temperature": "0 (greedy), with several samples the run's, else 1"}
 _OF_MODEL = (
-    "data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward", "samples",
-    *_SAMPLING, "max_rows", "dtype")
+    "data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward", "retries",
+    "samples", *_SAMPLING, "max_rows", "dtype")
 """Options for a model; an experiment file has fields instead."""
-_FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
+_FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling|reward_limits)\.(\w+)")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 
 
@@ -73,6 +74,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--chat", action=BooleanOptionalAction, help=text)
     text = f"{', '.join(SHIPPED)}, or FILE.py:FUNCTION, or NAME=one of them; repeatable; default: exact"
     add("--reward", action="append", help=text)
+    text = "how often a call of a reward that has failed is made again; default: 0, as in training"
+    add("--retries", type=int, help=text)
     add("--samples", type=int, help="answers to each prompt; default: 1")
     _add_sampling_options(add)
     add("--max-rows", type=int, help="most rows of each set, spread evenly; default: all")
@@ -194,6 +197,7 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
             chosen = SamplingConfig(**sampling)
             sets[name] = Evaluation(config, samples, chosen, options.max_rows or 0, reward)
             notes += [] if settings is None else [settings.described(from_run, drawn)]
+        limits = RewardLimits(retries=options.retries or 0)
     except ValueError as error:
         text = f"--{error}" if str(error).startswith("dtype ") else _FIELD.sub(_option, str(error))
         raise UserError(text) from error
@@ -204,7 +208,7 @@ def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
     experiment = Evaluate(
         dataset=first.dataset, eval_dataset=held_out, seed=options.seed or 0,
         sampling=first.sampling or SamplingConfig(), actor=_role(options.target, role),
-        reward_function=reward)
+        reward_function=reward, reward_limits=limits)
     return _FromModel(experiment, tuple(dict.fromkeys(notes)))
 
 

@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     from realhf.data.dataset import DatasetConfig
 
 IS_WHOLE = "row/is_whole"
-"""Column of rows that were one conversation, or two whole texts: what comes before the completion is no
-prompt that somebody has written down."""
+"""Column of rows that were one conversation or text, or two whole texts: what comes before the completion is
+no prompt that somebody has written down. Its value is the name of the column that the row was."""
+IS_QUESTION = "row/is_question"
+"""Column of rows whose prompt is what a conversation has up to the user's last message."""
+_CONVERSATIONS = "conversations"
+"""The usual column of conversations whose messages have `from` and `value`; TRL reads it as `messages`."""
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Who speaks in a message with `from` -> the role that chat templates know."""
 
 
 def find_conversation(
@@ -23,8 +29,11 @@ def find_conversation(
 
     `completions` are the columns that the graph reads: none, one, or the chosen and the rejected of a pair.
     Columns of JSON text are parsed. A file of Arrow `fills_nulls`: it gives each message and each schema the
-    keys of all others, with null for those that they do not have. These keys are removed.
+    keys of all others, with null for those that they do not have. These keys are removed. Messages with
+    `from` and `value` get role and content.
     """
+    if config.messages_key not in row and isinstance(row.get(_CONVERSATIONS), list | str):
+        row[config.messages_key] = row[_CONVERSATIONS]
     for column in (config.prompt_key, config.messages_key, *completions):
         if column in row:
             row[column] = _messages(row[column], fills_nulls=fills_nulls)
@@ -34,6 +43,9 @@ def find_conversation(
         _find_pair(row, config.prompt_key, *completions)
     elif completions:
         _find_completion(row, config.prompt_key, completions[0], config.messages_key)
+        _find_text(row, config.prompt_key, completions[0], config.text_key)
+    elif config.prompt_key not in row:
+        _find_question(row, config.prompt_key, config.messages_key)
 
 
 def conversation_fault(
@@ -43,7 +55,7 @@ def conversation_fault(
     for column in completions if config.assistant_only else ():
         messages = row[column]
         if isinstance(messages, list) and all(message["role"] != "assistant" for message in messages):
-            shown = config.messages_key if row.get(IS_WHOLE) else column
+            shown = row.get(IS_WHOLE, column)
             return f"{shown} has no message with the role assistant, so that nothing of it would be learned"
     prompt = row[config.prompt_key]
     if not prompt and row.get(IS_WHOLE) and isinstance(prompt, list):
@@ -96,11 +108,23 @@ def _messages(value: Any, *, fills_nulls: bool) -> Any:
         value = parsed if _are_messages(parsed) else value
     if not isinstance(value, list):
         return value
+    value = [_with_role(message) for message in value]
     if fills_nulls:
         return _without_nulls(value)
     return [
         {key: entry for key, entry in message.items() if entry is not None}
         if isinstance(message, dict) else message for message in value]
+
+
+def _with_role(message: Any) -> Any:
+    """Return a message with role and content instead of `from` and `value`, as TRL's maybe_convert_to_chatml;
+    the names of speakers that no chat template knows become roles."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    speaker = message["from"]
+    known = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    others = {key: entry for key, entry in message.items() if key not in ("from", "value")}
+    return {**others, "role": known, "content": message["value"]}
 
 
 def _tools(value: Any, *, fills_nulls: bool) -> Any:
@@ -119,7 +143,8 @@ def _parsed(text: str) -> Any:
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(
-        isinstance(message, dict) and "role" in message for message in value)
+        isinstance(message, dict) and ("role" in message or {"from", "value"} <= message.keys())
+        for message in value)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -136,9 +161,27 @@ def _find_completion(row: dict[str, Any], prompt_key: str, completion_key: str, 
         last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else len(roles) - 1
         row[prompt_key] = messages[:last]
         row[completion_key] = messages[last:]
-        row[IS_WHOLE] = True
+        row[IS_WHOLE] = messages_key
     elif (prompt := row.get(prompt_key)) and _begins_with(row.get(completion_key), prompt):
         row[completion_key] = row[completion_key][len(prompt) :]
+
+
+def _find_text(row: dict[str, Any], prompt_key: str, completion_key: str, text_key: str) -> None:
+    """Let a row that is one text be a completion without a prompt, so that the whole text is learned."""
+    if completion_key not in row and prompt_key not in row and isinstance(row.get(text_key), str):
+        row[prompt_key] = ""
+        row[completion_key] = row[text_key]
+        row[IS_WHOLE] = text_key
+
+
+def _find_question(row: dict[str, Any], prompt_key: str, messages_key: str) -> None:
+    """Take the prompt from a conversation: the messages up to the user's last one."""
+    messages = row.get(messages_key)
+    if _are_messages(messages):
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        if last >= 0:
+            row[prompt_key] = messages[: last + 1]
+            row[IS_QUESTION] = True
 
 
 def _find_pair(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_key: str) -> None:
@@ -157,7 +200,7 @@ def _find_pair(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_k
         shared = _num_shared(*pair)
         if shared and pair[0][shared - 1] == " ":  # The space belongs to the word that follows.
             shared -= 1
-        row[IS_WHOLE] = True
+        row[IS_WHOLE] = chosen_key
     else:
         return
     if shared:

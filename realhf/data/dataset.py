@@ -42,7 +42,11 @@ class DatasetConfig:
     chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
     rejected_key: str = "rejected"  # Column of the worse completion.
     messages_key: str = "messages"
-    """Column of whole conversations, which supervised fine-tuning reads where there is no completion."""
+    """Column of whole conversations, which supervised fine-tuning reads where there is no completion.
+    Elsewhere, rows without a prompt have the messages up to the user's last one as the prompt. A column
+    `conversations` serves, too."""
+    text_key: str = "text"
+    """Column of whole texts, which supervised fine-tuning reads and learns where there is nothing else."""
     assistant_only: bool = True
     """Learn only what the assistant says of messages; otherwise whole completions and whole conversations."""
     max_prompt_tokens: int = 4096  # Limit of the prompts; `too_long` says what happens to longer ones.
@@ -232,8 +236,9 @@ def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
 def may_have_completions(config: DatasetConfig) -> bool:
     """Return whether the first row has a completion or a whole conversation, or is not known."""
     columns = extra_columns(config)
-    return not columns or any(part.completion_key in columns or part.messages_key in columns
-                              for part in config.parts)
+    return not columns or any(
+        {part.completion_key, part.messages_key, part.text_key, "conversations"} & set(columns)
+        for part in config.parts)
 
 
 def reads_pairs(keys: Sequence[str]) -> bool:

@@ -36,11 +36,8 @@ _ONLY_SPLIT = "train"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _WITHOUT_PROMPT = {
     ("instruction", "output"): "for SFT: give prompt_key='instruction' and completion_key='output'",
-    ("messages",): "whole conversations: SFT learns them, elsewhere a prompt is the messages before the "
-        "answer",
-    ("conversations",): "whole conversations: rename `from` to role and `value` to content, and give the "
-        "messages before an answer as the prompt",
-    ("text",): "plain text: split it into prompt and completion for SFT"}
+    ("messages",): "whole conversations: the prompt is what they have up to the user's last message",
+    ("text",): "plain text, which SFT learns"}
 _LEARNED = {
     ("chosen", "rejected"): "preference pairs: DPO and PairwiseRewardModel learn from them",
     ("completion", "label"): "labelled answers: RewardModel learns from them",
@@ -155,10 +152,15 @@ class DatasetRows:
         which = int(np.searchsorted(self._ends, number, side="right"))
         return which, number - int(self._ends[which]) + len(self._files[which])
 
+    @property
+    def _wholes(self) -> tuple[str, ...]:
+        """Columns from which prompts and completions may be taken."""
+        return (self.config.messages_key, "conversations", self.config.text_key)
+
     def _to_json_form(self, row: dict[str, Any]) -> str | None:
         """Convert the columns of a row to JSON's types; return a sentence if one has no such form."""
-        read = [*self._columns, *([self.config.messages_key] if self._completions else [])]
-        for column in (column for column in read if column in row):
+        read = [*self._columns, *(self._wholes if self._columns else [])]
+        for column in (column for column in dict.fromkeys(read) if column in row):
             try:
                 row[column] = json_form(row[column], as_text=True)
             except TypeError as error:
@@ -172,7 +174,7 @@ class DatasetRows:
         read = (config.prompt_key, config.tools_key, *self._completions)
         fields = [name for name in _COLUMN_FIELDS if column in read and getattr(config, name) == column]
         if len(self._completions) == 1 and column in (config.prompt_key, config.completion_key):
-            fields = [*fields, "messages_key"]  # A whole conversation would do, too.
+            fields = [*fields, "messages_key", "text_key"]  # A whole conversation or text would do, too.
         says = "say" if len(fields) > 1 else "says"
         named = f"; {' and '.join(fields)} {says} which to take" if fields else ""
         near = did_you_mean(column, list(row))
@@ -186,8 +188,8 @@ class DatasetRows:
         if not self._columns:
             return None
         prompt = row[config.prompt_key]
-        if row.get(IS_WHOLE) and len(self._completions) == 1:
-            if fault := fault_of(config.messages_key, row[config.messages_key]):
+        if (whole := row.get(IS_WHOLE)) and len(self._completions) == 1:
+            if fault := fault_of(whole, row[whole]):
                 return fault
         elif fault := fault_of(config.prompt_key, prompt):
             return fault

@@ -49,6 +49,8 @@ class Oddities:
     """A token would span the end of the prompt and the beginning of the completion."""
     num_continued: int = 0
     """The prompt ends with an assistant's message, and what follows is not known."""
+    num_questions: int = 0
+    """The prompt is what a whole conversation has up to the user's last message."""
     num_special: int = 0
     """What a message says has a special token, such as one that ends turns."""
     num_left_out: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
-from realhf.data.conversations import IS_WHOLE, as_answer, is_continued
+from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_answer, is_continued
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -222,7 +222,9 @@ class TokenizedRows:
 
         Return None if the prompt or a completion is too long, so that the row is left out.
         """
-        prompt = self._chat_of(row[self.config.prompt_key])
+        prompt = row[self.config.prompt_key]
+        is_text = row.get(IS_WHOLE) == self.config.text_key
+        prompt = prompt if is_text else self._chat_of(prompt)
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             raise UserError(self._lacks_template(row[self.config.prompt_key]))
         tools = self._tools(row)
@@ -233,13 +235,14 @@ class TokenizedRows:
         else:
             completions = [as_answer(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
-        if not ids and "prompt_ids" in self.keys:
+        if not ids and "prompt_ids" in self.keys and not is_text:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
         kept = self._kept_of_prompt(ids, number)
         if kept is None:
             return None
         if not completions:
             self.oddities.num_continued += not isinstance(prompt, str) and is_continued(prompt, None)
+            self.oddities.num_questions += bool(row.get(IS_QUESTION))
             return [{"prompt_ids": ids[kept]}]
         samples: list[dict[str, Any]] = []
         is_whole = bool(row.get(IS_WHOLE))

@@ -337,9 +337,9 @@ def _other_file(path: Path) -> str:
     if path.suffix == ".gguf":
         return (
             f"{path.name} is a GGUF file, and a model is a directory with config.json, safetensors and a "
-            f"tokenizer: transformers converts it (read it with from_pretrained({str(path.parent)!r}, "
-            f"gguf_file={path.name!r}), load its state_dict into a new model of its config, and save that "
-            "and the tokenizer with save_pretrained)")
+            f"tokenizer: transformers converts it, as examples/smollm2.py does (read it with "
+            f"from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}), load its state_dict into a new "
+            "model of its config, and save that and the tokenizer with save_pretrained)")
     beside = path.parent / "config.json"
     instead = f"{path.parent}" if beside.is_file() else "the directory with its config.json and tokenizer"
     return f"{path.name} is a file of its own: give {instead}"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import regex
+
 from realhf.user_input.field_types import check_types, require
 
 THINKING_ENDS = "</think>"
+PATTERN_SECONDS = 5.0
+"""Longest time of a user's regular expression for one text."""
 
 
 def text_of(completion: Any) -> str:
@@ -33,18 +38,44 @@ def after_thinking(text: str) -> str:
     return text.rpartition(THINKING_ENDS)[2]
 
 
-def _compiled(pattern: str, name: str) -> re.Pattern[str]:
-    """Return the compiled pattern. Raises ValueError if it is none."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{name} is {pattern!r}: it must be a regular expression ({error})") from error
+class UserPattern:
+    """A regular expression that a user has written, with a limit of time for each text.
 
+    A dot matches line ends. The time for a text that does not match may be exponential in its length.
+    """
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of a pattern's last match, or the whole match without groups; None: no match."""
-    matches = list(pattern.finditer(text))
-    return matches[-1][1 if pattern.groups else 0] if matches else None
+    def __init__(self, pattern: str, name: str) -> None:
+        """Compile the pattern of a field. Raises ValueError if it is none."""
+        self._name = name
+        try:
+            self._pattern = regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(f"{name} is {pattern!r}: it must be a regular expression ({error})") from error
+
+    @property
+    def num_groups(self) -> int:
+        return int(self._pattern.groups)
+
+    def is_in(self, text: str, *, whole: bool = False) -> bool:
+        """Return whether the pattern matches somewhere in a text, or with `whole` all of it."""
+        find = self._pattern.fullmatch if whole else self._pattern.search
+        with self._explained(text):
+            return find(text, timeout=PATTERN_SECONDS) is not None
+
+    def last(self, text: str) -> str | None:
+        """Return the first group of the last match, or the whole match without groups; None: no match."""
+        with self._explained(text):
+            matches = list(self._pattern.finditer(text, timeout=PATTERN_SECONDS))
+        return matches[-1][1 if self.num_groups else 0] if matches else None
+
+    @contextmanager
+    def _explained(self, text: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self._name} has taken more than {PATTERN_SECONDS:g} s for a text of {len(text)} "
+                "characters: avoid repetitions within repetitions, such as (a+)+") from error
 
 
 @dataclass(frozen=True)
@@ -73,8 +104,8 @@ class ExactMatch:
         return (self.answer_key,)
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
-        return None if self.extract is None else _compiled(self.extract, "ExactMatch.extract")
+    def _pattern(self) -> UserPattern | None:
+        return None if self.extract is None else UserPattern(self.extract, "ExactMatch.extract")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion."""
@@ -85,7 +116,7 @@ class ExactMatch:
     def answer_of(self, completion: str) -> str | None:
         """Return the answer of a text; None if there is none, or an empty one."""
         given = after_thinking(text_of(completion))
-        text = given if self._pattern is None else _last(self._pattern, given)
+        text = given if self._pattern is None else self._pattern.last(given)
         return None if text is None else self._normal(text) or None
 
     def _normal(self, text: str) -> str:
@@ -105,17 +136,17 @@ class RegexMatch:
         self._compiled  # noqa: B018 - checks it.
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str]:
-        return _compiled(self.pattern, "RegexMatch.pattern")
+    def _compiled(self) -> UserPattern:
+        return UserPattern(self.pattern, "RegexMatch.pattern")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the reward of each completion."""
-        find = self._compiled.fullmatch if self.whole else self._compiled.search
-        return [float(find(text_of(completion).strip()) is not None) for completion in completions]
+        texts = [text_of(completion).strip() for completion in completions]
+        return [float(self._compiled.is_in(text, whole=self.whole)) for text in texts]
 
     def answer_of(self, completion: str) -> str | None:
         """Return the first group of the last match, or the whole match without groups; None: no match."""
-        return _last(self._compiled, completion)
+        return self._compiled.last(completion)
 
 
 @dataclass(frozen=True)

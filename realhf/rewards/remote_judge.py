@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import after_thinking, text_of
+from realhf.rewards.answers import UserPattern, after_thinking, text_of
 from realhf.rewards.limits import ServiceError
 from realhf.user_input.field_types import check_types, require
 
@@ -151,8 +151,7 @@ class RemoteJudge:
     def _found(self, text: str) -> tuple[str | None, str | None]:
         """Return the texts of the score and of the scale that the reply names, if there are any."""
         if self.pattern is not None:
-            found = list(re.finditer(self.pattern, text, re.DOTALL))
-            return (found[-1][1], None) if found else (None, None)
+            return UserPattern(self.pattern, "RemoteJudge.pattern").last(text), None
         found = list(_LABELLED.finditer(text))[-1:]
         for rule in (_ALONE, _SCALED):
             found = found or list(rule.finditer(text))
@@ -248,8 +247,8 @@ def _retry_after(value: str | None) -> float:
 
 def _groups(pattern: str) -> int:
     try:
-        return re.compile(pattern).groups
-    except re.error:
+        return UserPattern(pattern, "RemoteJudge.pattern").num_groups
+    except ValueError:
         return 0
 
 

@@ -553,7 +553,7 @@ def test_an_experiment_hides_no_module(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("m/model.gguf", "GGUF", ["model.gguf is a GGUF file", "gguf_file='model.gguf'", "save_pretrained"]),
+        ("m/model.gguf", "GGUF", ["is a GGUF file", "gguf_file='model.gguf'", "examples/smollm2.py"]),
         ("m", None, ["there is no {}/m/config.json: model.gguf is a GGUF file, and a model is a directory"]),
         ("s/model.safetensors", "", ["model.safetensors is a file of its own: give the directory with"]),
         ("outer", None, ["there is no {0}/outer/config.json (did you mean {0}/outer/inner?)"]),

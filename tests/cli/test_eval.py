@@ -141,6 +141,7 @@ FAULTS = {
     "{run} --data {data} --reward exct": "--reward 'exct' (did you mean exact?): legal are exact",
     "{run} --data {data} --reward nowhere.py:f": "there is no file nowhere.py",
     "{run} --data {data} --reward {rewards}:nothing": "the file's functions are some_reward",
+    "{run} --data {data} --retries -1": "--retries is -1: it must not be negative",
     "{run} --data {data} --samples 0": "--samples is 0: it must be at least 1",
     "{run} --data {data} --samples 2 --temperature 0": "--temperature is 0.0: it must be above 0",
     "{run} --data {data} --top-p 2": "--top-p is 2.0: it must be above 0 and at most 1",

@@ -170,3 +170,19 @@ def test_what_rewards_log_of_an_answer_is_kept_and_shown(place, capsys):
         assert main([*words, "--where", "extra.size>=0", "--full", "--limit", "1"]) == 0
         out = capsys.readouterr().out
         assert "kind: " in out and "size: " in out and "score 0" in out and " -0" not in out
+
+
+def test_a_reward_that_fails_is_called_again(place, capsys):
+    marks = place / "calls"
+    (place / "flaky.py").write_text(
+        "from pathlib import Path\n\n\n"
+        "def flaky(completions):\n"
+        f"    marks = Path({str(marks)!r})\n"
+        "    marks.write_text((marks.read_text() if marks.exists() else '') + '.')\n"
+        "    if len(marks.read_text()) < 2:\n"
+        "        raise ConnectionError('away')\n"
+        "    return [1.0] * len(completions)\n")
+    words = ("--data", place / "data.jsonl", "--reward", f"{place / 'flaky.py'}:flaky", "--max-rows", 2)
+    document, _, _ = evaluate(place, capsys, *words, "--retries", 1)
+    assert document["metrics"]["eval/score"] == 1.0
+    assert marks.read_text() == ".."

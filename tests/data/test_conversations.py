@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import AutoTokenizer
 
 from realhf.data.dataset import DatasetConfig, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
@@ -277,8 +278,9 @@ def test_prompts_that_cannot_be_continued_and_rows_that_teach_nothing(tmp_path):
         ({"messages": [SYSTEM, user("Hi")]}, SEQUENCE, "messages has no message with the role assistant"),
         ({"prompt": SKY, "completion": [user("?")]}, SEQUENCE, "completion has no message with the role as"),
         ({"messages": [answer("Hi")]}, SEQUENCE, "messages has nothing before its only answer"),
-        ({"messages": [{"from": "human", "value": "Hi"}]}, SEQUENCE, "messages has .*rename `from` to role"),
-        ({"text": "Hi"}, SEQUENCE, "there is no column 'prompt'; .*; prompt_key and messages_key say"),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, SEQUENCE, "messages has no message with the role"),
+        ({"messages": [{"from": "human", "text": "Hi"}]}, SEQUENCE, "messages has .*rename `from` to role"),
+        ({"body": "Hi"}, SEQUENCE, "there is no column 'prompt'; .*; prompt_key and messages_key and"),
         ({"chosen": [user("a")], "rejected": [user("b")]}, PAIR, "there is no column 'prompt'"),
     ]:
         with pytest.raises(UserError, match=f"line 1: {sentence}"):
@@ -410,3 +412,64 @@ def test_limits_of_whole_conversations(tmp_path):
     assert cut["response_mask"] == whole["response_mask"][-len(cut["sequence_ids"]) :]
     assert len(cut["prompt_ids"]) == 60 and cut["prompt"] == row["messages"][:-1]
     assert _learned(tokenizer, cut["sequence_ids"], cut["response_mask"])[-1] == "No.<|im_end|>\n"
+
+
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Hi"},
+            {"from": "assistant", "value": "Hello!"}, {"from": "user", "value": "Bye"},
+            {"from": "assistant", "value": "Goodbye!"}]
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_messages_with_from_and_value_are_those_of_trl(name, column, tmp_path):
+    from trl import maybe_convert_to_chatml
+
+    tokenizer = LightTokenizer(_with_template(name))
+    theirs = maybe_convert_to_chatml({column: [dict(message) for message in SHAREGPT]})
+    made = [_tokenized(tmp_path, row, tokenizer).rows[0] for row in ({column: SHAREGPT}, theirs)]
+    assert made[0] == made[1] and any(made[0]["response_mask"])
+    others = {"user": "human", "assistant": "gpt"}
+    human = [{"from": others.get(m["from"], m["from"]), "value": m["value"]} for m in SHAREGPT]
+    for given in (human, json.dumps(human)):
+        assert _tokenized(tmp_path, {column: given}, tokenizer).rows[0] == made[0]
+
+
+@pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected")])
+def test_prompts_and_completions_with_from_and_value(columns, tmp_path):
+    from trl import maybe_convert_to_chatml
+
+    tokenizer = LightTokenizer(_with_template("qwen3"))
+    row = {"prompt": SHAREGPT[:2]} | {
+        column: [{"from": "assistant", "value": column}] for column in columns[1:]}
+    keys = PAIR if len(columns) > 2 else SEQUENCE
+    made = _tokenized(tmp_path, row, tokenizer, keys).rows
+    theirs = maybe_convert_to_chatml(json.loads(json.dumps(row)))
+    assert [*made] == [*_tokenized(tmp_path, theirs, tokenizer, keys).rows]
+
+
+@pytest.mark.parametrize("kind", ["llama", "chat"])
+def test_whole_texts_are_learned_as_trl_does(kind, tmp_path):
+    """TRL ends a text with the eos token, encodes it with special tokens, and learns all of it."""
+    directory = llama_tokenizer() if kind == "llama" else _with_template("qwen3")
+    tokenizer = LightTokenizer(directory)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    text = "The sky is blue.\nSo is the sea."
+    ids = theirs(text + theirs.eos_token)["input_ids"]
+    settings = [{}] if kind == "llama" else [{}, {"chat": True}, {"system_prompt": "Be brief."}]
+    for column, more in [("text", one) for one in settings] + [("body", {"text_key": "body"})]:
+        made = _tokenized(tmp_path, {column: text}, tokenizer, **more).rows[0]
+        assert made["sequence_ids"] == ids
+        assert made["response_mask"] == [0, *[1] * (len(ids) - 1)]  # Nothing comes before the first token.
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_prompts_of_whole_conversations_without_a_learned_answer(end, tmp_path):
+    """The prompt goes up to the user's last message, whether an answer or calls of tools follow it."""
+    tokenizer = LightTokenizer(_with_template("qwen3"))
+    keys = ("prompt_ids", "prompt")
+    for chat in (CHATS["several turns"], CHATS["tools"], CHATS["system"]):
+        last = max(i for i, message in enumerate(chat) if message["role"] == "user")
+        rows = _tokenized(tmp_path, {"messages": chat if end else chat[: last + 1]}, tokenizer, keys)
+        plain = _tokenized(tmp_path, {"prompt": chat[: last + 1]}, tokenizer, keys)
+        assert rows.rows[0]["prompt_ids"] == plain.rows[0]["prompt_ids"]
+        assert rows.oddities.num_questions == 1 and plain.oddities.num_questions == 0

@@ -233,9 +233,8 @@ def test_a_near_name_in_the_directory_of_a_missing_file_is_told(tmp_path, monkey
 @pytest.mark.parametrize(
     ("row", "keys", "says"),
     [
-        ({"messages": []}, ("prompt_ids",), "rows with messages are whole conversations: SFT learns them"),
-        ({"conversations": []}, ("prompt_ids",), "rename `from` to role and `value` to content"),
-        ({"text": "a"}, ("sequence_ids",), "rows with text are plain text: split it into prompt"),
+        ({"messages": []}, ("prompt_ids",), "rows with messages are whole conversations: the prompt is what"),
+        ({"text": "a"}, ("prompt_ids",), "rows with text are plain text, which SFT learns"),
         ({"instruction": "a", "input": "", "output": "b"}, ("sequence_ids",), "completion_key='output'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("sequence_ids",), "preference pairs: DPO and"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("answer",), "preference pairs: DPO"),
@@ -289,7 +288,7 @@ OF_CHATS = "a list of chat messages such as"
         ([], "prompt is an empty list: it must be text"),
         (["1+1="], f"prompt has the message \"1\\+1=\": it must be {OF_CHATS}"),
         ([{"role": "user"}], "prompt has a message whose content is null: it must be text"),
-        ([{"from": "human", "value": "1"}], ".* with from, value: it must .* .rename `from` to role"),
+        ([{"from": "human", "text": "1"}], ".* with from, text: it must .* .rename `from` to role"),
         ("\ud800", "prompt has half of a character at position 0"),
     ],
 )

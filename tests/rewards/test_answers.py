@@ -3,10 +3,12 @@
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf import ExactMatch, FormatReward, RegexMatch
+from realhf import ExactMatch, FormatReward, RegexMatch, RemoteJudge
+from realhf.rewards import answers
 from realhf.rewards.answers import text_of
 from realhf.rewards.reward import reward_columns
 
@@ -109,3 +111,25 @@ def test_the_last_section_is_that_of_a_regular_expression():
         text = "".join(rng.choice(["<answer>", "</answer>", " a", "b\n"]) for _ in range(rng.randrange(12)))
         found = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
         assert FormatReward().answer_of(text) == (found[-1].strip() if found else None), text
+
+
+SLOW = "(?:a|aa)+$"
+"""A pattern that takes a time that is exponential in the length of a text of many a and a b."""
+
+
+@pytest.mark.parametrize("make", [
+    lambda: RegexMatch(SLOW), lambda: RegexMatch(SLOW, whole=True), lambda: ExactMatch(extract=SLOW),
+    lambda: RemoteJudge("http://localhost", pattern=f"({SLOW})")])  # fmt: skip
+def test_patterns_that_take_exponential_time(make, monkeypatch):
+    """The limit is one for each text, and holds in threads, too."""
+    monkeypatch.setattr(answers, "PATTERN_SECONDS", 0.1)
+    reward = make()
+    text = "a" * 60 + "b"
+
+    def call():
+        return reward._found(text) if isinstance(reward, RemoteJudge) else reward([text], answer=["a"])
+
+    says = rf"{type(reward).__name__}\.\w+ has taken more than 0.1 s for a text of 61 characters"
+    for run in (call, lambda: ThreadPoolExecutor(1).submit(call).result()):
+        with pytest.raises(TimeoutError, match=says):
+            run()

@@ -357,6 +357,10 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield (
             f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
             "template quotes once more: store them as objects")
+    if found.num_questions:
+        yield (
+            f"{name}: {found.num_questions} rows are whole conversations: their prompts are the messages up "
+            "to the user's last one, and the answers in the rows are not read")
     if found.num_continued:
         yield (
             f"{name}: {found.num_continued} prompts end with a message of the assistant, which answers "
