@@ -235,7 +235,7 @@ class TokenizedRows:
         else:
             completions = [as_answer(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
-        if not ids and "prompt_ids" in self.keys and not is_text:
+        if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
         kept = self._kept_of_prompt(ids, number)
         if kept is None:

@@ -457,7 +457,7 @@ def test_whole_texts_are_learned_as_trl_does(kind, tmp_path):
     ids = theirs(text + theirs.eos_token)["input_ids"]
     settings = [{}] if kind == "llama" else [{}, {"chat": True}, {"system_prompt": "Be brief."}]
     for column, more in [("text", one) for one in settings] + [("body", {"text_key": "body"})]:
-        made = _tokenized(tmp_path, {column: text}, tokenizer, **more).rows[0]
+        made = _tokenized(tmp_path, {column: text}, tokenizer, SEQUENCE[2:], **more).rows[0]
         assert made["sequence_ids"] == ids
         assert made["response_mask"] == [0, *[1] * (len(ids) - 1)]  # Nothing comes before the first token.
 
