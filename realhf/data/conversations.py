@@ -177,7 +177,7 @@ def _find_text(row: dict[str, Any], prompt_key: str, completion_key: str, text_k
 def _find_question(row: dict[str, Any], prompt_key: str, messages_key: str) -> None:
     """Take the prompt from a conversation: the messages up to the user's last one."""
     messages = row.get(messages_key)
-    if _are_messages(messages):
+    if isinstance(messages, list) and _are_messages(messages):
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         if last >= 0:
             row[prompt_key] = messages[: last + 1]
