@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -10,11 +11,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from realhf.cli.job import LAUNCHER_PLAN, is_worker
 from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
-from realhf.errors import UserError, naming, user_line
+from realhf.errors import UserError, naming, shown, user_line
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
@@ -96,10 +98,71 @@ def load_experiment(name: str) -> Experiment:
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
         raise UserError(
-            f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)")
+            f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)"
+            f"{_what_it_has(module, path)}")
+    _check_torch(name)
     with naming(name):
+        _check_attributes(experiment)
         check_types(experiment)
     return experiment
+
+
+def _what_it_has(module: ModuleType, path: Path) -> str:
+    """Return what a file has in the place of an experiment, as words that follow a sentence."""
+    if hasattr(module, "experiment"):
+        found = module.experiment
+        if inspect.isroutine(found):
+            return "; `experiment` is a function: define what it returns, `experiment = ...`"
+        if isinstance(found, type):
+            return "; `experiment` is a class: define an object of it, `experiment = ...(...)`"
+        return f"; `experiment` is of type {type(found).__name__}"
+    others = [name for name, value in vars(module).items() if isinstance(value, Experiment)]
+    if others:
+        return f"; `{others[0]}` is one: call it `experiment`"
+    if re.search(r"""^if __name__ == ["']__main__["']""", path.read_text(errors="replace"), re.MULTILINE):
+        return "; what stands below `if __name__ == \"__main__\"` is not executed: define it outside"
+    return ""
+
+
+def _check_torch(name: str) -> None:
+    """Raise UserError if an experiment file has changed a setting of torch on which all of a run depends."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    rules = {
+        "set_default_dtype": (torch.get_default_dtype(), torch.float32, "Role(dtype=...) is that of a model"),
+        "set_default_device": (str(torch.get_default_device()), "cpu", "a plan says where calls run"),
+        "set_grad_enabled": (torch.is_grad_enabled(), True, "use `with torch.no_grad()` in your functions"),
+    }
+    for function, (value, legal, instead) in rules.items():
+        if value != legal:
+            raise UserError(
+                f"experiment {name}: it has called torch.{function}({value}), which changes the whole "
+                f"process, and must leave {legal}: {instead}")
+
+
+def _check_attributes(experiment: Experiment) -> None:
+    """Raise UserError if an attribute was surely meant to be a field, and is none.
+
+    It is a misspelt one that was set later, or one in the body of a subclass that is no dataclass.
+    """
+    names = [field.name for field in dataclasses.fields(experiment)]
+    own = type(experiment)
+    for attribute in vars(experiment):
+        is_field = attribute in names or attribute.startswith("_")
+        near = did_you_mean(attribute, names)
+        if not is_field and (near or own.__module__.startswith("realhf.")):
+            raise UserError(f"experiment.{attribute} is set, and {own.__name__} has no such field{near}")
+    for cls in own.__mro__:
+        if cls.__module__.startswith("realhf."):
+            break
+        annotated = vars(cls).get("__annotations__", {}) if "__dataclass_fields__" in vars(cls) else {}
+        for attribute, value in vars(cls).items():
+            if attribute in names and attribute not in annotated and not hasattr(value, "__set__"):
+                raise UserError(
+                    f"{cls.__name__}.{attribute} has no effect: the field {attribute} of the experiment is "
+                    f"{shown(getattr(experiment, attribute))}; give it to the constructor, or make the class "
+                    f"a dataclass with `{attribute}: TYPE = ...`")
 
 
 def _line(error: BaseException, path: Path) -> str:

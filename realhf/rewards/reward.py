@@ -131,8 +131,10 @@ def column_key(column: str) -> str:
 def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
     """Return the parameters of a reward function. Raises UserError if it is none."""
     if not callable(function):
-        raise UserError(f"reward_function is {function!r}: it must be a function")
+        raise UserError(f"reward_function is {function!r}: it must be a function, a Reward or a list of them")
     name = name_of(function)
+    if isinstance(function, type):
+        raise UserError(f"reward function {name} is a class: give an object of it, {name}(...)")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -228,6 +229,12 @@ class Scorer:
     def _check_finite(self, scores: Sequence[Any], answers: Answers) -> None:
         """Raise UserError that names the first sample whose score is neither None nor a finite number."""
         for i, score in enumerate(scores):
+            if inspect.iscoroutine(score):
+                for waiting in filter(inspect.iscoroutine, scores):
+                    waiting.close()
+                raise UserError(
+                    f"reward function {self.name} returned coroutines, which nothing has awaited: make it "
+                    "`async def`, and return `await asyncio.gather(*...)` of them")
             if score is not None and not _is_finite(score):
                 raise UserError(
                     f"reward function {self.name} returned {score!r} for {_sample_words(answers, i)}: "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from realhf.checkpoint.read import params_by_tensor, tensor_shape
@@ -287,7 +288,36 @@ EXPERIMENTS: dict[str, list[str]] = {
     "x = 1": ["experiment.py", "must define `experiment`"],
     "experiment = 'GRPO'": ["experiment.py", "must define `experiment`"],
     "raise SystemExit(3)": ["experiment.py line 1", "SystemExit"],
+    "def experiment(): pass": ["must define `experiment`", "`experiment` is a function"],
+    "class experiment: pass": ["must define `experiment`", "`experiment` is a class: define an object of it"],
+    "from realhf import GRPO\ntrainer = GRPO()": ["`trainer` is one: call it `experiment`"],
+    "if __name__ == '__main__':\n    experiment = 1": ["`if __name__ == \"__main__\"` is not executed"],
+    "from realhf import GRPO\nexperiment = GRPO()\nexperiment.reward_functions = []": [
+        "experiment.py: experiment.reward_functions is set, and GRPO has no such field "
+        "(did you mean reward_function?)"
+    ],
+    "from realhf import GRPO\nclass Mine(GRPO):\n    batch_size = 4\nexperiment = Mine()": [
+        "experiment.py: Mine.batch_size has no effect: the field batch_size of the experiment is 32"
+    ],
 }
+
+
+@pytest.mark.parametrize(
+    ("statement", "legal"),
+    [("set_grad_enabled(False)", "True"), ("set_default_dtype(torch.float64)", "torch.float32"),
+     ("set_default_device('meta')", "cpu")],
+)  # fmt: skip
+def test_an_experiment_leaves_the_settings_of_torch(tmp_path, call, statement, legal):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\nfrom realhf import GRPO\ntorch.{statement}\nexperiment = GRPO()\n")
+    try:
+        code, _, error = call("check", path)
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    function = statement.partition("(")[0]
+    assert code == 2 and f"it has called torch.{function}(" in error and f"must leave {legal}" in error
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,21 @@ import pytest
 from transformers import AutoTokenizer
 
 from realhf import (
+    CosineReward,
     DatasetConfig,
+    Evaluation,
     ExactMatch,
     FormatReward,
     LoraConfig,
     OptimizerConfig,
     PolicyLossConfig,
     RegexMatch,
+    RepetitionPenalty,
     Reward,
     RewardModel,
     Role,
     SamplingConfig,
+    SoftOverlongPenalty,
     TrainStep,
     half_precision,
 )
@@ -156,6 +160,43 @@ def test_greedy_samples_of_one_prompt(task, capsys):
     what = "sampling.temperature is 0: the 4 samples of a prompt are all the same"
     assert _warnings(capsys, "grpo", task, sampling=greedy) == [what]
     assert _warnings(capsys, "ppo", task, sampling=greedy, group_size=1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sampling": SamplingConfig(max_new_tokens=7, min_p=1.0)},
+         "sampling.min_p is 1: the 4 samples of a prompt are all the same"),
+        ({"sampling": SamplingConfig(max_new_tokens=7, top_p=1e-6)},
+         "sampling.top_p is 1e-06: the 4 samples of a prompt are all the same"),
+        ({"sampling": SamplingConfig(max_new_tokens=7, stop=("\\n",))}, "a backslash and the letter n"),
+        ({"score_shaping": SoftOverlongPenalty(max_length=40, buffer=8)}, "it changes no score"),
+        ({"score_shaping": CosineReward(max_length=40)}, "score_shaping.max_length is 40"),
+        ({"token_rewards": (RepetitionPenalty(),)}, "no answer can repeat so many tokens"),
+        ({"loss": PolicyLossConfig(entropy_coef=10.0)}, "loss.entropy_coef is 10: the model learns to be"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_surely_not_meant(task, changes, says):
+    changed = replace(make_experiment("grpo", task), **changes)
+    program = compile_program(changed, None, world_size=1)
+    assert [warning for warning in warnings_of(program, None, {}) if says in warning]
+    plain = compile_program(make_experiment("grpo", task), None, world_size=1)
+    assert not [warning for warning in warnings_of(plain, None, {}) if says in warning]
+
+
+def test_an_evaluation_that_forgets_the_sampling_of_training(task):
+    training = SamplingConfig(max_new_tokens=7, stop=("=",))
+
+    def said(sampling: SamplingConfig) -> list[str]:
+        held_out = Evaluation(DatasetConfig(str(task / "held_out.jsonl")), samples=2, sampling=sampling)
+        experiment = make_experiment("grpo", task, sampling=training, eval_dataset=held_out)
+        program = compile_program(experiment, None, world_size=1)
+        return [warning for warning in warnings_of(program, None, {}) if "eval_dataset.sampling" in warning]
+
+    (what,) = said(SamplingConfig(temperature=0.6))
+    assert what.startswith("eval_dataset.sampling has max_new_tokens 256 and stop () by default")
+    assert said(replace(training, temperature=0.6)) == []
+    assert said(replace(training, top_k=1))[0].endswith("samples of a held-out prompt are all the same")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Warnings at the start of a run, about settings that are legal but often mistakes. Free of torch."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realhf.calls import Generate, OptimizerConfig, answer_keys, longest_response
+from realhf.calls import Generate, OptimizerConfig, SamplingConfig, answer_keys, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns
 from realhf.data.light_tokenizer import special_tokens
 from realhf.data.sequence_tokens import special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
@@ -19,12 +20,15 @@ from realhf.learning_rates import default_rates
 from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
 from realhf.resolved_roles import optimizer_steps
+from realhf.rewards.reward import EXTRAS, STANDARD, name_of, parameters_of
+from realhf.rewards.shaping import CosineReward, RepetitionPenalty, SoftOverlongPenalty
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves, to_json
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
+from realhf.user_input.suggest import did_you_mean
 
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
 """Usual names of columns with right answers."""
@@ -42,6 +46,11 @@ _LOW_RATE = 1e4
 """The usual learning rate divided by this hardly changes a model."""
 _LOW_GRAD_NORM = 1e-3
 _HIGH_KL = 1.0
+_HIGH_ENTROPY = 0.1
+_LOW_TOP_P = 1e-5
+"""So low a top_p draws one token only, as the most probable one has at least the share 1 / vocabulary."""
+_ESCAPE = re.compile(r"\\([ntr])(?![A-Za-z])")
+"""A backslash and a letter, not the beginning of a word of LaTeX such as `\\nabla`."""
 _HIGH_TEMPERATURE = 2.5
 _LOW_TEMPERATURE = 0.05
 _SCHEDULE = (
@@ -75,6 +84,9 @@ def warnings_of(
     warnings += off_policy(program.graph)
     if program.parts:  # The program trains.
         warnings += [*_unusual_training(program), *_unweighted(program.graph)]
+        warnings += [*_idle_shaping(program)]
+    warnings += _misspelt_columns(program)
+    warnings += [*_written_escapes(program), *_unlike_training(program)]
     if rows is not None and program.parts:
         warnings += [*_repeated_rows(program, rows), *_equal_rows(rows)]
         for eval_set in sets:
@@ -280,6 +292,8 @@ def _unusual_training(program: Program) -> Iterator[str]:
     if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
         yield "ref is given, and no call uses it: set loss.kl_coef above 0, or leave it out"
     for name, value in leaves(to_json(program.experiment)):
+        if name.endswith("entropy_coef") and isinstance(value, int | float) and value > _HIGH_ENTROPY:
+            yield f"{name} is {value:g}: the model learns to be random (0 to 0.01 is usual)"
         if name.rpartition(".")[2] == "kl_coef" and isinstance(value, int | float) and value >= _HIGH_KL:
             yield f"{name} is {value:g}: the reward hardly counts beside it (0 to 0.1 is usual)"
 
@@ -483,13 +497,97 @@ def _greedy(program: Program) -> Iterator[str]:
                 "(0.6 to 1.2 is usual)")
         if count == 1:
             continue
-        if sampling.temperature == 0 or sampling.top_k == 1:
-            why = "temperature is 0" if sampling.temperature == 0 else "top_k is 1"
+        if (why := _one_token(sampling)) is not None:
             yield f"sampling.{why}: the {count} samples of a prompt are all the same"
         elif sampling.temperature < _LOW_TEMPERATURE:
             yield (
                 f"sampling.temperature is {sampling.temperature:g}: the {count} samples of a prompt are "
                 "nearly all the same")
+
+
+def _one_token(sampling: SamplingConfig) -> str | None:
+    """Return the setting by which only the most probable token is ever drawn, as words; None if there is
+    none."""
+    if sampling.temperature == 0:
+        return "temperature is 0"
+    if sampling.top_k == 1:
+        return "top_k is 1"
+    if sampling.min_p == 1:
+        return "min_p is 1"
+    return f"top_p is {sampling.top_p:g}" if sampling.top_p <= _LOW_TOP_P else None
+
+
+def _written_escapes(program: Program) -> Iterator[str]:
+    """Yield warnings about texts with a backslash and a letter where a line break or tab was surely meant."""
+    for call in program.graph.of_kind("generate"):
+        for field in ("stop", "bad_words"):
+            for text in getattr(call.work.sampling, field):
+                if (found := _ESCAPE.search(text)) is not None:
+                    yield (
+                        f"sampling.{field} has {text!r}, a backslash and the letter {found[1]}: a line break "
+                        f"or tab is \"\\{found[1]}\" in Python and $'\\{found[1]}' in a shell")
+
+
+def _unlike_training(program: Program) -> Iterator[str]:
+    """Yield warnings about evaluations whose own sampling lacks what ends answers in training, or in which
+    the samples of a prompt are equal."""
+    training = getattr(program.experiment, "sampling", None)
+    if not isinstance(training, SamplingConfig):
+        return
+    default = SamplingConfig()
+    sets = named_sets(program.experiment.eval_dataset)
+    for name, eval_set in sets.items():
+        sampling = eval_set.sampling
+        field = f"eval_dataset.{name}.sampling" if name else "eval_dataset.sampling"
+        drawn = training if sampling is None else sampling
+        if eval_set.samples > 1 and (why := _one_token(drawn)) is not None:
+            where = "sampling" if sampling is None else field
+            yield f"{where}.{why}: the {eval_set.samples} samples of a held-out prompt are all the same"
+        if sampling is None:
+            continue
+        lost = [
+            key for key in ("max_new_tokens", "stop", "stop_token_ids")
+            if getattr(sampling, key) == getattr(default, key) != getattr(training, key)]
+        if lost:
+            values = " and ".join(f"{key} {getattr(sampling, key)!r}" for key in lost)
+            ours = " and ".join(f"{getattr(training, key)!r}" for key in lost)
+            yield (
+                f"{field} has {values} by default, and training has {ours}: it takes nothing from training's "
+                "sampling, so say what both have")
+
+
+def _idle_shaping(program: Program) -> Iterator[str]:
+    """Yield warnings about shapings of rewards that concern longer answers than there can be."""
+    experiment = program.experiment
+    longest = longest_response(program.graph)
+    shaping = getattr(experiment, "score_shaping", None)
+    if isinstance(shaping, SoftOverlongPenalty) and shaping.max_length - shaping.buffer >= longest:
+        yield (
+            f"score_shaping begins after {shaping.max_length - shaping.buffer} tokens (max_length - buffer), "
+            f"and sampling.max_new_tokens is {longest}: it changes no score")
+    if isinstance(shaping, CosineReward) and shaping.max_length > longest:
+        yield (
+            f"score_shaping.max_length is {shaping.max_length}, and sampling.max_new_tokens is {longest}: no "
+            "answer gets the reward of that length")
+    for part in getattr(experiment, "token_rewards", ()):
+        if isinstance(part, RepetitionPenalty) and part.ngram >= longest:
+            yield (
+                f"token_rewards: RepetitionPenalty.ngram is {part.ngram}, and sampling.max_new_tokens "
+                f"{longest}: no answer can repeat so many tokens")
+
+
+def _misspelt_columns(program: Program) -> Iterator[str]:
+    """Yield warnings about optional parameters of reward functions that are nearly the name of a column."""
+    columns = extra_columns(program.experiment.dataset)
+    for call in program.graph.of_kind("host"):
+        for reward in getattr(call.work.function, "rewards", ()):
+            for parameter in parameters_of(reward.function):
+                is_known = parameter.name in (*STANDARD, *EXTRAS, *columns, "dataset")
+                near = did_you_mean(parameter.name, columns)
+                if parameter.default is not parameter.empty and not is_known and near:
+                    yield (
+                        f"dataset has no column {parameter.name!r}{near}: this parameter of "
+                        f"{name_of(reward.function)} always has its default, {parameter.default!r}")
 
 
 def _beyond_positions(
