@@ -13,8 +13,19 @@ from realhf.data.responses import in_response
 from realhf.errors import warn
 from realhf.rewards.limited_call import run_together
 from realhf.rewards.limits import RewardLimits
-from realhf.rewards.reward import RewardFunctions, answers_by, column_key, rewards_of, texts_in
+from realhf.rewards.reward import (
+    EXTRAS,
+    STANDARD,
+    RewardFunctions,
+    answers_by,
+    column_key,
+    name_of,
+    parameters_of,
+    rewards_of,
+    texts_in,
+)
 from realhf.rewards.scorer import Answers, Scored, Scorer
+from realhf.user_input.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -98,6 +109,17 @@ class RewardCall:
                 yield (
                     f"reward {reward.label} looks for {unseen[0]!r}, a special token of the tokenizer: "
                     "completions have no special tokens as text, only in completion_ids")
+
+    def misspelt(self, columns: Sequence[str]) -> Iterator[str]:
+        """Yield warnings about optional parameters of rewards that are nearly the name of a column."""
+        for function in (reward.function for reward in self.rewards):
+            for parameter in parameters_of(function):
+                is_known = parameter.name in (*STANDARD, *EXTRAS, *columns, "dataset")
+                near = did_you_mean(parameter.name, columns)
+                if parameter.default is not parameter.empty and not is_known and near:
+                    yield (
+                        f"dataset has no column {parameter.name!r}{near}: this parameter of "
+                        f"{name_of(function)} always has its default, {parameter.default!r}")
 
     def doubts(self, prompt: str) -> Iterator[str]:
         """Yield what seems wrong with rewards if the first prompt reads so to the model."""

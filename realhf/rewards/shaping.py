@@ -59,6 +59,10 @@ class CosineReward:
         _check_fields(self)
         require(self.max_length >= 1, "CosineReward.max_length", self.max_length, "be at least 1")
 
+    def doubt(self, longest: int) -> str | None:
+        """Return why answers of at most `longest` tokens are too short for this, or None."""
+        return None if self.max_length <= longest else f"score_shaping.max_length is {self.max_length}"
+
     def __call__(self, score: Tensor, lengths: Tensor, finished: Tensor) -> Tensor:
         """Return the cosine rewards; see ScoreShaping."""
         is_correct_S = score > self.correct_above
@@ -89,6 +93,12 @@ class SoftOverlongPenalty:
         rule = f"be at least 1 and at most max_length, {self.max_length}"
         require(1 <= self.buffer <= self.max_length, "SoftOverlongPenalty.buffer", self.buffer, rule)
 
+    def doubt(self, longest: int) -> str | None:
+        """Return why answers of at most `longest` tokens are too short for this, or None."""
+        start = self.max_length - self.buffer
+        idle = f"score_shaping begins after {start} tokens (max_length - buffer)"
+        return None if start < longest else idle
+
     def __call__(self, score: Tensor, lengths: Tensor, finished: Tensor) -> Tensor:
         """Return the scores with their penalties; see ScoreShaping."""
         return score + ((self.max_length - self.buffer - lengths) / self.buffer).clamp(-1.0, 0.0)
@@ -113,6 +123,10 @@ class RepetitionPenalty:
         require(self.penalty < 0, "RepetitionPenalty.penalty", self.penalty, "be below 0")
         rule = "be at least 0 and at most 1"
         require(0 <= self.discount <= 1, "RepetitionPenalty.discount", self.discount, rule)
+
+    def doubt(self, longest: int) -> str | None:
+        """Return why answers of at most `longest` tokens are too short for this, or None."""
+        return None if self.ngram < longest else f"token_rewards: RepetitionPenalty.ngram is {self.ngram}"
 
     def __call__(self, responses: Sequence[list[int]]) -> list[list[float]]:
         """Return the rewards of all tokens; see TokenReward."""

@@ -170,9 +170,9 @@ def test_greedy_samples_of_one_prompt(task, capsys):
         ({"sampling": SamplingConfig(max_new_tokens=7, top_p=1e-6)},
          "sampling.top_p is 1e-06: the 4 samples of a prompt are all the same"),
         ({"sampling": SamplingConfig(max_new_tokens=7, stop=("\\n",))}, "a backslash and the letter n"),
-        ({"score_shaping": SoftOverlongPenalty(max_length=40, buffer=8)}, "it changes no score"),
+        ({"score_shaping": SoftOverlongPenalty(max_length=40, buffer=8)}, "score_shaping begins after 32 tokens"),
         ({"score_shaping": CosineReward(max_length=40)}, "score_shaping.max_length is 40"),
-        ({"token_rewards": (RepetitionPenalty(),)}, "no answer can repeat so many tokens"),
+        ({"token_rewards": (RepetitionPenalty(),)}, "RepetitionPenalty.ngram is 40"),
         ({"loss": PolicyLossConfig(entropy_coef=10.0)}, "loss.entropy_coef is 10: the model learns to be"),
     ],
 )  # fmt: skip

@@ -20,15 +20,12 @@ from realhf.learning_rates import default_rates
 from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
 from realhf.resolved_roles import optimizer_steps
-from realhf.rewards.reward import EXTRAS, STANDARD, name_of, parameters_of
-from realhf.rewards.shaping import CosineReward, RepetitionPenalty, SoftOverlongPenalty
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.experiment_json import leaves, to_json
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
-from realhf.user_input.suggest import did_you_mean
 
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
 """Usual names of columns with right answers."""
@@ -66,6 +63,15 @@ class ScoredByRewards(Protocol):
     def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]: ...
 
     def doubts(self, prompt: str) -> Iterator[str]: ...
+
+    def misspelt(self, columns: Sequence[str]) -> Iterator[str]: ...
+
+
+@runtime_checkable
+class _ShapingByLength(Protocol):
+    """A shaping that knows whether answers of at most `longest` tokens are too short for it."""
+
+    def doubt(self, longest: int) -> str | None: ...
 
 
 def warnings_of(
@@ -560,34 +566,16 @@ def _idle_shaping(program: Program) -> Iterator[str]:
     """Yield warnings about shapings of rewards that concern longer answers than there can be."""
     experiment = program.experiment
     longest = longest_response(program.graph)
-    shaping = getattr(experiment, "score_shaping", None)
-    if isinstance(shaping, SoftOverlongPenalty) and shaping.max_length - shaping.buffer >= longest:
-        yield (
-            f"score_shaping begins after {shaping.max_length - shaping.buffer} tokens (max_length - buffer), "
-            f"and sampling.max_new_tokens is {longest}: it changes no score")
-    if isinstance(shaping, CosineReward) and shaping.max_length > longest:
-        yield (
-            f"score_shaping.max_length is {shaping.max_length}, and sampling.max_new_tokens is {longest}: no "
-            "answer gets the reward of that length")
-    for part in getattr(experiment, "token_rewards", ()):
-        if isinstance(part, RepetitionPenalty) and part.ngram >= longest:
-            yield (
-                f"token_rewards: RepetitionPenalty.ngram is {part.ngram}, and sampling.max_new_tokens "
-                f"{longest}: no answer can repeat so many tokens")
+    for shaping in (getattr(experiment, "score_shaping", None), *getattr(experiment, "token_rewards", ())):
+        if isinstance(shaping, _ShapingByLength) and (doubt := shaping.doubt(longest)) is not None:
+            yield f"{doubt}, and sampling.max_new_tokens is {longest}"
 
 
 def _misspelt_columns(program: Program) -> Iterator[str]:
     """Yield warnings about optional parameters of reward functions that are nearly the name of a column."""
-    columns = extra_columns(program.experiment.dataset)
     for call in program.graph.of_kind("host"):
-        for reward in getattr(call.work.function, "rewards", ()):
-            for parameter in parameters_of(reward.function):
-                is_known = parameter.name in (*STANDARD, *EXTRAS, *columns, "dataset")
-                near = did_you_mean(parameter.name, columns)
-                if parameter.default is not parameter.empty and not is_known and near:
-                    yield (
-                        f"dataset has no column {parameter.name!r}{near}: this parameter of "
-                        f"{name_of(reward.function)} always has its default, {parameter.default!r}")
+        if isinstance(call.work.function, ScoredByRewards):
+            yield from call.work.function.misspelt(extra_columns(program.experiment.dataset))
 
 
 def _beyond_positions(
