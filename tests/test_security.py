@@ -47,7 +47,7 @@ OWN = (
     "__init__.py", "cli/init.py",  # Files of the package itself.
     # Files of the kernel.
     "cli/plan.py", "cluster.py", "inference/cache_limit.py", "profiling/surroundings.py",
-    "runtime/execute/memory_meter.py",
+    "runtime/execute/meters.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
     "distributed/shared_memory.py", "distributed/gloo.py",  # Memory and ports of the same run.
 )

@@ -28,7 +28,7 @@ from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.compile.equal_programs import require_equal_programs
-from realhf.runtime.evaluate_only import evaluate as run_evaluations
+from realhf.runtime.evaluations import evaluate as run_evaluations
 from realhf.runtime.execute.determinism import record_surroundings, repeat_exactly
 from realhf.runtime.records.run_directory import (
     RunDirectory,
@@ -36,9 +36,8 @@ from realhf.runtime.records.run_directory import (
     find_resumption,
     new_run_directory,
 )
-from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.trainer import Trainer
-from realhf.signals import ENDING
+from realhf.signals import ENDING, StopSignals
 
 _M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3

@@ -34,9 +34,8 @@ from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region
 from realhf.realloc.pieces import Piece
 from realhf.runtime.compile.actions import role_of
-from realhf.runtime.compile.experiment_json import described
-from realhf.runtime.compile.program import Program
-from realhf.runtime.execute.inputs import RankState
+from realhf.runtime.compile.program import Program, described
+from realhf.runtime.execute.executor import RankState
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.model_store import ModelStore

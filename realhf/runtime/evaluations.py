@@ -1,13 +1,18 @@
 """Evaluations: runs the evaluations of a program on this rank, and merges the records of all ranks."""
 
+import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from realhf.data.loader import Loader
+from realhf.distributed import tags
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
+from realhf.errors import UserError, warn
 from realhf.evaluation.metrics import (
     ScoredAnswer,
     known_values,
@@ -17,15 +22,16 @@ from realhf.evaluation.metrics import (
     sample_metrics,
 )
 from realhf.evaluation.sets import Evaluation
+from realhf.experiment import Role
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.warnings import check_lengths
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.execute.inputs import PartsProgram, RankState
-from realhf.runtime.records.step_record import StepRecord, finite, merge_metrics
+from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
+from realhf.runtime.execute.host_call import HostContext
+from realhf.runtime.records.progress import Progress
+from realhf.runtime.records.recorder import AnswerFiles, StepRecord, finite, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 _PART = "evaluation"
@@ -227,3 +233,67 @@ def first_and_last(
         "eval_last": ends[main]["last"] if main else None,
         "eval_steps": [steps[0], steps[-1]] if steps else None,
         "evals": ends}
+
+
+def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict[str, Any]:
+    """Evaluate all sets once; every rank calls this.
+
+    Return the summary on rank 0, which writes it to `out` with the answers, and an empty one elsewhere.
+    """
+    started = time.time()
+    experiment = program.experiment
+    context = HostContext(experiment.tokenizer_dir())
+    evaluations = Evaluations(program, world, context)
+    if world.rank == 0:
+        largest = max(context.tokenizer.get_vocab().values())
+        check_vocabulary(program.roles, largest, tokenizer=context.tokenizer_dir)
+        for sentence in warnings_of(program, None, evaluations.loaders):
+            warn(sentence)
+    prompts = evaluations.count_prompts()
+    store = ModelStore(world, program)
+    evaluations.start(store)
+    progress = Progress(program, world.activity) if world.rank == 0 else None
+    if progress is not None:
+        progress.watch()
+    try:
+        mine = evaluations.run()
+        by_rank = _gather(world, mine)
+        evaluations.wait()
+    finally:
+        if progress is not None:
+            progress.stop()
+    if world.rank != 0:
+        return {}
+    result = report(program.evaluations, by_rank)
+    for sentence in result.faults:
+        warn(sentence)
+    sets = {
+        name: {"path": str(evaluation.dataset.path), "prompts": prompts[name], "samples": evaluation.samples}
+        for name, evaluation in ((eval_set.name, eval_set.evaluation) for eval_set in program.evaluations)}
+    summary = {
+        "model": evaluated_model(next(iter(program.roles.values()))), "sets": sets,
+        "metrics": dict(result.metrics),
+        "eval_metric": main_metric(list(result.metrics), program.evaluations),
+        "seconds": time.time() - started}
+    if out is not None:
+        try:
+            AnswerFiles(out).write(0, result.answers)
+            program.plan.save(out / "plan.yaml")
+            (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from error
+    return summary
+
+
+def evaluated_model(role: Role) -> str:
+    """Return the model that is evaluated: that of the adapters, if the role has some."""
+    return role.model if role.lora is None or role.lora.adapter is None else role.lora.adapter
+
+
+def _gather(world: World, mine: list[SetRecord]) -> list[list[SetRecord]]:
+    """Return the records of all ranks on rank 0."""
+    if world.rank != 0:
+        world.control.send_json([record.to_json() for record in mine], [0], tag=tags.RECORD).wait()
+        return []
+    theirs = [world.control.recv_json(rank, tag=tags.RECORD) for rank in range(1, world.size)]
+    return [mine, *([SetRecord.from_json(document) for document in documents] for documents in theirs)]

@@ -14,10 +14,9 @@ from realhf.distributed.world import World
 from realhf.errors import warn
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
-from realhf.runtime.execute.compute_meter import ComputeMeter
+from realhf.runtime.execute.meters import ComputeMeter
 from realhf.runtime.records.progress import Progress, when
-from realhf.runtime.records.recorder import Recorder
-from realhf.runtime.records.step_record import StepRecord, finite, merge_metrics
+from realhf.runtime.records.recorder import Recorder, StepRecord, finite, merge_metrics
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""

@@ -3,23 +3,28 @@
 import dataclasses
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.loader import Loader, MixedLoader, make_loader
-from realhf.distributed.group import PeerError
+from realhf.distributed import tags
+from realhf.distributed.group import Outbox, PeerError
 from realhf.distributed.world import World
+from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError, warn
 from realhf.errors import described as described_error
+from realhf.experiment import Role
+from realhf.half_precision import needs_float32
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
-from realhf.runtime.compile.experiment_json import described, to_json
-from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.slow_dtypes import slow_dtypes
+from realhf.runtime.compile.program import Program, described, to_json
 from realhf.runtime.compile.warnings import (
     changed_fields,
     changed_files,
@@ -29,21 +34,83 @@ from realhf.runtime.compile.warnings import (
     warnings_of,
 )
 from realhf.runtime.evaluations import Evaluations, first_and_last
-from realhf.runtime.execute.compute_meter import ComputeMeter, flops_by_role, peaks_by_call
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
-from realhf.runtime.execute.memory_meter import largest_by_call, largest_of_processes
+from realhf.runtime.execute.executor import Executor, Observations, PartsProgram, RankState
+from realhf.runtime.execute.host_call import HostContext
+from realhf.runtime.execute.meters import (
+    ComputeMeter,
+    flops_by_role,
+    largest_by_call,
+    largest_of_processes,
+    peaks_by_call,
+)
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import Recorder
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.records.recorder import Recorder, StepRecord
 from realhf.runtime.records.trackers import Ending
 from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
-from realhf.runtime.step_decisions import StepDecisions
-from realhf.runtime.stop_signals import StopSignals
-from realhf.runtime.weights.export_files import config_fields, files_beside
 from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.weights.weight_export import config_fields, files_beside
+from realhf.signals import StopSignals
+
+_STOP = "stop"
+"""Key of the store that another rank than 0 sets when a signal has asked it to stop."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision about what follows a step: whether a checkpoint is saved, and whether the run ends."""
+
+    saves: bool = False
+    stops: bool = False
+
+
+class StepDecisions:
+    """Rank 0 decides after each step about the next one, so that other ranks may be a step ahead of it.
+
+    So a run of several ranks that is asked to stop in step 10 stops after step 11, because rank 0 has already
+    sent the decision about step 10. If only another rank is asked, and rank 0 hears of it after its decision
+    about step 11, the run stops after step 12.
+    """
+
+    def __init__(
+        self, world: World, outbox: Outbox, *, last_step: int, is_due: Callable[[int], bool]
+    ) -> None:
+        """Take the run's last step and a function that returns, on rank 0, whether to save after a step."""
+        self._world = world
+        self._outbox = outbox
+        self._last_step = last_step
+        self._is_due = is_due
+        self._store = world.unused_store("decisions") if world.size > 1 else None
+        self._has_asked = False
+        self._ahead = Decision()
+        """On rank 0, the decision about the next step, which it has sent."""
+
+    def begin(self, first_step: int) -> None:
+        """Decide about the first step; every rank calls this before it."""
+        self._decide(first_step, wants_stop=False)
+
+    def after(self, step: int, *, wants_stop: bool) -> Decision:
+        """Return the decision about a step; every rank calls this after it, and says if it wants to stop."""
+        if self._store is None:
+            return Decision(self._is_due(step), wants_stop)
+        if self._world.rank == 0:
+            decision = self._ahead
+            if not decision.stops:
+                self._decide(step + 1, wants_stop=wants_stop)
+            return decision
+        if wants_stop and not self._has_asked:
+            self._has_asked = True
+            self._store.set(_STOP, "")
+        return Decision(**self._world.control.recv_json(0, tag=tags.DECISION))
+
+    def _decide(self, step: int, *, wants_stop: bool) -> None:
+        if self._store is not None and self._world.rank == 0 and step <= self._last_step:
+            stops = wants_stop or self._store.check([_STOP])
+            self._ahead = Decision(self._is_due(step), stops)
+            peers = range(1, self._world.size)
+            self._outbox.add(self._world.control.send_json(asdict(self._ahead), peers, tag=tags.DECISION))
+
+
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +217,7 @@ class Trainer:
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
             changed += changed_files(checkpoint.manifest.data, self._fingerprints)
-        slow = slow_dtypes(program.roles, self._world.device)
+        slow = _slow_dtypes(program.roles, self._world.device)
         for sentence in [*changed, *warnings_of(program, self._loader, self._evaluations.loaders), *slow]:
             warn(sentence)
 
@@ -394,3 +461,14 @@ def _keeps_caches(program: Program) -> bool:
 
 def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
+
+
+def _slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:
+    """Yield a sentence for each role that transformers' classes compute in a slow dtype."""
+    for name, role in roles.items():
+        weight = torch.empty(0, dtype=DTYPES[role.weights_dtype], device=device)
+        if role.engine == "transformers" and needs_float32(weight):
+            yield (
+                f"{name}.dtype is {role.weights_dtype}, for which this CPU has no units: "
+                "with engine transformers it takes many times as long as float32 (the native engine computes "
+                "in float32 by itself)")

@@ -21,7 +21,7 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.transformers_config import TransformersConfig
-from realhf.runtime.execute.host_context import HostContext
+from realhf.runtime.execute.host_call import HostContext
 from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch

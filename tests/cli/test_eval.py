@@ -10,7 +10,7 @@ from realhf.cli.main import main
 from realhf.cli.overrides import override
 from realhf.errors import UserError
 from realhf.rewards.by_name import reward_by_name
-from realhf.runtime.evaluate_only import evaluated_model
+from realhf.runtime.evaluations import evaluated_model
 from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
 

@@ -26,9 +26,8 @@ from realhf.runtime.compile.actions import (
     compile_actions,
 )
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.execute.inputs import PartsProgram, RankState
+from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
+from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.weights.model_store import ModelStore
 from tests.runtime.tiny import make_experiment, write_task
 

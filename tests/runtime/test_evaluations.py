@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from realhf.runtime.evaluate_only import evaluate
 
 from realhf import (
     DPO,
@@ -30,7 +31,6 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program
 from realhf.runtime.compile.warnings import warnings_of
-from realhf.runtime.evaluate_only import evaluate
 from realhf.runtime.evaluations import first_and_last
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl

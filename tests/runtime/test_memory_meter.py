@@ -16,7 +16,7 @@ from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.actions import Run
-from realhf.runtime.execute.memory_meter import MemoryMeter
+from realhf.runtime.execute.meters import MemoryMeter
 from realhf.runtime.weights.engine_store import EngineStore
 from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import pretended_device

@@ -74,7 +74,7 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
 
 def test_the_measured_memory_is_that_of_the_process():
     """A block that is written and freed stays in the peak. The kernel's sum over all mappings is the same."""
-    lines = ["from realhf.runtime.execute.memory_meter import resident_bytes as held",
+    lines = ["from realhf.runtime.execute.meters import resident_bytes as held",
              "before = held(), held(peak=True)", "block = b'1' * (300 << 20)", "during = held()",
              "mapped = open('/proc/self/smaps_rollup').read().split('Rss:')[1].split()[0]", "del block",
              "print(*before, during, 1024 * int(mapped), held(), held(peak=True))"]  # fmt: skip

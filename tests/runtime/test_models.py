@@ -9,13 +9,12 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.actions import Reallocate, Run
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.execute.inputs import PartsProgram, RankState
+from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
+from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
 from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.weights.reallocation_runners import StreamRunner
+from realhf.runtime.weights.reallocations import StreamRunner
 from tests.runtime.tiny import make_experiment, write_task
 from tests.samples import marked
 

@@ -15,12 +15,11 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.execute.executor import Executor
-from realhf.runtime.execute.host_context import HostContext
-from realhf.runtime.execute.inputs import PartsProgram, RankState
+from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
+from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.weights.engine_store import OffloadedWeights
 from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.weights.offload import OffloadedWeights
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import make_experiment, role, write_task
 from tests.samples import marked

@@ -8,7 +8,7 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store
-from realhf.runtime.weights.reallocation_runners import StreamRunner
+from realhf.runtime.weights.reallocations import StreamRunner
 from tests.distributed.emulated_nccl import NcclWorld
 from tests.distributed.recording import MESSAGES, fault_of
 from tests.runtime.tiny import Recorder, make_experiment, recording, write_task

@@ -9,8 +9,7 @@ import torch
 from realhf.layout import Layout
 from realhf.realloc.execute import ReallocStats
 from realhf.runtime.compile.actions import Reallocate
-from realhf.runtime.weights.reallocation_runners import PostedTask, StreamRunner
-from realhf.runtime.weights.reallocations import Arrivals, FinishedReallocation
+from realhf.runtime.weights.reallocations import Arrivals, FinishedReallocation, PostedTask, StreamRunner
 
 
 class _Device:

@@ -11,8 +11,8 @@ import pytest
 from realhf.checkpoint.names import find_checkpoints
 from realhf.distributed.world import World
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.trainer import Trainer
+from realhf.signals import StopSignals
 from tests.runtime.tiny import make_experiment, write_task
 
 
@@ -52,7 +52,6 @@ def test_sigterm_is_answered_later_under_torchrun_which_may_end_this_worker_by_i
 
 PHASES = """
 import os, signal, sys, time
-from realhf.runtime.stop_signals import StopSignals
 from realhf.signals import signals_end_the_process
 both = signal.SIGINT, signal.SIGTERM
 with signals_end_the_process(*both), StopSignals(*both) as stop:

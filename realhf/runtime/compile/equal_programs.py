@@ -12,8 +12,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.runtime.compile.actions import Action
-from realhf.runtime.compile.experiment_json import leaves, to_json
-from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.program import Program, leaves, to_json
 
 _HINTS = {
     "plan": "write one with `realhf plan -o plan.yaml` and give it to all by --plan",

@@ -1,7 +1,10 @@
 """Compiles an experiment and a plan into a Program, and checks both before the run. Free of torch."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from realhf.data.dataset import DatasetConfig
 from realhf.distributed.tags import FIRST_INPUT
@@ -19,6 +22,7 @@ from realhf.runtime.compile.actions import (
     complete_plan,
     parameter_specs,
 )
+from realhf.runtime.compile.checks import ending_with_turns
 from realhf.runtime.compile.eval_program import (
     EvaluationProgram,
     compile_evaluations,
@@ -26,7 +30,33 @@ from realhf.runtime.compile.eval_program import (
     evaluation_homes,
     legal_names,
 )
-from realhf.runtime.compile.sampling_checks import ending_with_turns
+
+
+def described(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's fields as JSON, and as `hub` the commits of models and data sets there."""
+    commits = experiment.hub_commits()
+    return to_json(experiment) | ({"hub": commits} if commits else {})
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """Return the fields of an experiment, or roles by name, as JSON; values that are no config are named."""
+
+    def form(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+    return json.loads(json.dumps(config, default=form))
+
+
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every field that is not a mapping."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
 
 PredictedMemory = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Call -> rank -> bytes by part, as the planner counts them."""

@@ -21,9 +21,8 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
 from realhf.resolved_roles import optimizer_steps
 from realhf.runtime.compile.actions import spec_of
-from realhf.runtime.compile.experiment_json import leaves, to_json
-from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.sampling_checks import off_policy, turn_end_warnings, unknown_turn_end
+from realhf.runtime.compile.checks import off_policy, turn_end_warnings, unknown_turn_end
+from realhf.runtime.compile.program import Program, leaves, to_json
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
 

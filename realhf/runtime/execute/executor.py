@@ -2,19 +2,27 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
+from realhf.distributed.group import Outbox
+from realhf.distributed.world import World
 from realhf.engine.protocol import CallResult
-from realhf.errors import warn
+from realhf.errors import UserError, warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.models.model_flops import ModelFlops
+from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import (
+    Action,
     Reallocate,
     Receive,
     Redistribute,
@@ -22,17 +30,87 @@ from realhf.runtime.compile.actions import (
     Send,
     outside_producers,
 )
-from realhf.runtime.execute.agreements import Agreements
-from realhf.runtime.execute.call_errors import explaining
-from realhf.runtime.execute.compute_meter import generate_flops, pass_flops, sampled_tokens
-from realhf.runtime.execute.host_call import call_host_function
-from realhf.runtime.execute.inputs import Observations, PartsProgram, RankState
-from realhf.runtime.execute.memory_meter import MemoryMeter
-from realhf.runtime.records.step_record import StepRecord
+from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
+from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
+from realhf.runtime.records.recorder import StepRecord
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
-from realhf.runtime.samples.unfinished_samples import UnfinishedSamples
+from realhf.runtime.samples.rollout_collector import RolloutCollector
+from realhf.runtime.samples.sample_store import SampleStore, UnfinishedSamples
+from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.reallocations import Arrivals
 from realhf.sample_ids import prompt_of, samples_of
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of a rank while calls run: models, samples, and messages that are still being sent."""
+
+    world: World
+    models: ModelStore
+    context: HostContext
+    samples: SampleStore = field(default_factory=SampleStore)
+    outbox: Outbox = field(default_factory=Outbox)
+
+
+@dataclass(frozen=True)
+class PartsProgram:
+    """The parts of one graph and the dataset on which they run."""
+
+    parts: Mapping[str, Sequence[Action]]
+    plan: ExecutionPlan
+    read: Callable[[Sequence[int]], Batch] | None
+    """Returns the batch of some prompts; None on ranks that do not hold the dataset."""
+    group_size: int = 1
+    num_rounds: int = 1
+    """Rounds in which an answer is generated; each may add an equal share of its tokens."""
+    is_evaluation: bool = False
+    prefix: str = ""
+    """The beginning of the names under which its host calls have their states."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """The records of a run's calls besides times and metrics; an evaluation makes none of them."""
+
+    flops: Mapping[str, ModelFlops] = field(default_factory=dict)
+    """Role -> its model's FLOPs; they are counted for the calls of these roles."""
+    predicted_memory: PredictedMemory = field(default_factory=dict)
+    failures: Path | None = None
+    """The directory for the samples of updates that were skipped."""
+    rollouts: RolloutCollector | None = None
+    note: Callable[[int, str, str], None] | None = None
+    """Tells the watcher each operation: its number, its text, and the digest of all so far."""
+
+
+_MEMORY = {
+    "generate": "lower max_rows, sampling.max_new_tokens or (native engine) kv_cache_gib, prefill_tokens",
+    "forward": "lower calls.{name}.micro_batch_tokens in the plan",
+    "train_step": "lower calls.{name}.micro_batch_tokens in the plan, or set calls.{name}.recompute",
+}
+"""Kind of call -> advice when memory runs out."""
+
+
+@contextmanager
+def explaining(call: FunctionCall, rank: int, step: int) -> Iterator[None]:
+    """Raise UserError with advice if the call runs out of memory or diverges."""
+    try:
+        yield
+    except FloatingPointError as error:
+        advice = f"lower {call.role}.optimizer.lr, or look for extreme rewards and data"
+        if call.kind != "train_step":
+            advice = (
+                f"weights of {call.role} are NaN or too large, by a damaged file, by a learning rate that is "
+                "too high, or because its dtype cannot hold their products")
+        raise UserError(f"call {call.name!r} in step {step}: {error}: {advice}") from error
+    except (MemoryError, RuntimeError) as error:
+        what = str(error).partition("DefaultCPUAllocator: ")[2]
+        if not what and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise
+        what = ". ".join((what or str(error) or type(error).__name__).split(". ")[:2]).rstrip(".")
+        advice = f"{_MEMORY[call.kind].format(name=call.name)}, or give it another layout"
+        raise UserError(f"call {call.name!r} ran out of memory on rank {rank} ({what}): {advice}") from error
+
 
 _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""

@@ -1,8 +1,12 @@
-"""Calls in plain Python: converts their inputs and outputs to one form that is the same on every rank."""
+"""Calls in plain Python: their context, their inputs and outputs on every rank, and answers that ranks share."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,9 +15,89 @@ import torch
 from realhf.calls import DECISION, KEEP
 from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
+from realhf.data.loader import load_tokenizer
+from realhf.distributed.group import peer_errors
+from realhf.distributed.world import World
 from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 from realhf.time_limit import time_limit
+
+
+@dataclass
+class HostContext:
+    """The context of a host function: tokenizer, number of the step, updates so far, and its own state."""
+
+    tokenizer_dir: str
+    step: int = 0
+    updates: dict[str, int] = field(default_factory=dict)
+    """Train steps of each role so far."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that the present call keeps from step to step on this rank."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The `state` of every host call of this rank, by its name; checkpoints hold them."""
+    run_state: Mapping[str, Any] = field(default_factory=dict)
+    """`run.state` of the step program, equal on all ranks; host functions may only read it."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """The answers that an evaluation has just kept on this rank."""
+
+    @contextmanager
+    def of_call(self, name: str) -> Iterator["HostContext"]:
+        """Let `state` be that of a call. No other call sees it, on whichever ranks a plan puts them."""
+        self.state = self.states.setdefault(name, {})
+        yield self
+        self.states[name] = self.state
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.tokenizer_dir)
+
+
+_ANY_TIME = timedelta(days=365)
+_KEPT_STEPS = 8
+"""Steps for which an answer stays: no rank is further behind (see Outbox and StepDecisions)."""
+
+
+class Agreements:
+    """Answers of host calls by operation, in the store that all ranks share. Posting one waits for nobody."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = world.unused_store("agreements") if world.size > 1 else None
+        self._own: dict[str, Any] = {}
+        self._posted: deque[list[str]] = deque([[]])
+
+    def post(self, call: str, operation: int, answer: Any) -> None:
+        """Post this rank's answer, a JSON value."""
+        key = _key(call, operation, self._world.rank)
+        self._own[key] = answer
+        self._posted[-1].append(key)
+        if self._store is not None:
+            self._store.set(key, json.dumps(answer))
+
+    def read(self, call: str, operation: int, ranks: Sequence[int]) -> list[Any]:
+        """Return the answers of these ranks, in their order; wait until they are there."""
+        return [self._read(_key(call, operation, rank), rank) for rank in ranks]
+
+    def _read(self, key: str, rank: int) -> Any:
+        if rank == self._world.rank:
+            return self._own[key]
+        assert self._store is not None, "a rank of another process needs a store"
+        with self._world.activity.waiting([rank]), peer_errors():
+            self._store.wait([key], _ANY_TIME)
+            return json.loads(self._store.get(key))
+
+    def next_step(self) -> None:
+        """Delete this rank's oldest answers, which no rank will read any more."""
+        self._posted.append([])
+        if len(self._posted) > _KEPT_STEPS:
+            for key in self._posted.popleft():
+                del self._own[key]
+                if self._store is not None:
+                    self._store.delete_key(key)
+
+
+def _key(call: str, operation: int, rank: int) -> str:
+    return f"{operation}/{call}/{rank}"
 
 
 @dataclass(frozen=True)

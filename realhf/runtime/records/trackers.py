@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from realhf.errors import UserError, one_line, warn
-from realhf.runtime.compile.experiment_json import leaves
+from realhf.runtime.compile.program import leaves
 from realhf.user_input.files import read_object
 
 Ending = Literal["finished", "stopped", "failed"]

@@ -14,8 +14,7 @@ from realhf.runtime.weights.copy_versions import CopyVersions
 from realhf.runtime.weights.engine_store import EngineStore
 from realhf.runtime.weights.home_state import HomeState
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog
-from realhf.runtime.weights.reallocation_runners import make_runner
-from realhf.runtime.weights.reallocations import Reallocations
+from realhf.runtime.weights.reallocations import Reallocations, make_runner
 from realhf.runtime.weights.weight_export import WeightExporter
 
 
