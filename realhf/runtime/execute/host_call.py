@@ -1,4 +1,4 @@
-"""Calls in plain Python: their context, their inputs and outputs on every rank, and answers that ranks share."""
+"""Calls in plain Python: their context, inputs, outputs and shared answers."""
 
 import json
 from collections import deque

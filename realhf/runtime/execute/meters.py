@@ -1,4 +1,4 @@
-"""ComputeMeter and MemoryMeter: count FLOPs, make room for calls, and measure memory beside its prediction."""
+"""ComputeMeter and MemoryMeter: count FLOPs, make room for calls, and measure memory beside predictions."""
 
 import resource
 import sys
