@@ -55,7 +55,6 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.models.model_config import ModelConfig as ModelConfig
     from realhf.plan import CallPlan as CallPlan
     from realhf.plan import ExecutionPlan as ExecutionPlan
-    from realhf.prepare import prepare_once as prepare_once
     from realhf.rewards.answers import ExactMatch as ExactMatch
     from realhf.rewards.answers import FormatReward as FormatReward
     from realhf.rewards.answers import RegexMatch as RegexMatch
@@ -77,6 +76,7 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.steps.part_executor import Samples as Samples
     from realhf.steps.sample_pool import Pool as Pool
     from realhf.steps.step_runner import StepRunner as StepRunner
+    from realhf.user_input.files import prepare_once as prepare_once
 
 with open(__file__) as _file:  # Quick: every process of a sandbox imports this.
     _WORDS = [line.split() for line in _file if line.startswith("    from realhf.")]

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare", "signals", "time_limit"), 0),
+    **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,
     "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
@@ -31,7 +31,6 @@ LAYERS = {
     "steps": 4.5,
     "evaluation": 4.8,
     "experiment": 5,
-    "resolved_roles": 5.5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
     **dict.fromkeys(("cli", "__main__"), 7),
@@ -49,7 +48,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     "realhf.scaling", "realhf.evaluation",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
-    *("realhf.engine.hf_factory", "realhf.steps", "realhf.prepare", "realhf.resolved_roles"),
+    *("realhf.engine.hf_factory", "realhf.steps"),
     "realhf.job_process",
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),

@@ -22,7 +22,7 @@ from realhf.rewards.scoring import AnswerScores, RewardCall
 from realhf.rewards.unit_tests import UnitTests
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
-from realhf.time_limit import time_limit
+from realhf.signals import time_limit
 
 _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realhf.errors import UserError
-from realhf.prepare import prepare_once
-from realhf.user_input.files import MAX_ROW_BYTES, open_regular
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once
 from realhf.user_input.units import format_bytes
 
 LARGE_BYTES = 64 << 20

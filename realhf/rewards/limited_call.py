@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realhf.rewards.limits import RewardLimits
-from realhf.time_limit import can_interrupt, time_limit
+from realhf.signals import can_interrupt, time_limit
 
 _LOCK = threading.Lock()
 Arguments = dict[str, Any]

@@ -30,7 +30,7 @@ from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.host_call import call_host_function
 from realhf.runtime.trainer import Trainer
-from realhf.time_limit import time_limit
+from realhf.signals import time_limit
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task
 

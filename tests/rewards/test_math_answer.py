@@ -7,7 +7,7 @@ import pytest
 
 from realhf import MathAnswer
 from realhf.rewards.reward import reward_columns
-from realhf.time_limit import time_limit
+from realhf.signals import time_limit
 
 PAIRS = [
     ("72", "#### 72"), ("72", r"so \boxed{72}."), ("72", "it is 73"), (r"$\frac{1}{2}$", r"\boxed{0.5}"),

@@ -8,12 +8,11 @@ from typing import Any
 
 from realhf.data.dataset import DatasetConfig
 from realhf.distributed.tags import FIRST_INPUT
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Experiment, Role, resolved_roles
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
-from realhf.resolved_roles import resolved_roles
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import (
     Action,

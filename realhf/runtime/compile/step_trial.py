@@ -9,7 +9,7 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
-from realhf.time_limit import time_limit
+from realhf.signals import time_limit
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""

@@ -14,12 +14,11 @@ from realhf.data.sequence_tokens import special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.evaluation.sets import named_sets
-from realhf.experiment import Role
+from realhf.experiment import Role, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.learning_rates import default_rates
 from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
-from realhf.resolved_roles import optimizer_steps
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.runtime.compile.program import Program, leaves, to_json

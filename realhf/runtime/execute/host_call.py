@@ -20,7 +20,7 @@ from realhf.distributed.group import peer_errors
 from realhf.distributed.world import World
 from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
-from realhf.time_limit import time_limit
+from realhf.signals import time_limit
 
 
 @dataclass
