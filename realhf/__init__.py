@@ -4,14 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # Editors and type checkers read these imports. Python imports a name on its first use.
-    from realhf.algorithms.cispo import CISPO as CISPO
+    from realhf.algorithms.advantages import AdvantageConfig as AdvantageConfig
+    from realhf.algorithms.critic_free import CISPO as CISPO
+    from realhf.algorithms.critic_free import DAPO as DAPO
+    from realhf.algorithms.critic_free import GRPO as GRPO
+    from realhf.algorithms.critic_free import GSPO as GSPO
+    from realhf.algorithms.critic_free import RLOO as RLOO
     from realhf.algorithms.critic_free import CriticFree as CriticFree
-    from realhf.algorithms.dapo import DAPO as DAPO
+    from realhf.algorithms.critic_free import ReinforcePlusPlus as ReinforcePlusPlus
+    from realhf.algorithms.critic_free import ReMax as ReMax
     from realhf.algorithms.distillation import Distillation as Distillation
-    from realhf.algorithms.dpo import DPO as DPO
-    from realhf.algorithms.dpo import DPOLoss as DPOLoss
-    from realhf.algorithms.grpo import GRPO as GRPO
-    from realhf.algorithms.gspo import GSPO as GSPO
     from realhf.algorithms.kl import RewardKL as RewardKL
     from realhf.algorithms.on_policy import SEQUENCE as SEQUENCE
     from realhf.algorithms.on_policy import OnPolicy as OnPolicy
@@ -20,14 +22,12 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.algorithms.policy_loss import PolicyLoss as PolicyLoss
     from realhf.algorithms.policy_loss import PolicyLossConfig as PolicyLossConfig
     from realhf.algorithms.ppo import PPO as PPO
-    from realhf.algorithms.ppo import AdvantageConfig as AdvantageConfig
     from realhf.algorithms.ppo import ValueLoss as ValueLoss
-    from realhf.algorithms.reinforce import ReinforcePlusPlus as ReinforcePlusPlus
-    from realhf.algorithms.remax import ReMax as ReMax
-    from realhf.algorithms.reward_model import BradleyTerry as BradleyTerry
-    from realhf.algorithms.reward_model import PairwiseRewardModel as PairwiseRewardModel
-    from realhf.algorithms.reward_model import RewardModel as RewardModel
-    from realhf.algorithms.rloo import RLOO as RLOO
+    from realhf.algorithms.preferences import DPO as DPO
+    from realhf.algorithms.preferences import BradleyTerry as BradleyTerry
+    from realhf.algorithms.preferences import DPOLoss as DPOLoss
+    from realhf.algorithms.preferences import PairwiseRewardModel as PairwiseRewardModel
+    from realhf.algorithms.preferences import RewardModel as RewardModel
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
     from realhf.algorithms.sft import SFT as SFT

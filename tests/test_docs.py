@@ -305,7 +305,7 @@ def test_the_data_sets_shown_are_sound(tmp_path, monkeypatch):
 
 def test_the_step_programs_shown_are_those_that_run():
     assert textwrap.indent(snippet(beginning=DYNAMIC), "    ") in (
-        REPO / "realhf/algorithms/dapo.py").read_text()
+        REPO / "realhf/algorithms/critic_free.py").read_text()
     lines = [line for line in snippet(beginning=LAGGED).splitlines() if line]
     source = inspect.getsource(Experiment.step)
     places = [source.index(line) for line in lines]

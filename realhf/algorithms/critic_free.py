@@ -1,9 +1,11 @@
-"""CriticFree: the base of algorithms that compare scores with a baseline instead of learning values."""
+"""Algorithms that compare scores with a baseline instead of learning values: CriticFree, and GRPO to DAPO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import networkx as nx
 
 from realhf.algorithms.advantages import (
     AdvantageInputs,
@@ -15,13 +17,17 @@ from realhf.algorithms.advantages import (
 )
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
+from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.calls import HostFunction
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
+from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
+
 
 _GREEDY = ("greedy_ids", "greedy_mask", "greedy_logprobs", "greedy_finished")
 """Keys of greedy answers."""
@@ -119,3 +125,150 @@ class GreedyScores:
         answers = {"sequence_ids": batch["greedy_ids"], "response_mask": batch["greedy_mask"]}
         columns = self.reward(replace(batch, fields=batch.fields | answers), context)
         return {"greedy_score": columns["score"]}
+
+
+@dataclass
+class GRPO(CriticFree):
+    """GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300).
+
+    A_i = (r_i - mean of the group) / (std of the group + eps). Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)
+    is `normalize="none"` with `loss.average="constant"`: it divides neither by the deviation nor by lengths.
+    """
+
+
+@dataclass
+class RLOO(CriticFree):
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): REINFORCE with a leave-one-out baseline.
+
+    A_i = r_i - mean of the other samples of the prompt, where r is the score minus the KL penalty of the
+    whole response. As in TRL, the ratio is that of the whole response, and it is clipped.
+    """
+
+    group_size: int = 4  # Samples per prompt.
+    baseline: Baseline = "leave_one_out"
+    normalize: Normalize = "none"
+    loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(ratio="sequence"))
+    reward_kl: RewardKL = field(default_factory=lambda: RewardKL(kl_coef=0.05))
+
+
+@dataclass
+class CISPO(CriticFree):
+    """CISPO (MiniMax-M1, 2025, arXiv:2506.13585): REINFORCE with truncated importance weights of tokens.
+
+    The loss is -(1/T) sum of min(rho, ratio_cap) A log p, where the weight is a constant and T counts the
+    tokens of all samples of a prompt. No token loses its gradient, as those do that PPO clips.
+    """
+
+    loss: PolicyLossConfig = field(
+        default_factory=lambda: PolicyLossConfig(objective="cispo", average="prompt"))
+
+    def graph(self) -> DataflowGraph:
+        rule = "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'"
+        require(self.loss.objective == "cispo", "loss.objective", self.loss.objective, rule)
+        return super().graph()
+
+
+@dataclass
+class GSPO(CriticFree):
+    """GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071).
+
+    GRPO with one ratio per response, (p_train(y) / p_generated(y))^(1/|y|), which is clipped much more
+    narrowly, as it is a geometric mean. The paper's bounds are 3e-4 and 4e-4; ScaleRL uses about ten times
+    as much.
+    """
+
+    loss: PolicyLossConfig = field(
+        default_factory=lambda: PolicyLossConfig(ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4))
+
+    def graph(self) -> DataflowGraph:
+        rule = "be sequence_mean: a new PolicyLossConfig must say that, and clip_low and clip_high"
+        require(self.loss.ratio == "sequence_mean", "loss.ratio", self.loss.ratio, rule)
+        return super().graph()
+
+
+@dataclass
+class ReinforcePlusPlus(CriticFree):
+    """REINFORCE++ (Hu 2025, arXiv:2501.03262): PPO's loss without a critic.
+
+    The advantage of a token is the score minus the KL penalties from this token on, normalised over all
+    response tokens of the batch. REINFORCE++-baseline subtracts the mean of the prompt's samples first, and
+    takes the KL into the loss: `baseline="group_mean"`, `group_size=8`, `reward_kl.kl_coef=0` and
+    `loss.kl_estimator="k2"`.
+    """
+
+    group_size: int = 1  # Samples per prompt.
+    baseline: Baseline = "none"
+    normalize: Normalize = "tokens"
+    kl_to_go: bool = True
+    loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
+    reward_kl: RewardKL = field(default_factory=lambda: RewardKL(kl_coef=0.01))
+
+
+@dataclass
+class ReMax(CriticFree):
+    """ReMax (Li et al. 2023, arXiv:2310.10505): REINFORCE with the score of the greedy answer as baseline.
+
+    A = r(sampled answer) - r(greedy answer). The calls `greedy_generate` and `greedy_reward` make the
+    baseline.
+    """
+
+    group_size: int = 1  # Samples per prompt; it must be 1.
+    baseline: Baseline = "greedy"
+    normalize: Normalize = "none"
+    kl_to_go: bool = True
+    loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
+    reward_kl: RewardKL = field(default_factory=lambda: RewardKL(kl_coef=0.01))
+
+
+@dataclass
+class DAPO(CriticFree):
+    """DAPO (Yu et al. 2025, arXiv:2503.14476): dynamic sampling, a higher upper clip, a penalty on length.
+
+    Prompts are sampled until the batch is full of groups whose answers differ in score, as the others teach
+    nothing. The average is that of equation 8: over the tokens of a prompt's group, then over prompts. The
+    authors' own code averages over all tokens of the batch (`loss.average="token"`).
+    """
+
+    filter_groups: bool = True
+    loss: PolicyLossConfig = field(
+        default_factory=lambda: PolicyLossConfig(clip_low=0.2, clip_high=0.28, average="prompt"))
+    max_rounds: int = 4  # Most batches of prompts that a step samples.
+    overlong_buffer: int = 0
+    """Tokens before sampling.max_new_tokens over which answers lose up to 1 of their score; 0: none."""
+
+    def shaping(self) -> ScoreShaping | None:
+        if not self.overlong_buffer:
+            return self.score_shaping
+        legal = 0 < self.overlong_buffer <= self.sampling.max_new_tokens
+        rule = f"be from 0 to sampling.max_new_tokens, {self.sampling.max_new_tokens}"
+        require(legal, "overlong_buffer", self.overlong_buffer, rule)
+        legal = self.score_shaping is None
+        require(legal, "overlong_buffer", self.overlong_buffer, "be 0 if score_shaping is given")
+        return SoftOverlongPenalty(self.sampling.max_new_tokens, self.overlong_buffer)
+
+    def graph(self) -> DataflowGraph:
+        require(self.max_rounds >= 1, "max_rounds", self.max_rounds, "be at least 1")
+        rule = "be true for DAPO, whose sampling goes on until the batch is full of groups that differ"
+        require(self.filter_groups, "filter_groups", self.filter_groups, rule)
+        rule = "be 0 for DAPO, which samples until its batch is full and then trains on it"
+        require(self.max_lag == 0, "max_lag", self.max_lag, rule)
+        return super().graph()
+
+    def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+        sample = nx.ancestors(graph.nx_graph, "advantages") | {"advantages"}
+        names = [call.name for call in graph.order]
+        return {
+            "sample": tuple(name for name in names if name in sample),
+            "train": tuple(name for name in names if name not in sample),
+        }
+
+    def step(self, run: StepRunner) -> None:
+        informative = run.pool("informative")
+        informative.drop(max_age=0)  # What the last step has left over would be off-policy.
+        for _ in range(self.max_rounds):
+            if len(informative) >= self.batch_size:
+                break
+            samples = run.prompts(self.batch_size)
+            run("sample", samples)
+            informative.add(samples, where="advantages")
+        run("train", informative.take(self.batch_size))

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from math import inf, nan
 from typing import TYPE_CHECKING, Any, Literal
 
-from realhf.algorithms.mismatch import UPDATES, mismatch_sums, with_mismatch
+from realhf.algorithms.mismatch import UPDATES, AgeLimit, mismatch_sums, with_mismatch
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import length_metrics, per_token
-from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import HostFunction, LogProbs, Loss, TopLogProbs, TrainStep
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from realhf.algorithms.on_policy import graph_of
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
 from realhf.data.dataset import extra_columns
 from realhf.evaluation.sets import Evaluation
-from realhf.graph import FunctionCall
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, reward_columns
 from realhf.rewards.scoring import RewardCall
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
+
 
 HELD_OUT_ANSWER = ("answer_ids", "answer_mask")
 """Keys of the answers. Those of `SEQUENCE` are the completions of the rows."""
@@ -70,3 +73,25 @@ def scored_answers(
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
         FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward))
+
+
+@dataclass
+class Evaluate(Experiment):
+    """Lets the frozen `actor` answer the prompts of `eval_dataset`, and scores the answers."""
+
+    actor: Role = field(default_factory=lambda: Role(model=""))
+    reward_function: Any = None
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def roles(self) -> dict[str, Role]:
+        return {"actor": self.actor}
+
+    def graph(self) -> DataflowGraph:
+        return self.eval_graph()
+
+    def eval_graph(self) -> DataflowGraph:
+        calls = scored_answers(
+            self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir(),
+            limits=self.reward_limits)
+        return graph_of(*calls)

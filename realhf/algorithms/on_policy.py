@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
+from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
-from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from realhf.algorithms.advantages import Normalize
-from realhf.algorithms.cispo import CISPO
+from realhf.algorithms.critic_free import CISPO
 from realhf.algorithms.pass_rates import COUNT, WANTED, PassRateLimit
 from realhf.calls import OptimizerConfig
 from realhf.data.dataset import DATASET_ROW

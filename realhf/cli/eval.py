@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realhf.algorithms.evaluate import Evaluate
+from realhf.algorithms.held_out import Evaluate
 from realhf.calls import SamplingConfig
 from realhf.checkpoint.names import find_checkpoints
 from realhf.checkpoint.peft import CONFIG_FILE

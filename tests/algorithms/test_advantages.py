@@ -11,9 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.advantages import SampleAdvantages
+from realhf.algorithms.advantages import (
+    AdvantageConfig,
+    SampleAdvantages,
+    TokenAdvantages,
+    generalized_advantages,
+)
 from realhf.algorithms.kl import RewardKL
-from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, generalized_advantages
 from realhf.algorithms.responses import deviations, normalized, rollout_metrics, standard_deviation
 from realhf.data.batch import Batch, Packed
 from realhf.rewards.reward import Reward

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from realhf.algorithms.dpo import DPOLoss
-from realhf.algorithms.reward_model import BradleyTerry
+from realhf.algorithms.preferences import BradleyTerry, DPOLoss
 from realhf.data.batch import Batch, Packed
 
 

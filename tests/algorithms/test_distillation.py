@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig
 from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, TeacherWeights, reverse_kl
-from realhf.algorithms.staleness import AgeLimit
+from realhf.algorithms.mismatch import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.algorithms.advantages import AdvantageConfig, AdvantageInputs, SampleAdvantages, TokenAdvantages
 from realhf.algorithms.on_policy import TokenReturns
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages
 from realhf.algorithms.responses import rollout_metrics
 from realhf.data.batch import Batch, Packed
 from realhf.rewards.scoring import decode_responses

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.algorithms.advantages import AdvantageConfig, AdvantageInputs, SampleAdvantages, TokenAdvantages
+from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
-from realhf.algorithms.staleness import AgeLimit
+from realhf.algorithms.ppo import ValueLoss
 from realhf.data.batch import Batch, Packed
 from realhf.errors import UserError
 

@@ -4,13 +4,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from realhf.algorithms.grpo import GRPO
+from realhf.algorithms.critic_free import GRPO
+from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.on_policy import OnPolicy
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.ppo import PPO
-from realhf.algorithms.reward_model import RewardModel
+from realhf.algorithms.preferences import RewardModel
 from realhf.algorithms.sft import SFT
-from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.experiment import Role
 from realhf.settings.interruption import InsertedPhrase, Interruption

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from realhf import DPOLoss
-from realhf.algorithms.pairs import cross_entropy
-from realhf.algorithms.reward_model import BradleyTerry
+from realhf.algorithms.preferences import BradleyTerry, cross_entropy
 from realhf.data.batch import Batch, Packed
 
 LOSSES = [DPOLoss(), DPOLoss(label_smoothing=0.1), DPOLoss("hinge"), DPOLoss("ipo"), BradleyTerry(),

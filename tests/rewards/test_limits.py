@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from realhf import RewardLimits
-from realhf.algorithms.advantages import SampleAdvantages
+from realhf.algorithms.advantages import AdvantageConfig, SampleAdvantages, TokenAdvantages
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
+from realhf.algorithms.ppo import ValueLoss
 from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
