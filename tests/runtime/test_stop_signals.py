@@ -52,7 +52,7 @@ def test_sigterm_is_answered_later_under_torchrun_which_may_end_this_worker_by_i
 
 PHASES = """
 import os, signal, sys, time
-from realhf.signals import signals_end_the_process
+from realhf.signals import StopSignals, signals_end_the_process
 both = signal.SIGINT, signal.SIGTERM
 with signals_end_the_process(*both), StopSignals(*both) as stop:
     for number in map(int, sys.argv[2:]):
