@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from realhf.runtime.evaluate_only import evaluate
 
 from realhf import (
     DPO,
@@ -31,7 +30,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program
 from realhf.runtime.compile.warnings import warnings_of
-from realhf.runtime.evaluations import first_and_last
+from realhf.runtime.evaluations import evaluate, first_and_last
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
