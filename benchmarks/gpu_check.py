@@ -45,7 +45,7 @@ class Check(NamedTuple):
     program: tuple[str, str] = ("", "")
 
 
-_SPEED, _GENERATION = "gpu_speed.py", "gpu_generation.py"
+_SPEED, _GENERATION = "measure/gpu_speed.py", "measure/gpu_generation.py"
 CHECKS = {
     "environment": Check("what there is, and its limits", 30, program=(_SPEED, "environment")),
     "models": Check("families against transformers: logits, gradients, greedy tokens", 150, "test_models.py"),
@@ -139,7 +139,7 @@ def _run(command: list[str], environment: dict[str, str], output: Path, *, secon
 
 
 def _environment(device: str, directory: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     more = {
         "PYTHONPATH": path, "TMPDIR": str(directory), "REALHF_GPU_DEVICE": device.split(":")[0],
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 import numpy as np  # noqa: E402 - after the number of threads is set
-from harness import Goal, geometric_mean, machine, progress, report  # noqa: E402
-from metropolis import metropolis  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from benchmarks.compare.metropolis import metropolis  # noqa: E402
+from benchmarks.harness import Goal, geometric_mean, machine, progress, report  # noqa: E402
 from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig  # noqa: E402
 from realhf.cli.planning_problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402

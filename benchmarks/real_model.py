@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from grpo_step import compare
-from harness import Goal, machine, progress, report
 from rich.table import Table
-from sides import HERE
 
-EXAMPLE = HERE.parent / "examples" / "real_model.py"
+from benchmarks.compare.grpo_step import compare
+from benchmarks.compare.sides import REPO
+from benchmarks.harness import Goal, machine, progress, report
+
+EXAMPLE = REPO / "examples" / "real_model.py"
 _STEP_GOAL = 2.0
 _SCORE_GOAL = 0.6
 _ROOT = Path("runs/real_model")
@@ -141,7 +142,7 @@ def run(out: Path, *, seed: int, options: Curve) -> dict[str, Any]:
     command += ["--steps", str(options.steps)]
     command += ["--plan", str(options.plan), *(["--resume"] if (out / "checkpoints").exists() else [])]
     if not (out / "summary.json").exists():
-        environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+        environment = os.environ | {"PYTHONPATH": str(REPO)}
         subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
     return json.loads((out / "summary.json").read_text())
 

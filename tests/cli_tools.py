@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.two_hosts import Host
+from benchmarks.measure.two_hosts import Host
 from realhf.cli.job import WORKER_NAME
 from tests.runtime.tiny import HF_CONFIG, write_task
 

@@ -38,7 +38,7 @@ DOCS = REPO / "docs"
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
 GUIDES = [DOCS / f"{name}.md" for name in (
-    "experiments", "distillation", "lora", "plans", "reallocation", "step-programs")]
+    "experiments", "algorithms", "plans", "reallocation", "step-programs")]
 PLACEHOLDER = re.compile(r'"path/to/[\w-]+"')
 MODEL = "runs/sft/hf/step_700"
 TEACHER = "runs/grpo/hf/step_60"
@@ -351,14 +351,31 @@ def test_the_page_of_a_new_family_shows_one_that_exists():
     assert shown == {"olmo2": families.FAMILIES["olmo2"]}
 
 
-def test_pages_name_files_that_exist():
+def test_links_lead_to_files_and_sections_that_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, section in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            file = (page.parent / target) if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not section or section in sections(file), f"{page.name}: {target}#{section}"
 
 
-def test_the_tree_of_the_readme_names_what_exists():
-    tree = PAGES[0].read_text().split("## Where things are")[1].split("```")[1]
+def sections(page: Path) -> set[str]:
+    """Return the names by which links reach the headings of a page, as GitHub makes them."""
+    outside_fences = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", outside_fences, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_has_every_page_once_and_there_are_few():
+    index = (DOCS / "README.md").read_text()
+    listed = re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\)", index, re.M)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
+    assert re.findall(r"^## (.+)$", index, re.M) == ["Start", "Guides", "How it works", "Measurements"]
+    assert len(list(DOCS.glob("*.md"))) <= 24 and len(PAGES[0].read_text().splitlines()) <= 110
+
+
+def test_the_tree_of_files_names_what_exists():
+    tree = (DOCS / "one-step.md").read_text().split("## Where things are")[1].split("```")[1]
     named = re.findall(r"(?<!\S)(?:\w+/|\w+\.py)(?!\S)", tree)
     package = REPO / "realhf"
     folders = (REPO, package, package / "planner", package / "runtime")
@@ -433,8 +450,8 @@ def test_claims_that_do_not_hold_are_made_nowhere():
         for claim, why in UNTRUE.items():
             before, found, _ = text.partition(claim)
             assert not found or before.endswith("in float64 and float32 "), f"{path.name}: {claim!r}: {why}"
-    readme = PAGES[0].read_text()
-    status = readme.split("## Status")[1].split("\n## ")[0]
+    readme, status = PAGES[0].read_text(), (DOCS / "status.md").read_text()
+    assert "(docs/status.md)" in "".join(readme.splitlines(keepends=True)[:40])
     assert "Not run yet: CUDA and NCCL" in status and "network namespaces" in status
     said = "In bfloat16 the algorithm is identical, but a sampled token can flip where rounding moves a bound"
     assert said in " ".join(readme.split())
@@ -447,17 +464,19 @@ def test_readme_prepares_files_once(tmp_path, monkeypatch):
 
 
 def test_rows_about_other_libraries_name_what_exists():
-    """Each row of the pages for people who come from TRL or verl names a test, or says what is missing."""
-    for page in DOCS.glob("coming-from-*.md"):
-        rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", page.read_text(), re.M)
+    """Each row of the page for people who come from TRL or verl names a test, or says what is missing."""
+    _, *parts = re.split(r"^## Coming from ", (DOCS / "coming-from.md").read_text(), flags=re.M)
+    assert [part.partition("\n")[0] for part in parts] == ["TRL", "verl"]
+    for part in parts:
+        rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", part, re.M)
         rows = [row for row in rows if not set("".join(row)) <= set("-| ") and row[2].strip() != "test"]
         assert len(rows) >= 35
         for theirs, ours, test in rows:
             path, _, name = test.strip().partition("::")
             if path:
-                assert f"def {name}(" in (REPO / path).read_text(), f"{page.name}: {theirs}"
+                assert f"def {name}(" in (REPO / path).read_text(), theirs
             else:
-                assert ours.startswith("not here"), f"{page.name}: {theirs}"
+                assert ours.startswith("not here"), theirs
 
 
 def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_hosts import stranger_of
+from benchmarks.measure.two_hosts import stranger_of
 from tests.cli_tools import REALHF, Command, torchrun_on, wait_until, write_experiment
 from tests.two_hosts import two_hosts_or_skip
 

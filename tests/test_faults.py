@@ -1,4 +1,4 @@
-"""Runs that are killed or told to stop continue as if nothing had happened; benchmarks/faults.py has more.
+"""Runs that are killed or told to stop continue as if nothing had happened (more: benchmarks/fuzz/faults.py).
 
 What `--resume` cannot do, it says in a sentence.
 """

@@ -1,4 +1,4 @@
-"""A short run of benchmarks/fuzz.py with the same cases every time, and the faults that longer runs found."""
+"""A short run of benchmarks/fuzz/inputs.py, the same cases every time, and faults that longer ones found."""
 
 import hashlib
 import json
@@ -9,6 +9,9 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
+from benchmarks.fuzz.cases import KINDS, Case, write_task
+from benchmarks.fuzz.documents import CLUSTERS, EXPERIMENT, MANIFEST, METRICS, PLANS
+from benchmarks.fuzz.run_case import run_case
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
 from realhf.errors import UserError, one_line
@@ -17,13 +20,6 @@ from realhf.models.transformers_config import TransformersConfig
 from realhf.planner.cost.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 
-BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
-sys.path.append(BENCHMARKS)  # Its modules import each other by their short names, as scripts do.
-from fuzz_cases import KINDS, Case, write_task  # noqa: E402
-from fuzz_documents import CLUSTERS, EXPERIMENT, MANIFEST, METRICS, PLANS  # noqa: E402
-from fuzz_run import run_case  # noqa: E402
-
-sys.path.remove(BENCHMARKS)
 NUM_CASES = {
     "override": 10, "model config": 30, "profile file": 25, "tokenizer": 12, "special file": 30,
     "long row": 2,

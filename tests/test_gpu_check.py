@@ -1,6 +1,5 @@
 """The program that checks a GPU: its limits, the pages about it, and its verdicts."""
 
-import importlib
 import json
 import re
 import subprocess
@@ -8,18 +7,13 @@ import sys
 
 import pytest
 
+from benchmarks import gpu_check
 from tests.cli_tools import REPO
 
 PAGE = (REPO / "docs" / "gpu.md").read_text()
 
 
-@pytest.fixture
-def gpu_check(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO / "benchmarks"))
-    return importlib.import_module("gpu_check")
-
-
-def test_all_checks_take_less_than_nine_minutes(gpu_check):
+def test_all_checks_take_less_than_nine_minutes():
     assert gpu_check.longest_seconds(gpu_check.CHECKS, at_once=4) < 9 * 60
     durations = {"models": 150, "generation": 150, "nccl": 60, "environment": 30}
     assert all(gpu_check.CHECKS[name].seconds == seconds for name, seconds in durations.items())
@@ -28,7 +22,7 @@ def test_all_checks_take_less_than_nine_minutes(gpu_check):
     assert gpu_check.longest_seconds(durations, at_once=9) == 150 + 30
 
 
-def test_the_page_names_all_checks_and_claims_no_figure(gpu_check):
+def test_the_page_names_all_checks_and_claims_no_figure():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
     assert {*gpu_check.CHECKS, *gpu_check.NEED_TWO_GPUS} <= named
@@ -36,7 +30,7 @@ def test_the_page_names_all_checks_and_claims_no_figure(gpu_check):
     assert len(figures) >= 7 and all(row.endswith("| - | - | not taken yet |") for row in figures)
 
 
-def test_goals_are_judged(gpu_check):
+def test_goals_are_judged():
     reached = {
         "mfu": 0.5, "peak_gib": {"actor_train": 30.0, "actor_generate": 21.0},
         "predicted_gib": {"actor_train": 29.0, "actor_generate": 20.0},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.two_hosts import Host, NoNamespacesError, two_hosts
+from benchmarks.measure.two_hosts import Host, NoNamespacesError, two_hosts
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 The recipe: generation runs up to 8 updates ahead, and its cache outlives the weights (PipelineRL); CISPO's
 loss, averaged over prompts; advantages r_i - mean of the group, divided by the deviation of the batch; logits
 in float32; prompts whose samples all have the same score do not count; prompts that the model answers well
-are dropped for good (see pass_rates.py); over-long thinking is interrupted by a phrase. docs/scalerl.md says
+are dropped for good (see pass_rates.py); over-long thinking is interrupted by a phrase. docs/scaling.md says
 how each part is done.
 """
 

@@ -2,7 +2,7 @@
 
 All ranks of a replica execute the scheduler's steps in lockstep (continuous batching). Hidden states flow to
 later pipeline stages. Tokens flow back to earlier ones, from host to host: on NCCL they would have to wait
-for hidden states of other cohorts, whose senders may wait for them (docs/collectives.md).
+for hidden states of other cohorts, whose senders may wait for them (docs/reallocation.md).
 
 On the paged path, without a pipeline, a step starts before the host has read the tokens of the step before.
 The scheduler then learns in two parts which samples have ended. Say that samples 7 and 8 decode in step 1, in

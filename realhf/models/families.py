@@ -1,7 +1,7 @@
 """The table of model families: how each config.json is read, and how the parameters are named.
 
 To add a decoder whose modules exist already, add one entry here and one line to the tests' table; see
-docs/adding-a-model.md.
+docs/models.md.
 """
 
 import math

@@ -160,7 +160,7 @@ class ModelConfig:
             prefixes = ", ".join(family.prefix for family in FAMILIES.values())
             raise ValueError(
                 f"architectures is {shown(architecture)}: supported are the causal and sequence "
-                f"classification models of {prefixes}; docs/adding-a-model.md shows how to add one, and "
+                f"classification models of {prefixes}; docs/models.md shows how to add one, and "
                 "engine transformers (--actor.engine transformers) takes those of other families as they are")
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]

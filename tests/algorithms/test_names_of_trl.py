@@ -1,4 +1,4 @@
-"""The options of TRL that docs/coming-from-trl.md names are TRL's."""
+"""The options of TRL that docs/coming-from.md names are TRL's."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from realhf.learning_rates import LEARNING_RATES
 from tests.cli_tools import REPO
 from tests.docs_pages import fences
 
-PAGE = REPO / "docs/coming-from-trl.md"
+PAGE = REPO / "docs/coming-from.md"
 SETTING = re.compile(r"`([\w.]+)=([^`]+)`")
 SAME = {
     "num_generations": "group_size", "max_grad_norm": "actor.optimizer.max_grad_norm",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.signals import AIMED, disturb
+from benchmarks.fuzz.signals import AIMED, disturb
 from realhf.cli.job import WORKER_NAME
 from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
 from tests.samples import marked
@@ -76,7 +76,7 @@ def test_a_signal_to_all_processes_of_the_job_is_as_one_to_the_launcher(number, 
     ),
 )
 def test_no_signal_is_lost(moment, number, tmp_path):
-    """benchmarks/signals.py sends hundreds at random moments."""
+    """benchmarks/fuzz/signals.py sends hundreds at random moments."""
     experiment = write_experiment(tmp_path, steps=6, checkpoint_every=2, eval_dataset=None)
     result = disturb(
         experiment, tmp_path / "run", num_ranks=2, number=number, wait=moment, jitter=0.0, to_all=True)

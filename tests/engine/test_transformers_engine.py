@@ -436,7 +436,7 @@ def test_what_needs_the_native_engine_is_refused(task):
     experiment.router_aux_loss_coef = 0.1
     with pytest.raises(ValueError, match="router losses need engine native; actor.engine is transformers"):
         compile_program(experiment, plan, world_size=1)
-    with pytest.raises(ValueError, match="docs/adding-a-model.md .*--actor.engine transformers"):
+    with pytest.raises(ValueError, match="docs/models.md .*--actor.engine transformers"):
         ModelConfig.load(str(task))
 
 

@@ -1,19 +1,13 @@
-"""Steps of another system that were published, predicted from its layouts (benchmarks/published_steps.py)."""
+"""Published steps of another system, predicted from its layouts (benchmarks/compare/published_steps.py)."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.compare import published_rows, published_steps
 from realhf.planner.cost.efficiencies import EFFICIENCIES
 from realhf.planner.cost.rates import Rates
 from realhf.planner.make import make_plan
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import published_rows  # noqa: E402 - from the directory of the benchmarks
-import published_steps  # noqa: E402
 
 
 @pytest.fixture(scope="module")

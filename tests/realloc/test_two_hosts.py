@@ -24,7 +24,7 @@ def test_between_hosts_every_byte_crosses_once():
     with two_hosts_or_skip(mbit=_MBIT):
         pass
     options = ["--mib", 1, "--mbit", _MBIT, "--repeats", 2, "--json", "--pairs", *MUST_CROSS]
-    with Command(sys.executable, REPO / "benchmarks" / "realloc_hosts.py", *options) as command:
+    with Command(sys.executable, REPO / "benchmarks/measure/realloc_hosts.py", *options) as command:
         code, out, err = command.finish()
     assert code in (0, 1) and out, err  # 1: slow, which depends on what else the machine does.
     rows = json.loads(out)["rows"]

@@ -17,7 +17,7 @@ from realhf.planner.cost.parameter_boxes import Boxes, ContiguousLayout, Kind, M
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import GOOD_ENOUGH, HOP_WAVES, slices_for
 
-_OVER_BOUND = 1.02  # Time of schedules relative to the bound (benchmarks/realloc_schedule.py).
+_OVER_BOUND = 1.02  # Time of schedules relative to the bound (benchmarks/measure/realloc_schedule.py).
 _NOTHING = 1e-6  # The fraction of a model below which a difference is due to rounding.
 
 

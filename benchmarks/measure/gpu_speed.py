@@ -1,0 +1,328 @@
+"""Measures speed for gpu_check.py, one kind per process:
+
+    python benchmarks/measure/gpu_speed.py environment|generation|training DEVICE OUT.json
+
+Generation runs in turns with transformers' `generate` in this process, in bfloat16 on the same random
+weights. The model is "1.5b" of workloads.py on CUDA, "tiny" on the CPU. The memory of a side includes its
+weights, but not the other side's.
+"""
+
+import gc
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from benchmarks.compare.ours import GENERATED, engine_of
+from benchmarks.compare.sides import alternate
+from benchmarks.compare.theirs import padded
+from benchmarks.measure.limits import decode_work, measure_limits, median_seconds, train_flops
+from benchmarks.measure.workloads import config_of, sequences, write_model
+from realhf import GRPO, Expected, OptimizerConfig, Role, SamplingConfig
+from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.calls import Generate, TrainStep
+from realhf.cli.planning_problem import problem_of
+from realhf.cluster import Cluster
+from realhf.data.batch import Batch, Packed
+from realhf.distributed.world import World
+from realhf.engine.native import NativeEngine
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
+from realhf.planner.memory.memory_check import check_memory
+
+DTYPE = "bfloat16"
+PINNED_BYTES = 1 << 28
+CACHE_GIB = 4.0
+OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
+
+
+class Scale(NamedTuple):
+    """The sizes of the measurements on a device."""
+
+    model: str
+    rows: int  # Decoded at once.
+    prompt_tokens: tuple[int, int]
+    few_tokens: int
+    new_tokens: int
+    sequences: int  # Per training batch.
+    sequence_tokens: int
+    micro_batch_tokens: int
+    repeats: int
+
+
+SCALES = {
+    "cuda": Scale("1.5b", 64, (64, 128), 16, 128, 32, 2048, 16384, 3),
+    "cpu": Scale("tiny", 16, (8, 16), 4, 16, 16, 64, 256, 1),
+}
+
+
+class Device(NamedTuple):
+    name: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name.startswith("cuda")
+
+    @property
+    def scale(self) -> Scale:
+        return SCALES["cuda" if self.is_cuda else "cpu"]
+
+    def measured(self, work: Callable[[], dict[str, Any]], *, own_bytes: int = 0) -> dict[str, Any]:
+        """Return the result of `work` with its seconds and its peak memory.
+
+        The peak is `own_bytes`, which the side always has, plus what the work adds.
+        """
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before, start = self.allocated(), perf_counter()
+        result = work()
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        seconds = perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() - before + own_bytes if self.is_cuda else 0
+        return result | {"seconds": seconds, "peak_bytes": peak}
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.is_cuda else 0
+
+    def profile(self, work: Callable[[], object], *, rows: int = 14) -> dict[str, Any]:
+        """Profile `work`: return the seconds of the call, of its kernels, and the longest kernels."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if self.is_cuda else []
+        with torch.profiler.profile(activities=kinds) as profiler:
+            seconds = self.measured(lambda: work() and {} or {})["seconds"]
+        key, kind = ("self_device_time_total", "CUDA") if self.is_cuda else ("self_cpu_time_total", "CPU")
+        events = [event for event in profiler.key_averages() if event.device_type.name == kind]
+        events.sort(key=lambda event: -getattr(event, key))
+        longest = [
+            {"name": e.key[:90], "calls": e.count, "seconds": getattr(e, key) / 1e6} for e in events[:rows]]
+        total = sum(getattr(event, key) for event in events) / 1e6
+        return {"seconds": seconds, "seconds_of_kernels": total, "longest": longest}
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """Return the machine and its limits."""
+    versions: dict[str, Any] = {
+        "python": sys.version.split()[0], "torch": torch.__version__,
+        "transformers": transformers.__version__, "flash_attn": find_spec("flash_attn") is not None,
+        "tyro": find_spec("tyro") is not None,
+    }
+    if device.is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        versions |= {
+            "gpu": properties.name, "memory_gib": properties.total_memory / 2**30, "driver": _driver(),
+            "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+        source = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty_like(source, device=device.name)
+        seconds = median_seconds(partial(target.copy_, source, non_blocking=True), device=device.name)
+        versions["pinned_to_device_bytes_per_second"] = PINNED_BYTES / seconds
+    for dtype in ("float32", DTYPE):
+        versions[dtype] = measure_limits(dtype, device.name)
+    return versions
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def generation(device: Device) -> dict[str, Any]:
+    """Compare the tokens per second with those of `generate`, and a step with what the machine allows."""
+    scale = device.scale
+    directory = scratch_directory()
+    write_model(directory, scale.model, end_probability=0.0, dtype=DTYPE, device=device.name)
+    gc.collect()
+    config = config_of(scale.model)
+    first, last = scale.prompt_tokens
+    lengths = [first + i % (last - first + 1) for i in range(scale.rows)]
+    prompts = sequences(lengths, vocab_size=config.vocab_size)
+    sides = {"ours": partial(_our_generation, device, directory, prompts),
+             "generate": partial(_their_generation, device, directory, prompts)}
+    runs = {}
+    weight_bytes = {}
+    for name, side in sides.items():
+        before = device.allocated()
+        runs[name] = side()
+        weight_bytes[name] = device.allocated() - before
+    asks = {
+        (name, n): partial(device.measured, partial(run, n), own_bytes=weight_bytes[name])
+        for name, run in runs.items() for n in (scale.few_tokens, scale.new_tokens)}
+    answers = alternate(asks, repeats=scale.repeats)  # type: ignore[arg-type]
+    whole = {name: answers[name, scale.new_tokens] for name in runs}  # type: ignore[index]
+    steps = {
+        name: (_median(whole[name]) - _median(answers[name, scale.few_tokens]))  # type: ignore[index]
+        / (scale.new_tokens - scale.few_tokens) for name in runs}
+    limits = measure_limits(DTYPE, device.name)
+    length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
+    flops, moved = decode_work(config, rows=scale.rows, length=length, dtype=DTYPE)
+    least = max(flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"])
+    return {
+        "model": scale.model, "dtype": DTYPE, "samples": scale.rows, **_speeds(whole, "generate"),
+        "decode": {"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
+                   **limits},
+        "profile": device.profile(lambda: runs["ours"](scale.few_tokens)),
+    }
+
+
+def _our_generation(
+    device: Device, directory: Path, prompts: list[list[int]]
+) -> Callable[[int], dict[str, Any]]:
+    engine = engine_of({"model": str(directory), "dtype": DTYPE}, World(device=device.name))
+    columns = {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])}
+    batch = Batch(list(range(len(prompts))), columns)
+    prompt_tokens = sum(map(len, prompts))
+
+    def run(new_tokens: int) -> dict[str, Any]:
+        work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
+        call = FunctionCall(
+            "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
+        generated = engine.generate(call, batch).batch
+        return {"tokens": len(generated["sequence_ids"].values) - prompt_tokens}
+
+    return run
+
+
+def _their_generation(
+    device: Device, directory: Path, prompts: list[list[int]]
+) -> Callable[[int], dict[str, Any]]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE)).to(device.name)
+    rows = device.scale.rows
+    batches = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
+
+    @torch.no_grad()
+    def run(new_tokens: int) -> dict[str, Any]:
+        config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens,
+            eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id)
+        return {"tokens": sum(padded(model, batch, config) for batch in batches)}
+
+    return run
+
+
+def training(device: Device) -> dict[str, Any]:
+    """Measure optimizer steps on packed sequences: their share of the fastest matrix product (MFU), and the
+    peak memory of training and of generation beside what the planner predicts."""
+    scale = device.scale
+    directory = scratch_directory()
+    write_model(directory, scale.model, end_probability=0.0, device=device.name)
+    gc.collect()
+    torch.cuda.empty_cache()
+    lengths = [scale.sequence_tokens] * scale.sequences
+    rows = sequences(lengths, vocab_size=config_of(scale.model).vocab_size)
+    settings = {"model": str(directory), "dtype": DTYPE, "optimizer": OPTIMIZER}
+    before = device.allocated()
+    engine = engine_of(settings, World(device=device.name))
+    columns = {"sequence_ids": Packed.of([torch.tensor(row) for row in rows])}
+    mask = Packed.of([(torch.arange(len(row)) > 0).float() for row in rows])
+    columns |= {"response_mask": mask, "gen_logprobs": mask.like(-5 * mask.values), "advantages": mask}
+    batch = Batch(list(range(len(rows))), columns)
+    work = TrainStep(PolicyLoss(PolicyLossConfig()))
+    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+
+    def step() -> dict[str, Any]:
+        return engine.train(call, [batch], micro_batch_tokens=scale.micro_batch_tokens)
+
+    step()
+    weight_bytes = device.allocated() - before
+    answers = [device.measured(step, own_bytes=weight_bytes) for _ in range(scale.repeats)]
+    limits = measure_limits(DTYPE, device.name)
+    least = train_flops(config_of(scale.model), lengths) / limits["peak_flops"]
+    peaks = {"actor_train": max(answer["peak_bytes"] for answer in answers)}
+    generate = _trained_generation(engine, scale)
+    peaks["actor_generate"] = device.measured(generate, own_bytes=device.allocated() - before)["peak_bytes"]
+    return {
+        "model": scale.model, "dtype": DTYPE, "micro_batch_tokens": scale.micro_batch_tokens,
+        "tokens_per_second": {"ours": sum(lengths) / _median(answers)},
+        "peak_gib": {name: peak / 2**30 for name, peak in peaks.items()},
+        "predicted_gib": {
+            "actor_train": _predicted_gib("actor_train", str(directory), scale, 1, scale.sequence_tokens - 1),
+            "actor_generate": _predicted_gib(
+                "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)},
+        "mfu": least / _median(answers), **limits,
+        "profile": device.profile(step),
+    }
+
+
+def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict[str, Any]]:
+    """Return a generation by an engine that also trains."""
+    prompts = sequences([scale.prompt_tokens[1]] * scale.rows, vocab_size=64)
+    batch = Batch(
+        list(range(scale.rows)), {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])})
+    work = Generate(
+        SamplingConfig(max_new_tokens=scale.new_tokens), max_rows=scale.rows, kv_cache_gib=CACHE_GIB)
+    call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
+
+    def run() -> dict[str, Any]:
+        engine.generate(call, batch)
+        return {}
+
+    return run
+
+
+def _predicted_gib(call: str, directory: str, scale: Scale, prompt: int, response: int) -> float:
+    """Return the memory that the planner predicts for a call of GRPO, without what the allocator does not
+    see, for samples with these numbers of tokens."""
+    num_samples = scale.rows if call == "actor_generate" else scale.sequences
+    experiment = GRPO(
+        actor=Role(directory, dtype=DTYPE, optimizer=OptimizerConfig(**OPTIMIZER)),  # type: ignore[arg-type]
+        reward_function=_reward, sampling=SamplingConfig(max_new_tokens=response), kv_cache_gib=CACHE_GIB,
+        max_rows=scale.rows, batch_size=num_samples, group_size=1, baseline="none", normalize="none",
+        expected=Expected(prompt_tokens=prompt, response_tokens=response))
+    cluster = replace(Cluster.load("h200-8x8"), num_hosts=1, devices_per_host=1)
+    problem = problem_of(experiment, cluster)
+    plan = ExecutionPlan.single(
+        problem.graph, Layout.parse("d1@0"), micro_batch_tokens=scale.micro_batch_tokens)
+    outside = ("communicators", "context")
+    parts = check_memory(problem, plan).by_call[call].bytes_by_use
+    return sum(size for part, size in parts.items() if not part.endswith(outside)) / 2**30
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _speeds(answers: dict[str, list[dict[str, Any]]], rival: str) -> dict[str, Any]:
+    """Return the medians of both sides, and the ratio of ours to the other's in the same repetition."""
+    rates = {name: [a["tokens"] / a["seconds"] for a in of_side] for name, of_side in answers.items()}
+    return {
+        "tokens_per_second": {name: statistics.median(rate) for name, rate in rates.items()},
+        "ratio": statistics.median(a / b for a, b in zip(rates["ours"], rates[rival], strict=True)),
+        "peak_gib": {
+            name: max(a["peak_bytes"] for a in of_side) / 2**30 for name, of_side in answers.items()},
+        "repetitions": answers,
+    }
+
+
+def _median(answers: list[dict[str, Any]]) -> float:
+    return statistics.median(answer["seconds"] for answer in answers)
+
+
+def scratch_directory() -> Path:
+    """Make a scratch directory; the process that started this one removes it."""
+    return Path(tempfile.mkdtemp(prefix="model-"))
+
+
+KINDS = {"environment": environment, "generation": generation, "training": training}
+
+if __name__ == "__main__":
+    kind, device_name, out = sys.argv[1:]
+    result = KINDS[kind](Device(device_name))
+    Path(out).write_text(json.dumps(result))
