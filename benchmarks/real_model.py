@@ -3,12 +3,15 @@
     python examples/real_model.py                               # converts the model and writes the rows
     python benchmarks/real_model.py trl [--json]                # needs `make bench-setup`; half an hour
     python benchmarks/real_model.py curve --picture docs/real-model.png      # three seeds; an hour and more
+    python benchmarks/real_model.py front --picture docs/front.png           # the README's picture of them
 
 `trl` makes steps in turns, as grpo_step.py does, with the example's model, rows, rewards and sizes. Both
 sides get the same prompts and sample their own answers. The ratio is TRL's seconds to ours. In bfloat16, ours
 has bfloat16 weights with a float32 master copy, and theirs is `bf16=True`.
 
 `curve` trains the seeds one after another. Finished runs are not repeated, and interrupted ones go on.
+
+`front` draws the curves of those seeds that have made a step, and the timeline of a step of the first one.
 
 The exit code is 1 if a goal was missed.
 """
@@ -29,10 +32,13 @@ from rich.table import Table
 from benchmarks.compare.grpo_step import compare
 from benchmarks.compare.sides import REPO
 from benchmarks.harness import Goal, machine, progress, report
+from realhf.runtime.records.pictures import draw_steps, of_training
+from realhf.user_input.files import read_json_lines
 
 EXAMPLE = REPO / "examples" / "real_model.py"
 _STEP_GOAL = 2.0
 _SCORE_GOAL = 0.6
+_RIGHT = "reward/right/mean"
 _ROOT = Path("runs/real_model")
 _OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
 """A rate so low that the answers of both sides keep the length that they begin with."""
@@ -70,6 +76,17 @@ class Curve:
     """File for the picture of the curves."""
     json: bool = False
     """Print one JSON document."""
+
+
+@dataclass
+class Front:
+    """Draws the picture of the front page from the runs of `curve`."""
+
+    picture: Path
+    """File for the picture."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    out: Path = _ROOT
+    """Directory with the runs."""
 
 
 def compare_with_trl(options: Trl) -> int:
@@ -118,8 +135,7 @@ def train_seeds(options: Curve) -> int:
     for seed in options.seeds:
         directory = options.out / f"seed{seed}"
         summaries[seed] = run(directory, seed=seed, options=options)
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        curves[seed] = [json.loads(line) for line in lines]
+        curves[seed] = records(directory / "metrics.jsonl")
     table = Table("seed", "pass@1 before", "after", "pass@4 before", "after", "seconds of a step")
     goals = []
     for seed, summary in summaries.items():
@@ -152,7 +168,7 @@ def draw(curves: dict[int, Sequence[dict[str, float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     titles = {
-        "reward/right/mean": "right answers in training", "response_length/mean": "mean tokens of an answer",
+        _RIGHT: "right answers in training", "response_length/mean": "mean tokens of an answer",
         "eval/pass@1": "held-out pass@1"}
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     for axes, (metric, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
@@ -167,8 +183,43 @@ def draw(curves: dict[int, Sequence[dict[str, float]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_front(options: Front) -> int:
+    """Draw the share of right answers by step beside the timeline of a step; return the exit code."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    files = {seed: options.out / f"seed{seed}" / "metrics.jsonl" for seed in options.seeds}
+    curves = {seed: records(file) for seed, file in files.items() if file.exists()}
+    curves = {seed: rows for seed, rows in curves.items() if any(_RIGHT in row for row in rows)}
+    if not curves:
+        sys.exit(f"no run in {options.out} has made a step: `benchmarks/real_model.py curve` makes them")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(4, 6))
+    for number, (seed, rows) in enumerate(curves.items()):
+        for metric, style, what in ((_RIGHT, "-", "training"), ("eval/pass@1", "o", "held out")):
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            left.plot(*zip(*points, strict=True), style, color=f"C{number}", label=f"seed {seed}, {what}")
+    left.set(title="share of right answers", xlabel="step", ylim=(0, 1))
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.grid(alpha=0.3)
+    left.legend(fontsize=7, ncols=2, loc="upper left")
+    handles = draw_steps(of_training(records(options.out / f"seed{min(curves)}" / "timeline.jsonl")), right)
+    right.legend(handles=handles, fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.picture, dpi=110)
+    return 0
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one on each line."""
+    return [row for _, row in read_json_lines(path)]
+
+
 def main() -> int:
-    options = tyro.extras.subcommand_cli_from_dict({"trl": Trl, "curve": Curve}, description=__doc__)
+    commands = {"trl": Trl, "curve": Curve, "front": Front}
+    options = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
+    if isinstance(options, Front):
+        return draw_front(options)
     return compare_with_trl(options) if isinstance(options, Trl) else train_seeds(options)
 
 

@@ -1,6 +1,7 @@
 """README and docs: generated pages are up to date, and every command and every snippet works."""
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -44,9 +45,13 @@ MODEL = "runs/sft/hf/step_700"
 TEACHER = "runs/grpo/hf/step_60"
 ELSEWHERE = {
     "source .venv/bin/activate": "`make` makes .venv; its commands are on the path then",
+    "make setup": "makes .venv, in which this runs",
     "make demo": "the demo: `make demo` is run by itself",
     "make demo DEMO_ARGS=--lora": "the demo",
+    "make check": "run beside these tests",
     "make test": "these tests",
+    "make test-all": "these tests, and the slow ones",
+    "make bench-setup": "needs a package index",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "pytest tests/models/test_families.py -k olmo-2": "one of these tests",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
@@ -102,6 +107,8 @@ def write_files(directory: Path) -> None:
     (directory / "my-plan.yaml").write_text(hand_written_plan())
     for name in ("held_out", "easy", "other", "hard"):
         (directory / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (rows,) = blocks("json")
+    (directory / "questions.jsonl").write_text(rows * 8)
     (directory / "rewards.py").write_text("def score(completions): return [0.0 for text in completions]\n")
     for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"):
         (directory / name).parent.mkdir(exist_ok=True)
@@ -164,7 +171,7 @@ def quick(command: str) -> list[str]:
     if words[0] != "run" or "--help" in words:
         return words
     if "auto" in words:
-        return [*words, "--steps", "1", "--out", f"runs/auto-{Path(words[1]).stem}"]
+        return [*words, "--steps", "1", *(() if "--out" in words else ("--out", "runs/auto"))]
     for option in ("--out", "--timeout", "--resume", "--restarts", "--track"):
         while option in words:
             at = words.index(option)
@@ -232,6 +239,8 @@ OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO, Host
 TEACHERS = "experiment = Distillation("
 SETS = "from realhf import DatasetConfig, Evaluation"
 SOURCES = "def number_only"
+LAST_NUMBER = "# mine/reward.py"
+ASK = "# ask.py"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -259,7 +268,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL)  # fmt: skip
+              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK)  # fmt: skip
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -364,6 +373,34 @@ def sections(page: Path) -> set[str]:
     outside_fences = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", outside_fences, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_words_of_the_glossary_have_types_and_pages():
+    page = (DOCS / "glossary.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \| `(realhf[\w.]+)` \| \[.+\]\(.+\) \|$", page, re.M)
+    assert len(rows) == len(re.findall(r"^\| (?!word )", page, re.M))
+    words = [word for row in rows for word in row[0].split(", ")]
+    assert len(words) == len(set(words)) >= 40
+    for word, _, dotted in rows:
+        module, _, name = dotted.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), name), type), word
+
+
+def test_the_reward_for_a_chat_takes_the_last_number():
+    exec(snippet(beginning=LAST_NUMBER), names := {})
+    said = ("14 + 3 = 17 cards.", "17, or is it 18?", "none", "-2")
+    chats = [[{"role": "assistant", "content": text}] for text in said]
+    assert names["right_answer"](chats, ["17", "17", "17", "-2"]) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_the_trained_chat_model_answers_in_transformers(workplace, capsys):
+    code = snippet(beginning=ASK)
+    if not Path("runs/mine").exists():  # The commands of the page, unless their own test has run them.
+        for command in commands(DOCS / "my-model.md"):
+            if command.startswith(("realhf init", "realhf run")):
+                assert main(quick(command)) == 0
+    exec(code.replace("step_35", "step_1"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_index_has_every_page_once_and_there_are_few():

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arithmetic import exact_answer
-
+from examples.arithmetic import exact_answer
 from realhf import (
     CISPO,
     DAPO,

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.harness import Goal, machine, progress, report
 from benchmarks.measure.algorithm_settings import experiments
+from examples.arithmetic import prepare
 
 REPO = Path(__file__).parents[2]
 REFERENCE = "GRPO"
@@ -114,9 +115,6 @@ def summary(records: list[dict[str, Any]], budget: float) -> dict[str, float]:
 
 def make_data(options: Options) -> None:
     """Make the data, not in a thread, as importing transformers in two threads fails."""
-    sys.path.insert(0, str(REPO / "examples"))
-    from arithmetic import prepare
-
     prepare(options.out / "task", seed=options.seed)
 
 
@@ -168,8 +166,7 @@ def run(options: Options, experiment: str, name: str, settings: dict, **environm
     settings = {"seed": options.seed, **settings}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "realhf", "run", experiment, "--out", str(out), *words]
-    paths = f"{REPO}{os.pathsep}{REPO / 'examples'}"
-    here = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment
+    here = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | environment
     done = subprocess.run(command, env=here, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

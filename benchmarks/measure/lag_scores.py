@@ -20,6 +20,7 @@ import tyro
 from rich.table import Table
 
 from benchmarks.harness import Goal, machine, progress, report
+from examples.arithmetic import prepare
 
 REPO = Path(__file__).parents[2]
 MARGIN = 0.03
@@ -81,9 +82,6 @@ def train(options: Options, seed: int, lag: int) -> list[tuple[int, float]]:
 
 def make_data(options: Options) -> None:
     """Make the data of all seeds."""
-    sys.path.insert(0, str(REPO / "examples"))
-    from arithmetic import prepare
-
     for seed in options.seeds:
         prepare(options.out / f"seed{seed}" / "task", seed=seed)
 

@@ -21,6 +21,7 @@ import tyro
 from rich.table import Table
 
 from benchmarks.harness import Goal, machine, progress, report
+from examples.pair_search import LIMIT, prepare
 
 REPO = Path(__file__).parents[2]
 VARIANTS = {"cosine reward": "long_chain", "plain reward": "long_chain_plain"}
@@ -49,9 +50,6 @@ class Options:
 
 
 def main(options: Options) -> None:
-    sys.path.insert(0, str(REPO / "examples"))
-    from pair_search import LIMIT
-
     runs: dict[str, list[Curves]] = {name: [] for name in VARIANTS}
     for seed in options.seeds:
         model = warm_up(options, seed)
@@ -86,8 +84,6 @@ def goals(figures: dict[str, dict[str, dict[str, list[float]]]]) -> list[Goal]:
 
 def warm_up(options: Options, seed: int) -> Path:
     """Train the model of a seed on the teacher's searches; return its directory."""
-    from pair_search import prepare
-
     directory = options.out / f"seed{seed}"
     task = prepare(directory / "task", seed=seed)
     files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl"}

@@ -89,7 +89,8 @@ def end_of_turn(directory: str) -> tuple[int, str] | None:
     Return None if there is no tokenizer.json or no template, or if it ends turns with no special token.
     """
     files = [*Path(directory).glob("*token*.json"), *Path(directory).glob("chat_template.*")]
-    return _end_of_turn(directory, tuple(sorted((path.name, path.stat().st_mtime_ns) for path in files)))
+    stamps = sorted((path.name, path.stat().st_mtime_ns) for path in files if path.is_file())
+    return _end_of_turn(directory, tuple(stamps))
 
 
 @lru_cache(maxsize=8)

@@ -12,6 +12,7 @@ from realhf.user_input.files import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 _MOVE = "move data, or wait for it"
 _EVALUATION = "eval/"
@@ -34,8 +35,13 @@ def draw_pictures(run: Path) -> None:
         for name in ("metrics.jsonl", "timeline.jsonl")
     )
     _draw_curves(steps, run / "reward.png")
-    if events := [event for event in events if not event["name"].startswith(_EVALUATION)]:
+    if events := of_training(events):
         _draw_timeline(events, run / "timeline.png")
+
+
+def of_training(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events that belong to no evaluation."""
+    return [event for event in events if not event["name"].startswith(_EVALUATION)]
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,18 @@ def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len({event["rank"] for event in events})), dpi=120)
+    axes = figure.subplots()
+    axes.legend(handles=draw_steps(events, axes), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def draw_steps(events: list[dict[str, Any]], axes: Axes) -> list[Patch]:
+    """Draw the timeline of the steps that `steps_to_draw` chooses; return the handles of a legend."""
+    import matplotlib
     from matplotlib.patches import Patch
 
     events = without_waits(events)
@@ -153,16 +169,11 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
     palette = iter(matplotlib.color_sequences["tab20"])
     labels = dict.fromkeys(_label(event) for event in chosen)
     colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
-    figure = Figure(figsize=(10, 1.6 + 0.5 * len({event["rank"] for event in chosen})), dpi=120)
-    axes = figure.subplots()
     _draw_bars(axes, chosen, colors, is_numbered=len(steps) > 1)
-    handles = [Patch(color=color) for color in colors.values()]
-    axes.legend(handles, list(colors), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
     title = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     axes.set(title=title, xlabel="seconds", ylabel="rank", yticks=sorted({e["rank"] for e in chosen}))
     axes.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path)
+    return [Patch(color=color, label=label) for label, color in colors.items()]
 
 
 def _draw_bars(
