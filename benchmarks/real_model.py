@@ -202,7 +202,7 @@ def draw_front(options: Front) -> int:
     left.set(title="share of right answers", xlabel="step", ylim=(0, 1))
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.grid(alpha=0.3)
-    left.legend(fontsize=7, ncols=2, loc="upper left")
+    left.legend(fontsize=7, ncols=2, loc="lower right")
     handles = draw_steps(of_training(records(options.out / f"seed{min(curves)}" / "timeline.jsonl")), right)
     right.legend(handles=handles, fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     options.picture.parent.mkdir(parents=True, exist_ok=True)
