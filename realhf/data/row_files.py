@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realhf.errors import UserError
-from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once, refuse_lfs_pointer
 from realhf.user_input.units import format_bytes
 
 LARGE_BYTES = 64 << 20
@@ -120,6 +120,7 @@ class JsonlFile(RowFile):
             what = f"byte {error.start} of the line is {line[error.start]:#04x}"
             raise UserError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
         except ValueError as error:  # It is malformed, or has a number of thousands of digits.
+            refuse_lfs_pointer(line, where)
             if number == 1 and line.strip() in (b"[", b"{"):
                 raise UserError(f"{where} begins a document over several lines: {_LINES}") from error
             raise UserError(f"{where} is not JSON: {error}") from error

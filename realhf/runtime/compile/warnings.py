@@ -222,11 +222,11 @@ def _untrained_scores(program: Program) -> Iterator[str]:
     trained = {call.role for call in program.graph.of_kind("train_step")}
     for name, role in program.roles.items():
         config = role.config()
-        if name in trained or role.follows is not None or role.engine == "transformers":
+        if name in trained or role.random_init or role.follows is not None or role.engine != "native":
             continue
         if config.head != "score" or (role.lora is not None and role.lora.adapter is not None):
             continue
-        if role.random_init or SCORE in open_checkpoint(role.model_path(), spec_of(config)).missing:
+        if SCORE in open_checkpoint(role.model_path(), spec_of(config)).missing:
             yield (
                 f"{name}.model {role.model} has no trained score head ({SCORE}), and nothing trains it: "
                 "its scores are random (a model that RewardModel or PairwiseRewardModel has trained has one)")
