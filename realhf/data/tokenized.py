@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
@@ -18,7 +19,7 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
-from realhf.data.doubtful_texts import DoubtfulTexts
+from realhf.data.doubtful_rows import DoubtfulRows, compared_text
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
@@ -51,7 +52,11 @@ class TokenizedRows:
         self._first_row = first_row
         self.num_in_file = len(self._file)
         self.oddities = Oddities()
-        self.doubtful = DoubtfulTexts(tokenizer)
+        self.doubtful = DoubtfulRows(tokenizer)
+        self._compared: dict[int, tuple[int, int]] = {}
+        """Hashes of the prompt of a row, and of all that it says, by its number."""
+        self._looks = True
+        """Whether rows are looked at: those that are read at the start."""
         self._texts = TextTokens(tokenizer, self.oddities)
         self._chats = ChatTokens(
             tokenizer, config.chat_template_kwargs, config.assistant_only, self.oddities)
@@ -78,6 +83,7 @@ class TokenizedRows:
         self._numbers = [number for number, _ in tokenized]
         self.num_tokenized = len(numbers) - self.num_unmapped
         self._last_read: tuple[int, TokenizedSamples | None] = (-1, None)
+        self._looks = False
         if not tokenized:
             raise UserError(self._why_none())
 
@@ -175,6 +181,10 @@ class TokenizedRows:
         """Return the place of a row in its file for messages, with the file if there are several."""
         return self.place_of_number(self._numbers[index])
 
+    def compared(self, index: int, *, whole: bool) -> int:
+        """Return a hash of the prompt of a row, or of all that it says, without regard to white space."""
+        return self._compared[self._numbers[index]][whole]
+
     def equal_pairs(self) -> list[int]:
         """Return the indices of the pairs whose rejected completion is the chosen one."""
         if not reads_pairs(self.keys):
@@ -252,7 +262,7 @@ class TokenizedRows:
         else:
             completions = [as_answer(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
-        self.doubtful.look_at(number, row[self.config.prompt_key], [row[column] for column in columns])
+        self._look_at(row, number, tools, {column: row[column] for column in columns}, is_text=is_text)
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
         kept = self._kept_of_prompt(ids, number, is_chat=not isinstance(prompt, str))
@@ -289,6 +299,17 @@ class TokenizedRows:
                 "prompt_ids": ids[kept], "sequence_ids": [*before, *learned], "response_mask": mask,
                 IS_CHOSEN: i == 0})
         return samples
+
+    def _look_at(
+        self, row: dict[str, Any], number: int, tools: Any, completions: dict[str, Any], *, is_text: bool
+    ) -> None:
+        """Keep what is doubtful about a row, and by what it is compared with others."""
+        if not self._looks:
+            return
+        prompt = row[self.config.prompt_key]
+        self.doubtful.look_at(number, row, prompt=None if is_text else prompt, completions=completions)
+        asked = (compared_text(prompt), json.dumps(tools))
+        self._compared[number] = hash(asked), hash((asked, *map(compared_text, completions.values())))
 
     def _kept_of_prompt(self, ids: list[int], number: int, *, is_chat: bool) -> slice | None:
         """Return which tokens of a prompt are kept; None if its row is left out."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig, answer_keys, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.checkpoint.read import SCORE, open_checkpoint
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns, reads_pairs
 from realhf.data.light_tokenizer import chat_template_of, special_tokens
 from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
@@ -30,8 +30,8 @@ from realhf.user_input.hub import cached_name, find_model
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
 """Usual names of columns with right answers."""
 _TOKENS = ("prompt_ids", "sequence_ids")
-_NO_CONTENT = ("prompt", DATASET_ROW)
-"""Columns by which rows are not compared: the prompt has tokens, and every row has its own number."""
+_NO_CONTENT = ("prompt", "response_mask", DATASET_ROW)
+"""Columns by which rows are not compared: they follow from the tokens, or every row has its own number."""
 _MANY_ROWS = 20
 """Fewer rows are a trial, and may be the same."""
 _SMALL_MODEL = 10_000_000  # Parameters.
@@ -74,6 +74,13 @@ class _ShapingByLength(Protocol):
     def doubt(self, longest: int) -> str | None: ...
 
 
+@runtime_checkable
+class _LossOfRows(Protocol):
+    """A loss that knows what seems wrong with the columns that it reads."""
+
+    def doubts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]: ...
+
+
 def warnings_of(
     program: Program, rows: TokenizedRows | MixedRows | None,
     held_out: Mapping[str, TokenizedRows | MixedRows | None],
@@ -98,6 +105,7 @@ def warnings_of(
     warnings += [*_written_escapes(program), *_unlike_training(program)]
     if rows is not None and program.parts:
         warnings += [*_repeated_rows(program, rows), *_equal_rows(rows)]
+        warnings += _doubted_losses(program.graph, rows)
         for eval_set in sets:
             if (of_set := held_out.get(eval_set.name)) is not None:
                 warnings += _shared_rows(eval_set.field, of_set, rows)
@@ -109,8 +117,9 @@ def warnings_of(
         warnings += turn_end_warnings(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
-            warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
-            warnings += [*_doubtful_texts(where, part), *_unused_settings(where, part)]
+            warnings += [*_equal_pairs(where, part), *_contradictions(where, graph, part)]
+            warnings += _unknown_text(where, part)
+            warnings += [*_doubtful_rows(where, part), *_unused_settings(where, part)]
             warnings += [*_doubted_rewards(graph, where, part), *_blank_answers(where, part)]
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
@@ -341,10 +350,34 @@ def _shared_rows(
                 f"first {part.file_place_of(shared[0])}: what is learned by heart counts as learned")
 
 
-def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[str]:
-    """Return for each row a text by which it is compared with others, of its values under these keys."""
-    ordered = sorted(keys)
-    return [json.dumps([[sample[key] for key in ordered] for sample in samples]) for samples in rows.samples]
+def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[tuple[int, str]]:
+    """Return for each row by what it is compared with others: its texts, white space aside, and the values
+    under these keys that are no tokens."""
+    others = sorted(set(keys).difference(_TOKENS))
+    whole = "sequence_ids" in keys
+    return [
+        (rows.compared(i, whole=whole), json.dumps([[sample[key] for key in others] for sample in samples]))
+        for i, samples in enumerate(rows.samples)]
+
+
+def _contradictions(name: str, graph: DataflowGraph, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about answers that are both good and bad: pairs in both orders, or two labels of one."""
+    if "sequence_ids" not in rows.keys or not graph.of_kind("train_step"):
+        return
+    contrary: list[int] = []
+    judged: dict[Any, set[Any]] = {}
+    for i, samples in enumerate(rows.samples):
+        texts = [tuple(sample["sequence_ids"]) for sample in samples]
+        verdict = samples[0].get("label") if len(texts) == 1 else texts[0] < texts[1]
+        verdicts = judged.setdefault(tuple(sorted(texts)), set())
+        verdicts.add(verdict)
+        if len(verdicts) > 1 and len(set(texts)) == len(texts):
+            contrary.append(i)
+    if contrary:
+        what = "pairs have the same two completions as an earlier one, in the other order"
+        if not reads_pairs(rows.keys):
+            what = "answers have another label than the same answer to the same prompt earlier"
+        yield f"{name}: {len(contrary)} {what}, first in {rows.place_of(contrary[0])}"
 
 
 def _unusual_training(program: Program) -> Iterator[str]:
@@ -447,8 +480,8 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
             "continue: leave it out if it is an answer by itself")
 
 
-def _doubtful_texts(name: str, rows: TokenizedRows) -> Iterator[str]:
-    """Yield warnings about texts that are seldom meant."""
+def _doubtful_rows(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about rows that are seldom meant."""
     for doubt, numbers in rows.doubtful.rows.items():
         yield f"{name}: in {len(numbers)} rows, first in {rows.place_of_number(numbers[0])}, {doubt}"
 
@@ -515,6 +548,14 @@ def _doubted_rewards(graph: DataflowGraph, name: str, rows: TokenizedRows) -> It
             yield from call.work.function.unseen(special_tokens(rows.tokenizer))
             prompt = rows.tokenizer.decode(rows.rows[0]["prompt_ids"])
             yield from (f"{name}: {sentence}" for sentence in call.work.function.doubts(prompt))
+
+
+def _doubted_losses(graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> Iterator[str]:
+    """Yield warnings of losses about the columns that they read."""
+    for loss in (call.work.loss for call in graph.of_kind("train_step")):
+        if isinstance(loss, _LossOfRows):
+            doubts = loss.doubts([row for part in rows.parts for row in part.rows])
+            yield from (f"dataset: {doubt}" for doubt in doubts)
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
