@@ -31,10 +31,10 @@ _MISREAD = re.compile(
     "|\u00c3[\u00a1-\u00ba\u00bc-\u00bf]|\u00ef\u00bb\u00bf")
 """UTF-8 whose bytes were read as Latin-1 or Windows-1252: e with an acute accent, or typographic quotes.
 Capital letters before a space that does not break or a quotation mark are not meant."""
-_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`[^`]*`|\$[^$]*\$")
+_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|`+[^`]*`+|\$[^$]*\$")
 _ESCAPED = re.compile(
     r"(?<=[.:;?!,)\u3002\uff1a\uff1f\uff01\uff0c])(?<!\b[A-Za-z]:)\\n(?![a-z+*?{)\]|]|Left|Right|V[Dd])"
-    r"|(?<![\\\s])\\n\\n(?![+*?{)\]|])")
+    r"|(?<![\\\s])\\n\\n(?![+*?{)\]|\"'`])")
 """A backslash and an n, outside quotes, that end a sentence or a paragraph: no command of LaTeX, directory of
 Windows, string of code or regular expression."""
 _LONG_PROMPT = 8
@@ -107,7 +107,7 @@ def compared_text(side: Any) -> str:
         return " ".join(str(side).split())
     said = ({key: value for key, value in message.items() if key != "role"} for message in side)
     texts = [values["content"] if values.keys() == {"content"} else values for values in said]
-    shown = [text if isinstance(text, str) else json.dumps(text, sort_keys=True) for text in texts]
+    shown = [text if isinstance(text, str) else json.dumps(text, default=str) for text in texts]
     return " ".join(" ".join(shown).split())
 
 

@@ -308,7 +308,7 @@ class TokenizedRows:
             return
         prompt = row[self.config.prompt_key]
         self.doubtful.look_at(number, row, prompt=None if is_text else prompt, completions=completions)
-        asked = (compared_text(prompt), json.dumps(tools))
+        asked = (compared_text(prompt), json.dumps(tools, default=str))
         self._compared[number] = hash(asked), hash((asked, *map(compared_text, completions.values())))
 
     def _kept_of_prompt(self, ids: list[int], number: int, *, is_chat: bool) -> slice | None:

@@ -349,9 +349,9 @@ def _other_directory(directory: Path) -> str:
     """Return in words what a directory without config.json has instead; an empty string if it is unknown."""
     if files := sorted(directory.glob("*.gguf")):
         return f": {_other_file(files[0])}"
-    if (directory / "manifest.json").is_file() or next(directory.glob("step_*/manifest.json"), None):
-        run = directory.parent.parent if (directory / "manifest.json").is_file() else directory.parent
-        return f": a checkpoint is what `realhf run --resume` continues, and {_exported(run)}"
+    if found := [*directory.glob("manifest.json"), *directory.glob("step_*/manifest.json")]:
+        run = found[0].parents[2]
+        return f": this is a checkpoint of the run {run}, and {_exported(run)}"
     if inner := sorted(path.parent for path in directory.glob("*/config.json"))[:3]:
         return f" (did you mean {' or '.join(map(str, inner))}?)"
     return ", which every Hugging Face model directory has"

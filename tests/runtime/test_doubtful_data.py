@@ -105,7 +105,7 @@ def test_completions_that_repeat_their_prompts(check):
 
 USUAL = [
     'print("Hello.\\nWorld")', 'printf("x=%d.\\n", x);', "s.split('.\\n')", "What does \\n mean?",
-    "Use \\n\\n to part paragraphs.", "Split by [.]\\n+ or :\\n* or (\\r\\n|\\n)", "`a.\\n\\nB` in Markdown",
+    "Use \\n\\n to part paragraphs.", "Split by [.]\\n+ or (\\r\\n|\\n)", "``a.\\nB`` in Markdown",
     '{"a": "One.\\nTwo"}', '"{\\"a\\": \\"One.\\nTwo\\"}"', "C:\\new and D:\\nVidia\\net",
     "\\\\server\\news", "f(x): \\nabla f \\neq 0, \\nu, \\theta", "x. \\nRightarrow y,\\nLeftarrow z",
     "x \\\\ \\nabla y $.\\nB$",
@@ -281,8 +281,8 @@ def test_a_checkpoint_as_a_model(check, tmp_path, given):
     (tmp_path / "run/checkpoints/step_2/manifest.json").write_text("{}")
     code = (SFT % "").replace('Role("m"', f'Role("{given}"')
     status, messages = check(code, _rows())
-    assert status == 2 and "continues, and it has exported no model yet, which happens after the" in messages
+    assert status == 2 and "this is a checkpoint of the run run, and it has exported no model" in messages
     for step in (2, 10):
         (tmp_path / f"run/hf/step_{step}").mkdir(parents=True)
-    assert "continues, and its model is" in (messages := check(code, _rows())[1])
+    assert "this is a checkpoint of the run run, and its model is" in (messages := check(code, _rows())[1])
     assert "run/hf/step_10" in messages

@@ -368,7 +368,7 @@ def _contradictions(name: str, graph: DataflowGraph, rows: TokenizedRows) -> Ite
     judged: dict[Any, set[Any]] = {}
     for i, samples in enumerate(rows.samples):
         texts = [tuple(sample["sequence_ids"]) for sample in samples]
-        verdict = samples[0].get("label") if len(texts) == 1 else texts[0] < texts[1]
+        verdict = json.dumps(samples[0].get("label")) if len(texts) == 1 else texts[0] < texts[1]
         verdicts = judged.setdefault(tuple(sorted(texts)), set())
         verdicts.add(verdict)
         if len(verdicts) > 1 and len(set(texts)) == len(texts):
