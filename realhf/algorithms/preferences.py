@@ -9,7 +9,7 @@ Suffixes of tensors name their dims: T packed tokens, S sequences, P pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -172,6 +172,11 @@ class BinaryCrossEntropy(Loss):
             return None
         return f"label is {label!r}: it must be a number from 0 (wrong) to 1 (right)"
 
+    def doubts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield in words what seems wrong with all rows of a data set together."""
+        if len(rows) > 1 and len({row["label"] for row in rows}) == 1:
+            yield f"label is {rows[0]['label']} in all {len(rows)} rows: every answer learns the same score"
+
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"samples": float(len(batch))}
 
@@ -218,6 +223,14 @@ class BradleyTerry(Loss):
         if isinstance(margin, int | float) and isfinite(margin):
             return None
         return f"{self.margin_key} is {margin!r}: it must be a finite number"
+
+    def doubts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield in words what seems wrong with all rows of a data set together."""
+        key = self.margin_key
+        if key is not None and (count := sum(row[key] < 0 for row in rows)):
+            yield (
+                f"{key} is negative in {count} of {len(rows)} rows: the rejected completion may then have "
+                "the higher score")
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"pairs": float(num_pairs(batch))}

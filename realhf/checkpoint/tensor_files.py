@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import cut
-from realhf.user_input.files import open_regular, parse_json, read_object
+from realhf.user_input.files import open_regular, parse_json, read_object, refuse_lfs_pointer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -103,7 +103,10 @@ def read_header(path: Path, *, follow: bool = True) -> dict[str, StoredTensor]:
     try:
         with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            beginning = file.read(64)
+            refuse_lfs_pointer(beginning, str(path))
+            length = int.from_bytes(beginning[:8], "little")
+            file.seek(8)
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
             if size < 8 + length:

@@ -18,6 +18,8 @@ IS_QUESTION = "row/is_question"
 """Column of rows whose prompt is what a conversation has up to the user's last message."""
 _CONVERSATIONS = "conversations"
 """The usual column of conversations whose messages have `from` and `value`; TRL reads it as `messages`."""
+_ASKING = ("system", "developer", "user")
+"""Roles whose messages belong to a prompt."""
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Who speaks in a message with `from` -> the role that chat templates know."""
 
@@ -68,6 +70,24 @@ def conversation_fault(
     return (
         f"{config.prompt_key} ends with an assistant's message that calls tools: "
         "it must end with what they return, or with a text that is continued")
+
+
+def pair_fault(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_key: str) -> str | None:
+    """Return a sentence if the completions of a pair answer different prompts, else None."""
+    sides: tuple[Any, Any] = (row.get(chosen_key), row.get(rejected_key))
+    names = f"{chosen_key} and {rejected_key}"
+    if all(map(_are_messages, sides)):
+        chosen, rejected = sides[0][0], sides[1][0]
+        if chosen != rejected and (chosen["role"] in _ASKING or rejected["role"] in _ASKING):
+            begin = "go on" if isinstance(row.get(prompt_key), list) and row[prompt_key] else "begin"
+            return (
+                f"{names} are conversations that {begin} with different messages of {chosen['role']} and "
+                f"{rejected['role']}: both must have the same prompt")
+    elif prompt_key not in row and all(isinstance(side, str) for side in sides):
+        return (
+            f"{names} are texts with different beginnings, so that they have no prompt in common: give it in "
+            f"a column {prompt_key!r}")
+    return None
 
 
 def is_continued(prompt: list[dict[str, Any]], completion: Any) -> bool:

@@ -166,6 +166,11 @@ def has_chat_template(directory: Path) -> bool:
     return _chat_template(directory, _settings(directory), "default") is not None
 
 
+def chat_template_of(directory: str) -> str | None:
+    """Return the chat template of the tokenizer in a directory, or None."""
+    return _chat_template(Path(directory), _settings(Path(directory)), "default")
+
+
 def named_token(directory: Path, name: str) -> str | None:
     """Return the text of a special token that a tokenizer's settings name, such as `pad_token`."""
     token = _settings(directory).get(name)

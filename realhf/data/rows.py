@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation
+from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation, pair_fault
 from realhf.data.hub_dataset import datasets_cache, open_split, split_ranges
 from realhf.data.json_form import json_form
 from realhf.data.row_faults import fault_of, tools_fault
@@ -124,6 +124,10 @@ class DatasetRows:
         for column in self._columns:
             if column not in row and column in self.blank:
                 row[column] = None
+        if len(self._completions) > 1 and (
+            fault := pair_fault(row, self.config.prompt_key, *self._completions)
+        ):
+            raise UserError(f"{self.place(number)}: {fault}")
         for column in self._columns:
             if column not in row:
                 raise MissingColumnError(f"{self.place(number)}: {self._lacks(column, row)}", column)

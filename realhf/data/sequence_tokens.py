@@ -83,6 +83,23 @@ def turn_ends(tokenizer: Any, arguments: dict[str, Any]) -> TurnEnds:
     return TurnEnds(*found)
 
 
+def missing_beginning(tokenizer: Any, arguments: dict[str, Any]) -> str | None:
+    """Return what a template writes before an answer and not when it is asked for one (no generation prompt).
+
+    Return None if it writes a generation prompt, or needs none, or refuses the chat that is tried.
+    """
+    chat = [{"role": "user", "content": "1"}]
+    try:
+        asked, _ = render_chat(tokenizer, chat, add_generation_prompt=True, **arguments)
+        plain, _ = render_chat(tokenizer, chat, add_generation_prompt=False, **arguments)
+        whole, _ = render_chat(tokenizer, [*chat, {"role": "assistant", "content": _MARK}], **arguments)
+    except Exception:  # A template may raise any exception, and refuse these messages.
+        return None
+    before, found, _ = whole.partition(_MARK)
+    between = before[common_length(asked, before) :]
+    return between if found and asked == plain and between.strip() else None
+
+
 def end_of_turn(directory: str) -> tuple[int, str] | None:
     """Return the token with which the chat template of a tokenizer ends the assistant's turns, and its text.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
@@ -18,6 +19,7 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
+from realhf.data.doubtful_rows import DoubtfulRows, compared_text
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
@@ -50,13 +52,24 @@ class TokenizedRows:
         self._first_row = first_row
         self.num_in_file = len(self._file)
         self.oddities = Oddities()
+        self.doubtful = DoubtfulRows(tokenizer)
+        self._compared: dict[int, tuple[int, int]] = {}
+        """Hashes of the prompt of a row, and of all that it says, by its number."""
+        self._looks = True
+        """Whether rows are looked at: those that are read at the start."""
         self._texts = TextTokens(tokenizer, self.oddities)
         self._chats = ChatTokens(
             tokenizer, config.chat_template_kwargs, config.assistant_only, self.oddities)
+        self.num_chats = 0
+        self.num_own_systems = 0
+        """Number of chats whose first message is a system message of the row."""
+        self.has_tools = False
         self.num_unmapped = 0
         self.num_too_long = 0
         self.num_long_completions = 0
         self.num_cut = 0
+        self.num_torn_chats = 0
+        """Number of prompts that are cut and that a chat template has written."""
         self._shortest: int | None = None
         self._limit: tuple[int, str] | None = None
         self._last_chat: str | None = None
@@ -70,6 +83,7 @@ class TokenizedRows:
         self._numbers = [number for number, _ in tokenized]
         self.num_tokenized = len(numbers) - self.num_unmapped
         self._last_read: tuple[int, TokenizedSamples | None] = (-1, None)
+        self._looks = False
         if not tokenized:
             raise UserError(self._why_none())
 
@@ -159,9 +173,17 @@ class TokenizedRows:
         """Return the file and the line or row of a row, in words."""
         return self._file.place(self._numbers[index]).removeprefix("dataset ")
 
+    def place_of_number(self, number: int) -> str:
+        """Return the place of the row with this number in the file, which may be left out."""
+        return self._file.short_place(number)
+
     def place_of(self, index: int) -> str:
         """Return the place of a row in its file for messages, with the file if there are several."""
-        return self._file.short_place(self._numbers[index])
+        return self.place_of_number(self._numbers[index])
+
+    def compared(self, index: int, *, whole: bool) -> int:
+        """Return a hash of the prompt of a row, or of all that it says, without regard to white space."""
+        return self._compared[self._numbers[index]][whole]
 
     def equal_pairs(self) -> list[int]:
         """Return the indices of the pairs whose rejected completion is the chosen one."""
@@ -228,6 +250,11 @@ class TokenizedRows:
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             raise UserError(self._lacks_template(row[self.config.prompt_key]))
         tools = self._tools(row)
+        if not isinstance(prompt, str):
+            own = row[self.config.prompt_key]
+            self.num_chats += 1
+            self.num_own_systems += not isinstance(own, str) and bool(own) and own[0]["role"] == "system"
+            self.has_tools |= bool(tools)
         columns = completion_columns(self.config, self.keys)
         completions = [row[column] for column in columns]
         if isinstance(prompt, str):
@@ -235,9 +262,10 @@ class TokenizedRows:
         else:
             completions = [as_answer(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
+        self._look_at(row, number, tools, {column: row[column] for column in columns}, is_text=is_text)
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
-        kept = self._kept_of_prompt(ids, number)
+        kept = self._kept_of_prompt(ids, number, is_chat=not isinstance(prompt, str))
         if kept is None:
             return None
         if not completions:
@@ -272,7 +300,18 @@ class TokenizedRows:
                 IS_CHOSEN: i == 0})
         return samples
 
-    def _kept_of_prompt(self, ids: list[int], number: int) -> slice | None:
+    def _look_at(
+        self, row: dict[str, Any], number: int, tools: Any, completions: dict[str, Any], *, is_text: bool
+    ) -> None:
+        """Keep what is doubtful about a row, and by what it is compared with others."""
+        if not self._looks:
+            return
+        prompt = row[self.config.prompt_key]
+        self.doubtful.look_at(number, row, prompt=None if is_text else prompt, completions=completions)
+        asked = (compared_text(prompt), json.dumps(tools, default=str))
+        self._compared[number] = hash(asked), hash((asked, *map(compared_text, completions.values())))
+
+    def _kept_of_prompt(self, ids: list[int], number: int, *, is_chat: bool) -> slice | None:
         """Return which tokens of a prompt are kept; None if its row is left out."""
         limit = self.config.max_prompt_tokens
         how = self.config.too_long
@@ -287,6 +326,7 @@ class TokenizedRows:
             self.num_too_long += 1
             return None
         self.num_cut += 1
+        self.num_torn_chats += is_chat
         return slice(limit) if how == "keep_start" else slice(-limit, None)
 
     def _cut_completion(self, ids: list[int], column: str, number: int) -> list[int] | None:

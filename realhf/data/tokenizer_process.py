@@ -12,7 +12,7 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
-from realhf.user_input.files import MAX_ROW_BYTES, MAX_TABLE_BYTES, read_text
+from realhf.user_input.files import MAX_ROW_BYTES, MAX_TABLE_BYTES, read_text, refuse_lfs_pointer
 from realhf.user_input.units import format_bytes
 
 _CHAT_SECONDS = 5.0
@@ -46,8 +46,13 @@ def try_tokenizer(path: Path) -> None:
     """Raise UserError if a process that reads a tokenizer.json and tokenises a text fails."""
     try:
         status = path.stat()
+        beginning = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(64)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    refuse_lfs_pointer(beginning, str(path))
     if sentence := _failure(path, status.st_size, status.st_mtime_ns):
         raise UserError(f"{path} cannot be read: {sentence}")
 

@@ -349,6 +349,9 @@ def _other_directory(directory: Path) -> str:
     """Return in words what a directory without config.json has instead; an empty string if it is unknown."""
     if files := sorted(directory.glob("*.gguf")):
         return f": {_other_file(files[0])}"
+    if found := [*directory.glob("manifest.json"), *directory.glob("step_*/manifest.json")]:
+        run = found[0].parents[2]
+        return f": this is a checkpoint of the run {run}, and {_exported(run)}"
     if inner := sorted(path.parent for path in directory.glob("*/config.json"))[:3]:
         return f" (did you mean {' or '.join(map(str, inner))}?)"
     return ", which every Hugging Face model directory has"
@@ -370,9 +373,15 @@ def _latent_attention(hf: Hf) -> MlaConfig:
 def _refuse_run(directory: Path) -> None:
     """Raise ValueError if the directory is that of a run, and name the model that the run has exported."""
     if (directory / "metrics.jsonl").is_file():
-        exported = sorted(directory.glob("hf/step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-        where = f"its model is {exported[-1]}" if exported else "it has exported no model yet"
-        raise ValueError(f"{directory} is the directory of a run, and {where}")
+        raise ValueError(f"{directory} is the directory of a run, and {_exported(directory)}")
+
+
+def _exported(run: Path) -> str:
+    """Return in words where the model is that a run has exported."""
+    exported = sorted(run.glob("hf/step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    if exported:
+        return f"its model is {exported[-1]}"
+    return "it has exported no model yet, which happens after the last step and every `export_every` steps"
 
 
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:

@@ -26,6 +26,7 @@ MAX_ROW_BYTES = 4_000_000
 """Most bytes of a row of a data set, and of its chat: a million tokens have about as many."""
 MAX_LINE_BYTES = 16 << 20
 """Most bytes of a line of another file with one JSON object per line."""
+_LFS_POINTER = b"version https://git-lfs.github.com/"
 _MAX_CONTAINERS = 8_000_000
 _MAX_COMMAS = 20_000_000
 """Most lists and objects of a JSON text, and most commas: each takes many times its bytes of memory."""
@@ -123,8 +124,15 @@ def read_object(path: str | Path, *, most: int = MAX_SETTINGS_BYTES, what: str =
     return value
 
 
+def refuse_lfs_pointer(beginning: bytes, where: str) -> None:
+    """Raise UserError that begins with `where` if a file is what a clone without Git LFS has in its place."""
+    if beginning.startswith(_LFS_POINTER):
+        raise UserError(f"{where} is a pointer of Git LFS instead of the file itself: run `git lfs pull`")
+
+
 def parse_json(text: str | bytes, where: str) -> Any:
     """Return the value of a JSON text. Raises UserError that begins with `where`."""
+    refuse_lfs_pointer(text[:64].encode(errors="replace") if isinstance(text, str) else text, where)
     try:
         text = text if isinstance(text, str) else text.decode()
         if text.count("[") + text.count("{") > _MAX_CONTAINERS or text.count(",") > _MAX_COMMAS:

@@ -281,7 +281,15 @@ def test_prompts_that_cannot_be_continued_and_rows_that_teach_nothing(tmp_path):
         ({"messages": [{"from": "human", "value": "Hi"}]}, SEQUENCE, "messages has no message with the role"),
         ({"messages": [{"from": "human", "text": "Hi"}]}, SEQUENCE, "messages has .*rename `from` to role"),
         ({"body": "Hi"}, SEQUENCE, "there is no column 'prompt'; .*; prompt_key and messages_key and"),
-        ({"chosen": [user("a")], "rejected": [user("b")]}, PAIR, "there is no column 'prompt'"),
+        ({"chosen": [answer("a")], "rejected": [answer("b")]}, PAIR, "there is no column 'prompt'"),
+        ({"chosen": [user("a"), answer("1")], "rejected": [user("b"), answer("2")]}, PAIR,
+         "chosen and rejected are conversations that begin with different messages of user and user: both"),
+        ({"chosen": [SYSTEM, user("a"), answer("1")], "rejected": [SYSTEM, user("b"), answer("2")]}, PAIR,
+         "chosen and rejected are conversations that go on with different messages"),
+        ({"prompt": SKY, "chosen": [*SKY, answer("1")], "rejected": [answer("2")]}, PAIR,
+         "chosen and rejected are conversations that go on with different messages of .* and assistant"),
+        ({"chosen": "Q: a A: b", "rejected": "What is a? b"}, PAIR,
+         "chosen and rejected are texts with different beginnings, .* give it in a column 'prompt'"),
     ]:
         with pytest.raises(UserError, match=f"line 1: {sentence}"):
             _tokenized(tmp_path, row, tokenizer, keys)

@@ -3,14 +3,16 @@
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig, answer_keys, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns
-from realhf.data.light_tokenizer import special_tokens
-from realhf.data.sequence_tokens import special_texts
+from realhf.checkpoint.read import SCORE, open_checkpoint
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns, reads_pairs
+from realhf.data.light_tokenizer import chat_template_of, special_tokens
+from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.evaluation.sets import named_sets
@@ -28,8 +30,8 @@ from realhf.user_input.hub import cached_name, find_model
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
 """Usual names of columns with right answers."""
 _TOKENS = ("prompt_ids", "sequence_ids")
-_NO_CONTENT = ("prompt", DATASET_ROW)
-"""Columns by which rows are not compared: the prompt has tokens, and every row has its own number."""
+_NO_CONTENT = ("prompt", "response_mask", DATASET_ROW)
+"""Columns by which rows are not compared: they follow from the tokens, or every row has its own number."""
 _MANY_ROWS = 20
 """Fewer rows are a trial, and may be the same."""
 _SMALL_MODEL = 10_000_000  # Parameters.
@@ -72,6 +74,13 @@ class _ShapingByLength(Protocol):
     def doubt(self, longest: int) -> str | None: ...
 
 
+@runtime_checkable
+class _LossOfRows(Protocol):
+    """A loss that knows what seems wrong with the columns that it reads."""
+
+    def doubts(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]: ...
+
+
 def warnings_of(
     program: Program, rows: TokenizedRows | MixedRows | None,
     held_out: Mapping[str, TokenizedRows | MixedRows | None],
@@ -83,7 +92,10 @@ def warnings_of(
     parts = [("dataset", program.graph, rows)]
     sets = program.evaluations
     parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
-    warnings = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
+    warnings = [*other_bases(program.roles), *_unread_weights(program), *_untrained_scores(program)]
+    if rows is not None and any(part.num_chats for part in rows.parts):
+        warnings += _other_templates(program)
+    warnings += [*_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += _no_rollouts(program)
     warnings += off_policy(program.graph)
     if program.parts:  # The program trains.
@@ -93,9 +105,11 @@ def warnings_of(
     warnings += [*_written_escapes(program), *_unlike_training(program)]
     if rows is not None and program.parts:
         warnings += [*_repeated_rows(program, rows), *_equal_rows(rows)]
+        warnings += _doubted_losses(program.graph, rows)
         for eval_set in sets:
             if (of_set := held_out.get(eval_set.name)) is not None:
                 warnings += _shared_rows(eval_set.field, of_set, rows)
+                warnings += _other_prompts(eval_set.field, of_set, rows)
     warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
         tokenizer = program.experiment.tokenizer_dir()
@@ -103,7 +117,9 @@ def warnings_of(
         warnings += turn_end_warnings(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
-            warnings += [*_equal_pairs(where, part), *_unknown_text(where, part)]
+            warnings += [*_equal_pairs(where, part), *_contradictions(where, graph, part)]
+            warnings += _unknown_text(where, part)
+            warnings += [*_doubtful_rows(where, part), *_unused_settings(where, part)]
             warnings += [*_doubted_rewards(graph, where, part), *_blank_answers(where, part)]
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
@@ -203,6 +219,39 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
     return list(warnings.values())
 
 
+def _unread_weights(program: Program) -> Iterator[str]:
+    """Yield warnings about models whose weights are drawn at random although they have some."""
+    for name, role in program.roles.items():
+        if role.random_init and any(role.model_path().glob("*.safetensors")):
+            yield f"{name}.random_init is true: the weights in {name}.model {role.model} are not read"
+
+
+def _untrained_scores(program: Program) -> Iterator[str]:
+    """Yield warnings about frozen models that score, and whose score head is drawn at random."""
+    trained = {call.role for call in program.graph.of_kind("train_step")}
+    for name, role in program.roles.items():
+        config = role.config()
+        if name in trained or role.random_init or role.follows is not None or role.engine != "native":
+            continue
+        if config.head != "score" or (role.lora is not None and role.lora.adapter is not None):
+            continue
+        if SCORE in open_checkpoint(role.model_path(), spec_of(config)).missing:
+            yield (
+                f"{name}.model {role.model} has no trained score head ({SCORE}), and nothing trains it: "
+                "its scores are random (a model that RewardModel or PairwiseRewardModel has trained has one)")
+
+
+def _other_templates(program: Program) -> Iterator[str]:
+    """Yield warnings about models with another chat template than the one that writes the chats."""
+    ours = chat_template_of(program.experiment.tokenizer_dir())
+    for name, role in program.roles.items():
+        theirs = None if role.random_init else chat_template_of(str(role.model_path()))
+        if ours is not None and theirs is not None and ours != theirs:
+            yield (
+                f"{name}.model {role.model} has another chat template than the tokenizer "
+                f"{program.experiment.tokenizer_dir()}, by which the chats are written that it reads")
+
+
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     """Yield warnings about settings of generation that only the native engine reads."""
     for call in graph.of_kind("generate"):
@@ -222,6 +271,11 @@ def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield f"{name}: {_share(count, rows)} are left out, as their completions are longer than {limit}"
     if count := rows.num_cut:
         yield f"{name}: {count} prompts or completions are cut, as they are longer than their limit"
+    if count := rows.num_torn_chats:
+        lost = "end, with which answers begin" if rows.config.too_long == "keep_start" else "beginning"
+        yield (
+            f"{name}: too_long {rows.config.too_long!r} also cuts what the template writes at the {lost}, "
+            f"in {count} prompts: 'drop' leaves their rows out")
 
 
 def _share(count: int, rows: TokenizedRows) -> str:
@@ -258,6 +312,23 @@ def _equal_rows(rows: TokenizedRows | MixedRows) -> Iterator[str]:
             yield f"{name}: {repeated} of {len(part.rows)} rows are the same as an earlier one"
 
 
+def _other_prompts(
+    name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
+) -> Iterator[str]:
+    """Yield warnings about settings of chats that the training data have, and held-out rows lack."""
+    for field in ("chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs"):
+        lacks = any(not getattr(part.config, field) for part in held_out.parts)
+        if field == "chat":  # Rows of messages are chats without it.
+            lacks = any(part.num_chats == 0 for part in held_out.parts)
+            has = all(part.num_chats for part in rows.parts)
+        else:
+            has = all(getattr(part.config, field) for part in rows.parts)
+        if has and lacks:
+            what = "prompts of dataset are chats" if field == "chat" else f"{field} is given for dataset"
+            but = "those of this set are text" if field == "chat" else "this set lacks it"
+            yield f"{name}: {what}, and {but}, so that the model reads other prompts than it trains on"
+
+
 def _shared_rows(
     name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
 ) -> Iterator[str]:
@@ -279,10 +350,34 @@ def _shared_rows(
                 f"first {part.file_place_of(shared[0])}: what is learned by heart counts as learned")
 
 
-def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[str]:
-    """Return for each row a text by which it is compared with others, of its values under these keys."""
-    ordered = sorted(keys)
-    return [json.dumps([[sample[key] for key in ordered] for sample in samples]) for samples in rows.samples]
+def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[tuple[int, str]]:
+    """Return for each row by what it is compared with others: its texts, white space aside, and the values
+    under these keys that are no tokens."""
+    others = sorted(set(keys).difference(_TOKENS))
+    whole = "sequence_ids" in keys
+    return [
+        (rows.compared(i, whole=whole), json.dumps([[sample[key] for key in others] for sample in samples]))
+        for i, samples in enumerate(rows.samples)]
+
+
+def _contradictions(name: str, graph: DataflowGraph, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about answers that are both good and bad: pairs in both orders, or two labels of one."""
+    if "sequence_ids" not in rows.keys or not graph.of_kind("train_step"):
+        return
+    contrary: list[int] = []
+    judged: dict[Any, set[Any]] = {}
+    for i, samples in enumerate(rows.samples):
+        texts = [tuple(sample["sequence_ids"]) for sample in samples]
+        verdict = json.dumps(samples[0].get("label")) if len(texts) == 1 else texts[0] < texts[1]
+        verdicts = judged.setdefault(tuple(sorted(texts)), set())
+        verdicts.add(verdict)
+        if len(verdicts) > 1 and len(set(texts)) == len(texts):
+            contrary.append(i)
+    if contrary:
+        what = "pairs have the same two completions as an earlier one, in the other order"
+        if not reads_pairs(rows.keys):
+            what = "answers have another label than the same answer to the same prompt earlier"
+        yield f"{name}: {len(contrary)} {what}, first in {rows.place_of(contrary[0])}"
 
 
 def _unusual_training(program: Program) -> Iterator[str]:
@@ -385,6 +480,33 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
             "continue: leave it out if it is an answer by itself")
 
 
+def _doubtful_rows(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about rows that are seldom meant."""
+    for doubt, numbers in rows.doubtful.rows.items():
+        yield f"{name}: in {len(numbers)} rows, first in {rows.place_of_number(numbers[0])}, {doubt}"
+
+
+def _unused_settings(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about settings of chats that change nothing, and a template that begins no answer."""
+    config = rows.config
+    chats = rows.num_chats
+    if not chats:
+        return
+    template = rows.tokenizer.get_chat_template(tools=list(config.tools) or None) or ""
+    for setting, argument in [(f"chat_template_kwargs {key!r}", key) for key in config.chat_template_kwargs]:
+        if not re.search(rf"\b{re.escape(argument)}\b", template):
+            yield f"{name}: {setting} changes nothing: the chat template does not read it"
+    tools = "tools_key" if config.tools_key is not None else "tools" if config.tools else None
+    if tools and rows.has_tools and not re.search(r"\btools\b", template):
+        yield f"{name}: {tools} changes nothing: the chat template does not write tools"
+    if config.system_prompt is not None and rows.num_own_systems == chats:
+        yield f"{name}: system_prompt is never used: every prompt begins with a system message of its own"
+    if beginning := missing_beginning(rows.tokenizer, config.chat_template_kwargs):
+        yield (
+            f"{name}: the template ignores add_generation_prompt: prompts end before {beginning!r}, with "
+            "which the model has to begin its answers by itself")
+
+
 def _plain_texts(parts: list[tuple[str, TokenizedRows]]) -> Iterator[str]:
     """Yield a warning about data sets of text prompts, if the tokenizer has a template for chats."""
     names = [name for name, rows in parts if rows.config.chat is None and _has_plain_text(rows)]
@@ -426,6 +548,14 @@ def _doubted_rewards(graph: DataflowGraph, name: str, rows: TokenizedRows) -> It
             yield from call.work.function.unseen(special_tokens(rows.tokenizer))
             prompt = rows.tokenizer.decode(rows.rows[0]["prompt_ids"])
             yield from (f"{name}: {sentence}" for sentence in call.work.function.doubts(prompt))
+
+
+def _doubted_losses(graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> Iterator[str]:
+    """Yield warnings of losses about the columns that they read."""
+    for loss in (call.work.loss for call in graph.of_kind("train_step")):
+        if isinstance(loss, _LossOfRows):
+            doubts = loss.doubts([row for part in rows.parts for row in part.rows])
+            yield from (f"dataset: {doubt}" for doubt in doubts)
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
@@ -482,9 +612,9 @@ def _unknown_end(
             eos_ids = (*eos_ids, end[0])
         ours = rows.tokenizer.eos_token_id
         last = [
-            pair for samples in rows.samples for sample in samples
-            for pair in list(zip(sample["sequence_ids"], sample["response_mask"], strict=True))[-4:]]
-        ends = [token for token, is_learned in last if is_learned and token in eos_ids]
+            token for samples in rows.samples for sample in samples
+            for token in list(compress(sample["sequence_ids"], sample["response_mask"]))[-4:]]
+        ends = [token for token in last if token in eos_ids]
         if eos_ids and not ends:
             yield (
                 f"{name}: no completion learns to end in one of the tokens {', '.join(map(str, eos_ids))}, "
