@@ -20,7 +20,7 @@ from realhf.algorithms.held_out import Evaluate
 from realhf.calls import SamplingConfig
 from realhf.checkpoint.names import find_checkpoints
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.cli.experiment_file import load_experiment
+from realhf.cli.experiment_file import read_experiment
 from realhf.cli.hub_files import fetch_models
 from realhf.cli.job import LOCAL_LAUNCHER, Job, is_worker
 from realhf.cli.overrides import override
@@ -100,7 +100,7 @@ def _add_sampling_options(add: Callable[..., Any]) -> None:
             add(f"--{name.replace('_', '-')}", help=text, **how)
 
 
-def run(options: Namespace, words: Sequence[str]) -> int:
+def run(options: Namespace, words: list[str]) -> int:
     """Evaluate, print the metrics and return the exit code."""
     target = Path(options.target)
     is_file = target.suffix == ".py"
@@ -110,6 +110,9 @@ def run(options: Namespace, words: Sequence[str]) -> int:
     program, num_ranks = _compile(experiment, options, renames=not is_file)
     name = f"eval-{target.stem if is_file else target.resolve().name}"
     out = None if options.out is None else Path(options.out)
+    started_in = getattr(options, "started_in", None)
+    if started_in and out is None and not is_worker():
+        out = new_run_directory(name, below=started_in)
     if out is not None and (not is_worker() or os.environ["RANK"] == "0"):
         _check_out(out)
     if not is_worker() or (os.environ["RANK"] == "0" and LOCAL_LAUNCHER not in os.environ):
@@ -119,7 +122,8 @@ def run(options: Namespace, words: Sequence[str]) -> int:
         return importlib.import_module("realhf.cli.worker").evaluate(job, as_json=options.json)
     out = out or new_run_directory(name)
     argv = [*_words(options, words), "--out", str(out)]
-    return importlib.import_module("realhf.cli.launch").launch(argv, num_ranks)
+    return importlib.import_module("realhf.cli.launch").launch(
+        argv, num_ranks, directory=started_in)
 
 
 def _words(options: Namespace, words: Sequence[str]) -> list[str]:
@@ -127,7 +131,7 @@ def _words(options: Namespace, words: Sequence[str]) -> list[str]:
     argv = ["eval", options.target, *words]
     for name, value in vars(options).items():
         option = f"--{name.replace('_', '-')}"
-        if name in ("target", "command", "out") or value is None or value is False:
+        if name in ("target", "command", "out", "started_in") or value is None or value is False:
             continue
         for part in value if isinstance(value, list) else [value]:
             argv.append(option if part is True else f"{option}={part}")
@@ -140,13 +144,13 @@ def _check_out(out: Path) -> None:
         raise UserError(f"--out {out} already holds an evaluation: choose another directory or remove it")
 
 
-def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
+def _of_file(options: Namespace, words: list[str]) -> Experiment:
     """Return the experiment of a file, with overrides and with the model to evaluate."""
     if unfit := [name for name in _OF_MODEL if getattr(options, name) is not None]:
         raise UserError(
             f"--{unfit[0].replace('_', '-')} is for a model: an experiment has its own eval_dataset; "
             "change its fields by overrides such as --eval-dataset.path")
-    experiment = override(load_experiment(options.target), words)
+    experiment = override(read_experiment(options.target, options, words), words)
     if options.seed is not None:
         experiment.seed = options.seed
     if options.model is not None:

@@ -1,5 +1,6 @@
 """Loads an experiment file and compiles its experiment for a number of ranks. Free of torch."""
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -8,10 +9,12 @@ import json
 import os
 import re
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from realhf.cli.job import LAUNCHER_PLAN, is_worker
 from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
@@ -25,6 +28,15 @@ from realhf.user_input.field_types import check_types, explain_keyword
 from realhf.user_input.python_files import execute_file
 from realhf.user_input.shipped import find_experiment
 from realhf.user_input.suggest import did_you_mean
+
+_OUTPUTS = ("out", "output")
+"""Options with a file or folder that a command writes."""
+_INPUTS = ("plan", "fallback_plan", "resume", "profile", "cluster", "model")
+"""Options with a file or folder, or with the name of something shipped or on the hub."""
+_PATH_FIELDS = ("path", "model", "tokenizer", "adapter")
+"""Fields of experiments with a file or folder, or with a name on the hub."""
+_PARSERS = ("argparse", "click", "tyro", "absl", "fire", "docopt", "optparse", "getopt")
+"""Libraries that read the command line."""
 
 
 def _smaller_plan(
@@ -78,6 +90,58 @@ def _auto_plan(experiment: Experiment, options: Namespace, cluster: Cluster) -> 
         lambda: auto_plan(experiment, options.experiment, cluster=cluster, profile=profile), options)
 
 
+def read_experiment(name: str, options: Namespace, words: list[str]) -> Experiment:
+    """Return the experiment of a file; see `load_experiment`.
+
+    If the file changes the working directory, paths in it begin there, and those of the command line where
+    the command was started: they become absolute in `options` and in the overrides `words`. Then the
+    attribute `started_in` of the options is that directory, otherwise None.
+    """
+    start = Path.cwd()
+    options.started_in = None
+    experiment = load_experiment(name)
+    if Path.cwd() == start:
+        return experiment
+    options.started_in = str(start)
+    for option in _OUTPUTS:
+        if (value := getattr(options, option, None)) is not None:
+            setattr(options, option, str(start / value))
+    for option in _INPUTS:
+        value = getattr(options, option, None)
+        if isinstance(value, list):
+            setattr(options, option, [_from(start, each) for each in value])
+        elif value:
+            setattr(options, option, _from(start, value))
+    for i, word in enumerate(words):
+        flag, equals, value = word.rpartition("=")
+        if not equals:
+            flag = words[i - 1] if i else ""
+            value = word
+        if flag.startswith("--") and flag.lstrip("-").rpartition(".")[2] in _PATH_FIELDS:
+            words[i] = f"{flag}={_from(start, value)}" if equals else _from(start, value)
+    return experiment
+
+
+def _from(start: Path, name: str) -> str:
+    """Return the absolute path of a file or folder below `start`, and other names as they are."""
+    return str(start / name) if (start / name).exists() else name
+
+
+@contextlib.contextmanager
+def _quiet_argparse() -> Iterator[None]:
+    """Let parsers of the command line in the user's file print no usage when they end the program."""
+    error = argparse.ArgumentParser.error
+
+    def refuse(parser: ArgumentParser, message: str) -> NoReturn:
+        raise SystemExit(message)
+
+    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+
+
 def load_experiment(name: str) -> Experiment:
     """Execute the user's file, or a shipped example, as a module whose name hides no other; return its
     `experiment`."""
@@ -85,10 +149,15 @@ def load_experiment(name: str) -> Experiment:
     if path.suffix != ".py":
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+        # Standard output is for the command's own answer.
+        with contextlib.redirect_stdout(sys.stderr), _quiet_argparse():
             module = execute_file(path, name=f"realhf_experiment_{path.stem}")
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit) and (parser := _parser_of(error)) is not None:
+            what = (
+                f"it reads the command line by {parser} ({error}): the words there are realhf's own; fields "
+                "are set by `--field value`, other values by environment variables (os.environ)")
         if isinstance(error, TypeError):
             what += explain_keyword(error, importlib.import_module("realhf"))
         if isinstance(error, ImportError) and error.name == "realhf":
@@ -105,6 +174,15 @@ def load_experiment(name: str) -> Experiment:
         _check_attributes(experiment)
         check_types(experiment)
     return experiment
+
+
+def _parser_of(error: SystemExit) -> str | None:
+    """Return the name of the library for command lines that has raised an error; None if none has."""
+    paths = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    of_python = Path(argparse.__file__).parent
+    libraries = [path for path in paths if path.parent == of_python or "site-packages" in path.parts]
+    names = {part.removesuffix(".py") for path in libraries for part in path.parts}
+    return next((library for library in _PARSERS if library in names), None)
 
 
 def _what_it_has(module: ModuleType, path: Path) -> str:

@@ -29,16 +29,19 @@ _GRACE_SECONDS = 0.1
 """Time after the first failure in which other workers may fail for reasons of their own."""
 
 
-def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0, run_id: str = "local") -> int:
+def launch(
+    argv: Sequence[str], num_ranks: int, *, restarts: int = 0, run_id: str = "local",
+    directory: str | None = None,
+) -> int:
     """Run a command on `num_ranks` local workers, which start again up to `restarts` times if one fails.
 
-    `run_id` tells the directory of this run from those of others. Return 0 if all workers succeed, 2 if one
-    ended with 2 (wrong input of the user), else 1. The first of ENDING that comes asks the workers to save
-    and end; a second one ends them at once.
+    `run_id` tells the directory of this run from those of others. Workers start in `directory`, by default
+    the working directory. Return 0 if all workers succeed, 2 if one ended with 2 (wrong input of the user),
+    else 1. The first of ENDING that comes asks the workers to save and end; a second one ends them at once.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     with SignalPipe(ENDING) as signals:
-        run = _LocalRun(argv, num_ranks, signals, _open_store_port(), run_id)
+        run = _LocalRun(argv, num_ranks, signals, _open_store_port(), run_id, directory)
         code = 1
         try:
             if run.wait_for_server():
@@ -62,7 +65,8 @@ class _LocalRun:
     """
 
     def __init__(
-        self, argv: Sequence[str], num_ranks: int, signals: SignalPipe, listener: socket.socket, run_id: str
+        self, argv: Sequence[str], num_ranks: int, signals: SignalPipe, listener: socket.socket, run_id: str,
+        directory: str | None,
     ) -> None:
         self._argv = list(argv)
         self._num_ranks = num_ranks
@@ -76,7 +80,7 @@ class _LocalRun:
         with blocked(ENDING):  # So the server never gets them.
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVE, json.dumps(sys.path), *map(str, descriptors)],
-                stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True)
+                stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, cwd=directory)
         theirs.close()
         listener.close()
         self._channel = Channel(ours)

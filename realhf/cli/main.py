@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from realhf.cli import check, init, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli import eval as evaluate
-from realhf.cli.experiment_file import load_experiment
+from realhf.cli.experiment_file import load_experiment, read_experiment
 from realhf.cli.hub_files import fetch_models
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
@@ -148,4 +148,4 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
     if more := [word for word in words if word.endswith(".py") and not follows.get(word, "").startswith("-")]:
         raise UserError(f"there are two experiment files, {file} and {more[0]}: give one")
     flags = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
-    return override(load_experiment(file), words, also=flags)
+    return override(read_experiment(file, options, words), words, also=flags)

@@ -46,4 +46,5 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if num_ranks == 1:
         job = ProfileJob(problem, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)
-    return importlib.import_module("realhf.cli.launch").launch(argv, num_ranks)
+    return importlib.import_module("realhf.cli.launch").launch(
+        argv, num_ranks, directory=options.started_in)

@@ -76,6 +76,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     is_new = options.resume is None and out is not None and find_restarted(out) is None
     if is_new and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(Path(options.out))
+    if options.started_in and out is None and options.resume is None and not in_worker:
+        out = new_run_directory(name, below=options.started_in)
     if in_worker or num_ranks == 1:
         predicted = predict_memory(
             experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
@@ -89,7 +91,9 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
     run_id = uuid.uuid4().hex
-    code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts, run_id=run_id)
+    code = launch(
+        [*argv, "--out", str(out)], num_ranks, restarts=options.restarts, run_id=run_id,
+        directory=options.started_in)
     if code and has_begun(out, run_id) and (text := how_to_continue(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code

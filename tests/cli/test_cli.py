@@ -23,7 +23,7 @@ from realhf.cli.main import main
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.user_input.files import require_output
-from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
+from tests.cli_tools import GRPO_LAYOUTS, REALHF, REPO, Command, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import write_task
 from tests.samples import drawn
 
@@ -287,6 +287,11 @@ EXPERIMENTS: dict[str, list[str]] = {
     "from realhf import GROP": ["experiment.py line 1", "GROP"],
     "x = 1": ["experiment.py", "must define `experiment`"],
     "experiment = 'GRPO'": ["experiment.py", "must define `experiment`"],
+    "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+    "parser.parse_args(['--steps', '2'])": [
+        "experiment.py line 4: it reads the command line by argparse (unrecognized arguments: --steps 2): ",
+        "fields are set by `--field value`",
+    ],
     "raise SystemExit(3)": ["experiment.py line 1", "SystemExit"],
     "def experiment(): pass": ["must define `experiment`", "`experiment` is a function"],
     "class experiment: pass": ["must define `experiment`", "`experiment` is a class: define an object of it"],
@@ -565,6 +570,48 @@ def test_check_finds_experiment(tmp_path, refused, text):
 )
 def test_check_finds_command(refused, words, says):
     refused(*words, says=says)
+
+
+ELSEWHERE = """
+import os
+from realhf import DatasetConfig
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+"""
+
+
+def test_paths_of_the_command_line_begin_where_it_was_started(tmp_path, call, monkeypatch):
+    """Those of the file begin where it has changed to."""
+    body = ELSEWHERE + 'experiment.eval_dataset = DatasetConfig("held_out.jsonl")'
+    path = write_experiment(tmp_path, body=body, steps=1)
+    rows = [json.dumps({"prompt": f"{i}+", "answer": "1"}) + "\n" for i in range(8)]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/held_out.jsonl").write_text(rows[0])
+    (tmp_path / "rows.jsonl").write_text("".join(rows[1:]))
+    write_plan(tmp_path, ONE).rename(tmp_path / "one.yaml")
+    for field in ([], ["--dataset.path", "rows.jsonl"], ["--dataset.path=rows.jsonl"]):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = call("check", path.name, "--plan", "one.yaml", "--json", *field)
+        assert code == 0 and json.loads(out)["calls"]["actor_train"]["layout"] == "d1@0", err
+        assert json.loads(out)["first_prompt"]["text"].startswith("1+") == bool(field)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call("run", path.name, "--plan", "one.yaml")
+    assert code == 0, err
+    run = tmp_path / f"runs/{path.stem}"
+    assert read_jsonl(run / "eval.jsonl")[0]["prompt"] == "0+"
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", f"runs/{path.stem}", "--plan", "one.yaml", "--out", "out"]
+    code, _, err = call("eval", path.name, *words)
+    assert code == 0 and read_jsonl(tmp_path / "out/eval.jsonl") == read_jsonl(run / "eval.jsonl"), err
+
+
+@pytest.mark.slow
+def test_workers_start_where_the_command_was_started(tmp_path):
+    path = write_experiment(tmp_path, body=ELSEWHERE, steps=1)
+    with Command(*REALHF, "run", path.name, "--nproc", 2, "--out", "out", cwd=tmp_path,
+                 PYTHONPATH=str(REPO)) as command:
+        code, _, err = command.finish()
+    assert code == 0 and (tmp_path / "out/hf/step_1/config.json").is_file(), err
 
 
 def test_an_experiment_hides_no_module(tmp_path):

@@ -104,12 +104,16 @@ def find_restarted(out: Path | None) -> Path | None:
     return None
 
 
-def new_run_directory(stem: str) -> Path:
-    """Make and return runs/STEM, or runs/STEM-2 and so on if that exists; no other process gets the same."""
-    check_run_directory(_RUNS, option="run directory")
+def new_run_directory(stem: str, *, below: str | None = None) -> Path:
+    """Make and return runs/STEM, or runs/STEM-2 and so on if that exists; no other process gets the same.
+
+    `below` is the directory that has or gets `runs`, by default the working directory.
+    """
+    runs = Path(below or "") / _RUNS
+    check_run_directory(runs, option="run directory")
     number = 1
     while True:
-        out = _RUNS / (stem if number == 1 else f"{stem}-{number}")
+        out = runs / (stem if number == 1 else f"{stem}-{number}")
         try:
             out.mkdir(parents=True)
             return out
