@@ -1,9 +1,10 @@
 """Tries an experiment's data for `realhf check`: tokenises rows, calls reward functions. Free of torch."""
 
 import contextlib
+import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ from realhf.rewards.reward import column_key, name_of
 from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import AnswerScores, RewardCall
 from realhf.rewards.unit_tests import UnitTests
+from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
 from realhf.signals import time_limit
@@ -89,9 +91,7 @@ def try_out(program: Program) -> Trial:
         eval_set.name: _rows(program, eval_set.evaluation.dataset, eval_set.field, eval_set.graph, tokenizer)
         for eval_set in program.evaluations}
     warnings = warnings_of(program, rows, held_out)
-    sets = [("", program.graph, rows)]
-    sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name]) for eval_set in program.evaluations]
-    warnings += _try_rewards(sets)
+    warnings += _try_rewards(program, rows, held_out)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
@@ -110,19 +110,24 @@ def _first_learned(
     return FirstLearned(text, sum(map(len, ranges)))
 
 
-def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> list[str]:
-    """Call each reward function of graphs with rows of each data set that it scores; return warnings."""
-    rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
-    for field, graph, rows in sets:
+def _try_rewards(program: Program, rows: MixedRows, held_out: Mapping[str, MixedRows]) -> list[str]:
+    """Call each reward function with rows of each data set that it scores; return warnings."""
+    rewards: dict[Any, tuple[str, RewardCall, TokenizedRows, list[EvaluationProgram]]] = {}
+    sets: list[tuple[str, DataflowGraph, MixedRows, list[EvaluationProgram]]] = [
+        ("", program.graph, rows, [])]
+    sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name], [eval_set])
+             for eval_set in program.evaluations]
+    for field, graph, of_set, eval_sets in sets:
         for call in graph.of_kind("host"):
             if isinstance(reward := call.work.function, RewardCall):
                 functions = tuple(id(part.function) for part in reward.rewards)
-                for part in rows.parts:
-                    rewards.setdefault((functions, part.config.path), (field, reward, part))
+                for part in of_set.parts:
+                    known = rewards.setdefault((functions, part.config.path), (field, reward, part, []))
+                    known[-1].extend(eval_sets)
     warnings: list[str] = []
-    for field, reward, part in rewards.values():
+    for field, reward, part, judging in rewards.values():
         try:
-            warnings += _try_reward(reward, part)
+            warnings += _try_reward(reward, part, judging)
         except UserError as error:
             raise UserError(f"{field}: {error}" if "." in field else str(error)) from error
     return list(dict.fromkeys(warnings))
@@ -143,11 +148,14 @@ def _rows(
     return rows
 
 
-def _try_reward(reward: RewardCall, rows: TokenizedRows) -> list[str]:
+def _try_reward(
+    reward: RewardCall, rows: TokenizedRows, judging: Sequence[EvaluationProgram]
+) -> list[str]:
     """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text.
 
-    A function whose values are all equal is called again, with answers in other forms; return a warning for
-    each whose values are equal then, too.
+    A function is called again with answers in other forms if its values are all equal, or if they seem not to
+    suit the limit by which an evaluation of `judging` tells right answers. Return a warning for each for
+    which that is so then, too, and for each whose values are others if it is called again with the same.
     """
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
@@ -158,19 +166,38 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> list[str]:
     seconds = (time.monotonic() - start) / len(texts)
     warnings = []
     for part in reward.rewards:
-        is_general = type(part.function) not in (ReasoningGym, RemoteJudge, UnitTests)
-        values = [row[part.label] for row in scores.by_name]
-        if not is_general or None in values or len(set(values)) > 1 or part.weight == 0:
+        if type(part.function) in (ReasoningGym, RemoteJudge, UnitTests):
             continue
         alone = RewardCall(part, reward.columns, reward.limits)
+        values = [row[part.label] for row in scores.by_name]
+        if seconds * len(texts) <= _MAX_TRIAL_SECONDS and not _is_shipped(part.function):
+            again = _scores(alone, rows, samples, texts, is_quiet=True)
+            if values != [row[part.label] for row in again.by_name]:
+                warnings.append(_does_not_repeat(name_of(part.function)))
+        judges = [eval_set for eval_set in judging if eval_set.deciding == part.label]
+        is_equal = None not in values and len(set(values)) == 1 and part.weight != 0
         forms = [(sample, text) for sample in samples[:2] for text in _forms(sample)]
-        if seconds * len(forms) > _MAX_TRIAL_SECONDS:
+        is_quick = seconds * len(forms) <= _MAX_TRIAL_SECONDS
+        if not is_quick or not (is_equal or any(eval_set.doubt(values) for eval_set in judges)):
             continue
         more = _scores(alone, rows, [sample for sample, _ in forms], [text for _, text in forms])
         values += [row[part.label] for row in more.by_name]
-        if len(set(values)) == 1:
+        if is_equal and len(set(values)) == 1:
             warnings.append(_never_differs(name_of(part.function), values, samples[0]["prompt"]))
+        elif _known_answer(samples[0]) is not None:
+            doubts = filter(None, (eval_set.doubt(values) for eval_set in judges))
+            warnings += [f"{doubt} (of completions that check made up)" for doubt in doubts]
     return warnings
+
+
+def _is_shipped(function: Any) -> bool:
+    return type(function).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _does_not_repeat(name: str) -> str:
+    return (
+        f"reward function {name} returned other values when check called it again with the same completions: "
+        "a run that is repeated or resumed has other rewards")
 
 
 def _never_differs(name: str, values: Sequence[float | None], prompt: Any) -> str:
@@ -184,9 +211,10 @@ def _never_differs(name: str, values: Sequence[float | None], prompt: Any) -> st
 
 
 def _scores(
-    reward: RewardCall, rows: TokenizedRows, samples: Sequence[dict[str, Any]], texts: list[str]
+    reward: RewardCall, rows: TokenizedRows, samples: Sequence[dict[str, Any]], texts: list[str],
+    *, is_quiet: bool = False,
 ) -> AnswerScores:
-    """Call reward functions with a completion for each of these samples."""
+    """Call reward functions with a completion for each of these samples; `is_quiet`: print nothing."""
     end = [rows.tokenizer.eos_token_id or 0]
     ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
     columns = {name: [sample[column_key(name)] for sample in samples] for name in reward.columns}
@@ -198,10 +226,13 @@ def _scores(
 
     try:
         # Standard output is for the command's own answer.
-        with contextlib.redirect_stdout(sys.stderr), time_limit(_TRIAL_SECONDS, too_long):
+        shown = io.StringIO() if is_quiet else sys.stderr
+        with (contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown),
+              time_limit(_TRIAL_SECONDS, too_long)):
             return reward.scored(Answers(range(len(samples)), prompts, texts, ids, columns))
     except UserError as error:
-        made_up = ", ".join(repr(text[:40]) for text in texts)
+        made_up = ", ".join(repr(text[:40]) for text in texts[:_SAMPLES])
+        made_up += f" and {len(texts) - _SAMPLES} others" if len(texts) > _SAMPLES else ""
         raise UserError(f"{error}; check called it with the made-up completions {made_up}") from error
 
 
@@ -213,10 +244,13 @@ def _chosen(rows: TokenizedRows, keys: list[str]) -> list[int]:
 
 
 def _made_up(sample: dict[str, Any]) -> str:
-    for key in ("answer", "ground_truth", "solution"):
-        if isinstance(value := sample.get(key), str | int | float):
-            return str(value)
-    return _prompt_text(sample)
+    answer = _known_answer(sample)
+    return _prompt_text(sample) if answer is None else answer
+
+
+def _known_answer(sample: dict[str, Any]) -> str | None:
+    values = (sample.get(key) for key in ("answer", "ground_truth", "solution"))
+    return next((str(value) for value in values if isinstance(value, str | int | float)), None)
 
 
 def _prompt_text(sample: dict[str, Any]) -> str:

@@ -75,6 +75,22 @@ def sample_metrics(
     return means(values)
 
 
+def doubt_of_limit(
+    values: Iterable[float | None], correct_above: float, *, is_chosen: bool
+) -> str | None:
+    """Return in words why `correct_above` seems not to tell right answers, judged by values of a reward.
+
+    Return None if nothing is wrong with it. If the user has chosen it, it may be far below the highest value.
+    """
+    known = sorted(set(known_values(values)))
+    right = [value for value in known if value > correct_above]
+    if known and not right and (len(known) > 1 or known[0] > 0):
+        return f"the highest value is {known[-1]:g}, so that no answer counts as right"
+    if len(right) > 1 and not is_chosen and (right[-1] > 1 or len(right) == len(known)):
+        return f"answers with values from {right[0]:g} to {right[-1]:g} all count as right"
+    return None
+
+
 def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
 

@@ -33,13 +33,15 @@ class Evaluation:
     correct_by: str | None = None
     """Name of the reward that decides which answers are right, in pass@k, majority@k and the other metrics of
     several samples; None: the first reward. The score is the weighted sum of all rewards."""
-    correct_above: float = 0.5  # An answer counts as right if that reward is above this.
+    correct_above: float | None = None
+    """An answer counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
 
     def __post_init__(self) -> None:
         check_types(self, "Evaluation.")
         require(self.samples >= 1, "Evaluation.samples", self.samples, "be at least 1")
         require(self.max_rows >= 0, "Evaluation.max_rows", self.max_rows, "not be negative")
-        require(isfinite(self.correct_above), "Evaluation.correct_above", self.correct_above, "be finite")
+        finite = self.correct_above is None or isfinite(self.correct_above)
+        require(finite, "Evaluation.correct_above", self.correct_above, "be finite")
         if self.sampling is not None:
             self._require_random(self.sampling, "Evaluation.sampling.temperature")
 

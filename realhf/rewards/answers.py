@@ -14,6 +14,8 @@ import regex
 from realhf.user_input.field_types import check_types, require
 
 THINKING_ENDS = "</think>"
+NEARLY_ONE = 1 - 1e-9
+"""Rewards with shares, such as of tests that pass, say by `correct_above` that no share but 1 is right."""
 PATTERN_SECONDS = 5.0
 """Longest time of a user's regular expression for one text."""
 

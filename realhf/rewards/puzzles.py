@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import THINKING_ENDS, ExactMatch, text_of
+from realhf.rewards.answers import NEARLY_ONE, THINKING_ENDS, ExactMatch, text_of
 from realhf.user_input.field_types import check_types
 
 
@@ -27,6 +27,7 @@ class ReasoningGym:
     extract: str | None = "<answer>(.*?)</answer>"
     """A regular expression whose last match in the completion is the answer; None: all of it is."""
     looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
+    correct_above: ClassVar[float] = NEARLY_ONE
     __name__: ClassVar[str] = "reasoning_gym"
 
     def __post_init__(self) -> None:

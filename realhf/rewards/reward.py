@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
@@ -153,21 +157,69 @@ def texts_in(function: RewardFunction) -> list[str]:
     They are the constants of its code and of the functions in it, the texts and regular expressions among
     its fields and the globals that it names, and what it lists as `looks_for`.
     """
+    inner = _without_partial(function)
+    found: list[Any] = []
+    if is_dataclass(inner):
+        found += [getattr(inner, field.name) for field in fields(inner)]
+        found += getattr(inner, "looks_for", ())
+    if (called := _own_function(function)) is not None:
+        for code in _codes(called):
+            found += [constant for constant in code.co_consts if constant != called.__doc__]
+            found += [called.__globals__.get(name) for name in code.co_names]
+    return [text for value in found for text in _texts(value)]
+
+
+def calls_hash(function: RewardFunction) -> bool:
+    """Return whether a reward function calls Python's `hash`, itself or in functions of its file."""
+    called = _own_function(function)
+    seen: list[FunctionType] = [] if called is None else [called]
+    for each in seen:
+        names = {name for code in _codes(each) for name in code.co_names}
+        if "hash" in names and "hash" not in each.__globals__:
+            return True
+        known = [each.__globals__.get(name) for name in names]
+        others = [value for value in known if isinstance(value, FunctionType) and value not in seen]
+        seen += [value for value in others if value.__globals__ is each.__globals__]
+    return False
+
+
+def looked_up(function: RewardFunction) -> list[str]:
+    """Return the names that a reward function looks up in its **columns, as in `columns.get("level")`."""
+    called = _own_function(function)
+    try:
+        source = "" if called is None else textwrap.dedent(inspect.getsource(called))
+        tree = ast.parse(source)
+    except (OSError, SyntaxError):  # Such as a lambda within a longer line.
+        return []
+    first = tree.body[0] if tree.body else None
+    if not isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef) or first.args.kwarg is None:
+        return []
+    gets = [ast.unparse(node) for node in ast.walk(first) if isinstance(node, ast.Call)]
+    form = re.compile(rf"{first.args.kwarg.arg}\.(?:get|pop)\('([^'\\]+)'.*\)", re.DOTALL)
+    return [found[1] for text in gets if (found := form.fullmatch(text)) is not None]
+
+
+def _without_partial(function: RewardFunction) -> RewardFunction:
     while isinstance(function, functools.partial):
         function = function.func
-    found: list[Any] = []
-    if is_dataclass(function):
-        found += [getattr(function, field.name) for field in fields(function)]
-        found += getattr(function, "looks_for", ())
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if type(function).__module__.partition(".")[0] != __name__.partition(".")[0]:  # No shipped reward.
-        called = getattr(called, "__func__", called)
-        codes = [called.__code__] if hasattr(called, "__code__") else []
-        for code in codes:
-            constants = [constant for constant in code.co_consts if constant != called.__doc__]
-            codes += [constant for constant in constants if inspect.iscode(constant)]
-            found += [*constants, *(called.__globals__.get(name) for name in code.co_names)]
-    return [text for value in found for text in _texts(value)]
+    return function
+
+
+def _own_function(function: RewardFunction) -> FunctionType | None:
+    """Return the Python function that a user's reward calls; None for shipped rewards."""
+    inner = _without_partial(function)
+    called: Any = inner if inspect.isroutine(inner) else type(inner).__call__
+    called = getattr(called, "__func__", called)
+    is_shipped = type(inner).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return called if isinstance(called, FunctionType) and not is_shipped else None
+
+
+def _codes(called: FunctionType) -> list[CodeType]:
+    """Return the code of a function and of all functions in it."""
+    codes = [called.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return codes
 
 
 def _texts(value: Any) -> list[str]:

@@ -106,6 +106,7 @@ class Scorer:
             scored = self._pooled(arguments, answers)
         else:
             scored = self._together(arguments, answers)
+        self._check_awaited(scored.values)
         if self.on_failure == "stop":
             self._check_finite(scored.values, answers)
             return scored
@@ -226,15 +227,19 @@ class Scorer:
             f"reward function {self.name} returned {returned} for {len(ids)} samples ({ids[0]} to "
             f"{ids[-1]}): it must return a list with one number per completion")
 
+    def _check_awaited(self, scores: Sequence[Any]) -> None:
+        """Raise UserError if scores are coroutines, or other objects that are to be awaited."""
+        waiting = list(filter(inspect.isawaitable, scores))
+        for coroutine in filter(inspect.iscoroutine, waiting):
+            coroutine.close()
+        if waiting:
+            raise UserError(
+                f"reward function {self.name} returned {type(waiting[0]).__name__}s, which nothing has "
+                "awaited: make it `async def`, and return `await asyncio.gather(*...)` of them")
+
     def _check_finite(self, scores: Sequence[Any], answers: Answers) -> None:
         """Raise UserError that names the first sample whose score is neither None nor a finite number."""
         for i, score in enumerate(scores):
-            if inspect.iscoroutine(score):
-                for waiting in filter(inspect.iscoroutine, scores):
-                    waiting.close()
-                raise UserError(
-                    f"reward function {self.name} returned coroutines, which nothing has awaited: make it "
-                    "`async def`, and return `await asyncio.gather(*...)` of them")
             if score is not None and not _is_finite(score):
                 raise UserError(
                     f"reward function {self.name} returned {score!r} for {_sample_words(answers, i)}: "

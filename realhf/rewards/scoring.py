@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from realhf.rewards.reward import (
     STANDARD,
     RewardFunctions,
     answers_by,
+    calls_hash,
     column_key,
+    looked_up,
     name_of,
     parameters_of,
     rewards_of,
@@ -110,9 +113,28 @@ class RewardCall:
                     f"reward {reward.label} looks for {unseen[0]!r}, a special token of the tokenizer: "
                     "completions have no special tokens as text, only in completion_ids")
 
+    def unstable(self) -> Iterator[str]:
+        """Yield a sentence about each reward whose values differ between processes."""
+        for reward in self.rewards:
+            if os.environ.get("PYTHONHASHSEED", "random") == "random" and calls_hash(reward.function):
+                yield (
+                    f"reward {reward.label} calls hash(), and that of a text differs between processes: "
+                    "a run that is repeated or resumed has other rewards (zlib.crc32 stays the same)")
+
     def misspelt(self, columns: Sequence[str]) -> Iterator[str]:
-        """Yield warnings about optional parameters of rewards that are nearly the name of a column."""
+        """Yield warnings about columns that rewards ask for in vain.
+
+        They are optional parameters that are nearly the name of a column, and names in `columns.get(name)`
+        if they are so, too, or if the function finds no column at all.
+        """
         for function in (reward.function for reward in self.rewards):
+            names = looked_up(function)
+            lost = [name for name in names if name not in (*STANDARD, *EXTRAS, *columns)]
+            for name in lost:
+                if (near := did_you_mean(name, columns)) or len(lost) == len(names):
+                    yield (
+                        f"dataset has no column {name!r}{near}: where {name_of(function)} looks it up by "
+                        "`get`, it finds nothing")
             for parameter in parameters_of(function):
                 is_known = parameter.name in (*STANDARD, *EXTRAS, *columns, "dataset")
                 near = did_you_mean(parameter.name, columns)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
+from realhf.rewards.answers import NEARLY_ONE, THINKING_ENDS, after_thinking, text_of
 from realhf.rewards.decoys import without_deceit
 from realhf.rewards.sandbox import Sandbox
 from realhf.user_input.field_types import check_types, require
@@ -53,6 +53,7 @@ class UnitTests:
     sandbox: Sandbox = field(default_factory=Sandbox)
     concurrency: int = 8  # How many programs of a rank run at once.
     looks_for: ClassVar[tuple[str, ...]] = (THINKING_ENDS,)
+    correct_above: ClassVar[float] = NEARLY_ONE
     __name__: ClassVar[str] = "unit_tests"
 
     def __post_init__(self) -> None:

@@ -21,7 +21,6 @@ from realhf.evaluation.metrics import (
     named_scores,
     sample_metrics,
 )
-from realhf.evaluation.sets import Evaluation
 from realhf.experiment import Role
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
@@ -62,13 +61,15 @@ class EvaluationReport:
     """The result of an evaluation of all sets.
 
     The names of metrics begin with `eval/`, `answers` are by set, and an event of any rank has the name of
-    its set before that of its call. `faults` are sentences about scores and metrics that are missing.
+    its set before that of its call. `faults` are sentences about scores and metrics that are missing,
+    `doubts` about settings of sets by which the answers seem to be judged wrongly.
     """
 
     metrics: Mapping[str, float]
     answers: Mapping[str, Sequence[Mapping[str, Any]]]
     events: Sequence[dict[str, Any]]
     faults: Sequence[str] = ()
+    doubts: Sequence[str] = ()
 
 
 class Evaluations:
@@ -147,10 +148,15 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     answers: dict[str, list[dict[str, Any]]] = {}
     events: list[dict[str, Any]] = []
     faults: list[str] = []
+    doubts: list[str] = []
     for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
         if of_set := [answer for record in records for answer in record.answers]:
             answers[eval_set.name] = of_set
-        of_answers = _metrics_of_answers(eval_set.evaluation, of_set)
+        decides = eval_set.evaluation.correct_by or next(iter((of_set or [{}])[0].get("scores", ())), None)
+        scored = [[_scored(answer, decides) for answer in group] for group in _by_prompt(of_set)]
+        if (doubt := eval_set.doubt(answer.score for group in scored for answer in group)) is not None:
+            doubts.append(doubt)
+        of_answers = _metrics_of_answers(eval_set, of_set, scored)
         of_calls, others = finite(merge_metrics([StepRecord(record.record.metrics) for record in records]))
         faults += [f"{name} of {eval_set.field} is {value}: it is left out" for name, value in others.items()]
         of_answers |= of_calls
@@ -158,15 +164,18 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
         events += [_named(event, eval_set) for record in records for event in record.record.events]
         if of_answers.get(_FAILED) == 1.0:
             faults.append(f"the reward of every answer of {eval_set.field} has failed: it has no score")
-    return EvaluationReport(metrics, answers, events, faults)
+    return EvaluationReport(metrics, answers, events, faults, doubts)
 
 
-def _metrics_of_answers(evaluation: Evaluation, answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _metrics_of_answers(
+    eval_set: EvaluationProgram, answers: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[ScoredAnswer]],
+) -> dict[str, float]:
+    """Return the metrics of answers, which `prompts` has by prompt with the values of the deciding reward."""
     if not answers:
         return {}
-    decides = evaluation.correct_by or next(iter(answers[0].get("scores", ())), None)
-    prompts = [[_scored(answer, decides) for answer in group] for group in _by_prompt(answers)]
-    of_samples = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
+    of_samples = sample_metrics(
+        prompts, samples=eval_set.evaluation.samples, correct_above=eval_set.correct_above)
     scores = known_values(answer["score"] for answer in answers)
     metrics = means({"score": scores}) | {name: x for name, x in of_samples.items() if name != "score"}
     if "scores" in answers[0]:
@@ -265,7 +274,7 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     if world.rank != 0:
         return {}
     result = report(program.evaluations, by_rank)
-    for sentence in result.faults:
+    for sentence in (*result.faults, *result.doubts):
         warn(sentence)
     sets = {
         name: {"path": str(evaluation.dataset.path), "prompts": prompts[name], "samples": evaluation.samples}

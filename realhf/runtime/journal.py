@@ -203,6 +203,8 @@ class Journal:
         result = report(self._eval_sets, by_rank)
         for sentence in result.faults:
             warn(f"evaluation {when(step)}: {sentence}")
+        for sentence in () if self.evaluations else result.doubts:
+            warn(f"evaluation {when(step)}: {sentence}")
         self.evaluations[step] = dict(result.metrics)
         if self._recorder is not None:
             self._recorder.evaluation(step, result.answers)

@@ -71,6 +71,46 @@ def test_nothing_is_said_of_what_is_sound(check):
     assert check([ROW] * 3, kind="sft")[0] == 0
 
 
+@pytest.mark.parametrize(("value", "says"), [
+    ("0.5 * right", "the highest value is 0.5, so that no answer counts as right"),
+    ("right - 1.0", "the highest value is 0, so that no answer counts as right"),
+    ("100.0 * right + 3", "answers with values from 3 to 103 all count as right"),
+    ("1.0 * right", None), ("0.1 * len(text) * (not right)", None), ("2.0 * right - 1", None),
+])  # fmt: skip
+def test_scores_by_which_no_answer_is_right_or_every_one(check, tmp_path, value, says):
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "3", "answer": "4"}) + "\n")
+    reward = _reward(f"score = lambda text, right: {value}",
+                     "return [score(text, text == a) for text, a in zip(completions, answer)]")
+    body = "from realhf import Evaluation\n" + reward + (
+        f"held_out = DatasetConfig({str(tmp_path / 'held_out.jsonl')!r})\n"
+        "experiment.eval_dataset = {'hard': Evaluation(held_out, %s)}")
+    code, _, err = check([ROW] * 3, body % "samples=2")
+    start = "realhf: warning: eval_dataset.hard: by correct_above 0.5 of reward reward, "
+    end = ": set Evaluation.correct_above (of completions that check made up)\n"
+    expected = "" if says is None else start + says + end
+    assert (code, err) == (0, expected)
+    limit = {"0.5 * right": 0.4, "right - 1.0": -0.5}.get(value, 50)
+    if says is not None:
+        assert check([ROW] * 3, body % "samples=1")[::2] == (0, "")  # There is no pass@k.
+        assert check([ROW] * 3, body % f"samples=2, correct_above={limit}")[::2] == (0, "")
+
+
+def test_a_reward_that_does_not_repeat_is_warned_of(check):
+    says = "realhf: warning: reward function reward returned other values when check called it again"
+    code, _, err = check([ROW] * 3, _reward("import random", "return [random.random() for _ in completions]"))
+    assert code == 0 and err.startswith(says) and err.count("\n") == 1
+    code, _, err = check([ROW] * 3, _reward("print('x')", "return [len(c) / 7 for c in completions]"))
+    assert (code, err) == (0, "x\n")
+
+
+def test_few_of_many_made_up_completions_are_shown(check):
+    code, _, err = check([ROW] * 3, _reward("return [0.0] * min(len(completions), 29)"))
+    assert code == 2 and "returned 29 values for 30 samples" in err
+    shown = err.partition("made-up completions ")[2]
+    assert shown.startswith("'2', 'Let me see.") and shown.count("', ") == 3
+    assert shown.endswith("' and 26 others\n")
+
+
 @pytest.mark.parametrize(
     "lines, sentence",
     [

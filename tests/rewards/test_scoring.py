@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import subprocess
 import sys
+import zlib
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from realhf import Reward
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
 from realhf.errors import UserError
@@ -114,6 +118,19 @@ def test_wrong_answers_name_function_and_sample(scores, part, context):
     assert text.endswith(("list with one number per completion", "must be a finite number"))
 
 
+@pytest.mark.parametrize("on_failure", ["stop", "drop", "skip"])
+def test_coroutines_that_nothing_has_awaited(context, on_failure):
+    async def judged(text):
+        return 1.0
+
+    def my_reward(completions):
+        return [judged(text) for text in completions]
+
+    reward = Reward(my_reward, on_failure=on_failure)
+    with pytest.raises(UserError, match="my_reward returned coroutines, which nothing has awaited: make it"):
+        _call(reward, _batch(), context)
+
+
 def test_a_raising_function_is_named_with_its_sample_and_line(context):
     def my_reward(prompts, completions, completion_ids):
         return [1.0 / (len(c) - 2) for c in completions]
@@ -152,12 +169,76 @@ def _positional(completions, /):
     [
         (lambda prompt, answer: [0.0], "has no parameter `completions` or `completion_ids`: its form"),
         (_positional, "_positional: completions is positional only"),
-        (3, "reward_function is 3: it must be a function"),
+        (3, "reward_function is 3: it must be a function, a Reward or a list of them"),
+        ({"a": len}, "reward_function is {'a': .*}: it must be a function, a Reward or a list of them"),
+        (_Scorer, r"reward function _Scorer is a class: give an object of it, _Scorer\(...\)"),
+        ([_Scorer(), _Scorer], "reward function _Scorer is a class"),
     ],
 )
 def test_what_is_no_reward_function(function, sentence):
     with pytest.raises(UserError, match=sentence):
         reward_columns(function, ["prompt", "answer"])
+
+
+def _of_levels(completions, levl=1, answers=None, bonus=0.5, **columns):
+    return [0.0 for _ in completions]
+
+
+def _gets(completions, **columns):
+    solution = columns.get("solution") or columns.get("answer")
+    return [float(columns.get("anwser", [text])[0] == solution) for text in completions]
+
+
+def _gets_nothing(completions, **rest):
+    return [float(text == rest.pop("gold", "")) for text in completions]
+
+
+def _gets_what_is_there(completions, **columns):
+    return [float(text == columns.get("level", {}).get("gold")) for text in columns.get("prompts")]
+
+
+@pytest.mark.parametrize(("function", "expected"), [
+    (_of_levels, [
+        "dataset has no column 'levl' (did you mean level?): this parameter of _of_levels always has its "
+        "default, 1",
+        "dataset has no column 'answers' (did you mean answer?): this parameter of _of_levels always has its "
+        "default, None"]),
+    (_gets, ["dataset has no column 'anwser' (did you mean answer?): where _gets looks it up by `get`, it "
+             "finds nothing"]),
+    (partial(_gets_nothing), [
+        "dataset has no column 'gold': where partial looks it up by `get`, it finds nothing"]),
+    (_gets_what_is_there, []),
+    (_Scorer(), []),
+])  # fmt: skip
+def test_columns_that_a_function_asks_for_in_vain(function, expected):
+    columns = ["answer", "level"]
+    assert list(RewardCall(function, reward_columns(function, columns)).misspelt(columns)) == expected
+
+
+def _by_hash(completions):
+    return [float(hash(text) % 2) for text in completions]
+
+
+def _by_helper(completions):
+    return _by_hash(completions)
+
+
+def _hashed_elsewhere(completions):
+    return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+
+
+def test_rewards_that_differ_between_processes(monkeypatch):
+    """Python's hash of a text does, as the first two processes show; that of zlib does not."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code = "import zlib; print(hash('a'), zlib.crc32(b'a'))"
+    printed = [subprocess.check_output([sys.executable, "-S", "-c", code]).split() for _ in range(2)]
+    assert printed[0][0] != printed[1][0] and printed[0][1] == printed[1][1]
+    for function, is_stable in ((_by_hash, False), (_by_helper, False), (_hashed_elsewhere, True),
+                                (_Scorer(), True)):
+        said = list(RewardCall(Reward(function, name="r"), ()).unstable())
+        assert [line[:22] for line in said] == ["reward r calls hash(),"] * (not is_stable)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert list(RewardCall(_by_hash, ()).unstable()) == []
 
 
 def test_any_columns_are_those_of_the_dataset_whatever_the_graph_calls_its_keys(context):

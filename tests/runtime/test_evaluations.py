@@ -21,6 +21,7 @@ from realhf import (
     RewardLimits,
     RolloutLog,
     SamplingConfig,
+    UnitTests,
     graph_of,
 )
 from realhf.cli.derived_counts import derived_counts
@@ -537,6 +538,45 @@ def test_one_of_several_rewards_decides_which_answers_are_right(task, tmp_path):
     experiment.eval_dataset = Evaluation(data, correct_by="even")
     with pytest.raises(ValueError, match="eval_dataset.correct_by is 'even': its rewards are brief, odd"):
         compile_program(experiment, None, world_size=1)
+
+
+@pytest.mark.parametrize(("factor", "says"), [
+    (0.5, "the highest value is 0.5, so that no answer counts as right"),
+    (10.0, "answers with values from 5 to 10 all count as right"), (1.0, None)])  # fmt: skip
+def test_a_limit_by_which_no_answer_is_right_or_every_one(task, capsys, factor, says):
+    """It is said once. Lengths of answers give 0, half the factor and the factor."""
+
+    def scaled(completions):
+        return [factor * (len(text) % 3) / 2 for text in completions]
+
+    sets = Evaluation(DatasetConfig(str(task / "data.jsonl")), samples=2, max_rows=12)
+    experiment = _experiment(task, steps=2, eval_dataset=sets, reward_function=scaled)
+    Trainer(compile_program(experiment, None, world_size=1), World()).run()
+    said = [line for line in capsys.readouterr().err.splitlines() if "correct_above" in line]
+    start = "realhf: warning: evaluation before the first step: eval_dataset: by correct_above 0.5 of reward "
+    assert said == [f"{start}scaled, {says}: set Evaluation.correct_above"] * (says is not None)
+
+
+def test_a_reward_may_say_which_of_its_values_are_right(task, tmp_path):
+    """A program that passes three of four tests is not right, although its share is above one half."""
+    @dataclass
+    class Shares:
+        correct_above: ClassVar[float] = UnitTests.correct_above
+
+        def __call__(self, completions):
+            return [(1 + len(text) % 4) / 4 for text in completions]
+
+    data = DatasetConfig(str(task / "data.jsonl"))
+    sets = {
+        "shares": Evaluation(data, samples=2, max_rows=12),
+        "chosen": Evaluation(data, samples=2, max_rows=12, correct_above=0.6)}
+    experiment = _experiment(task, steps=1, eval_dataset=sets, reward_function=Shares())
+    last = Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True, out=tmp_path)
+    metrics = last.run().metrics[-1]
+    for name, legal in (("shares", {1.0}), ("chosen", {0.75, 1.0})):
+        scores = [row["score"] for row in read_jsonl(tmp_path / f"evals/{name}/step_1.jsonl")]
+        assert {0.75, 1.0} <= set(scores)
+        assert metrics[f"eval/{name}/pass@1"] == pytest.approx(sum(x in legal for x in scores) / 24)
 
 
 def test_held_out_losses_of_several_sets(task):

@@ -67,6 +67,15 @@ def test_nothing_is_said_of_a_usual_run(task, capsys):
     assert _warnings(capsys, "sft", task) == []
 
 
+def test_settings_of_evaluations_without_held_out_rows(task, capsys):
+    ends = "and there is no eval_dataset: nothing is evaluated"
+    for changes, says in (
+        ({"eval_every": 2}, "eval_every is 2"), ({"eval_at_start": False}, "eval_at_start is False"),
+        ({"eval_every": 1, "eval_function": some_reward}, "eval_every is 1 and eval_function is given")):
+        assert _warnings(capsys, "grpo", task, eval_dataset=None, **changes) == [f"{says}, {ends}"]
+    assert _warnings(capsys, "grpo", task, eval_dataset=None) == []
+
+
 def test_rows_that_are_left_out(task, capsys):
     lengths, limit = _lengths(task), 5
     count = sum(length > limit for length in lengths)

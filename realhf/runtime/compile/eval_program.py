@@ -1,15 +1,17 @@
 """Compiles the evaluations of an experiment, and finds their layouts in the plan. Free of torch."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from realhf.data.dataset import reads_pairs
+from realhf.evaluation.metrics import doubt_of_limit
 from realhf.evaluation.sets import Evaluation, metric_prefix, set_field
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
+from realhf.rewards.reward import Reward
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
 from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
@@ -17,6 +19,8 @@ from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and
 `eval/<set>/<call>` for one set."""
+_CORRECT_ABOVE = 0.5
+"""An answer is right if its reward is above this, unless the evaluation or the reward say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,36 @@ class EvaluationProgram:
     def group_size(self) -> int:
         """Samples of each prompt: two of a pair, else those of the evaluation."""
         return 2 if self.reads_pairs else self.evaluation.samples
+
+    @property
+    def rewards(self) -> dict[str, Reward]:
+        """The rewards that are functions, by their names."""
+        functions = [call.work.function for call in self.graph.of_kind("host")]
+        return {
+            reward.label: reward for function in functions for reward in getattr(function, "rewards", ())}
+
+    @property
+    def deciding(self) -> str | None:
+        """The name of the reward that decides which answers are right; None if it is known only later."""
+        return self.evaluation.correct_by or next(iter(self.rewards), None)
+
+    @property
+    def correct_above(self) -> float:
+        """The limit above which a value of that reward counts as right."""
+        if self.evaluation.correct_above is not None:
+            return self.evaluation.correct_above
+        reward = self.rewards.get(self.deciding or "")
+        return float(getattr(reward and reward.function, "correct_above", _CORRECT_ABOVE))
+
+    def doubt(self, values: Iterable[float | None]) -> str | None:
+        """Return what seems wrong with the limit, judged by values of that reward; None if nothing does."""
+        if self.evaluation.samples == 1:
+            return None  # There is no pass@k.
+        is_chosen = self.evaluation.correct_above is not None
+        why = doubt_of_limit(values, self.correct_above, is_chosen=is_chosen)
+        of_reward = f" of reward {self.deciding}" if self.deciding else ""
+        mend = "set Evaluation.correct_above"
+        return why and f"{self.field}: by correct_above {self.correct_above:g}{of_reward}, {why}: {mend}"
 
     @property
     def reads_pairs(self) -> bool:
@@ -75,8 +109,7 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
 
 def _check_deciding_reward(eval_set: EvaluationProgram) -> None:
     """Raise ValueError unless `correct_by` names a reward of the set."""
-    functions = [call.work.function for call in eval_set.graph.of_kind("host")]
-    names = [reward.label for function in functions for reward in getattr(function, "rewards", ())]
+    names = list(eval_set.rewards)
     # Rewards without functions have names, too, but these are known only later.
     others = not names and eval_set.graph.producer(REWARD_SCORES) is not None
     if (name := eval_set.evaluation.correct_by) is not None and name not in names and not others:

@@ -44,6 +44,8 @@ _LOW_RATE = 1e4
 _LOW_GRAD_NORM = 1e-3
 _HIGH_KL = 1.0
 _HIGH_ENTROPY = 0.1
+_OF_EVALUATIONS = {"eval_every": 0, "eval_at_start": True}
+"""Settings of evaluations, which do nothing without held-out rows, and their defaults."""
 _LOW_TOP_P = 1e-5
 """So low a top_p draws one token only, as the most probable one has at least the share 1 / vocabulary."""
 _ESCAPE = re.compile(r"\\([ntr])(?![A-Za-z])")
@@ -63,6 +65,8 @@ class ScoredByRewards(Protocol):
     def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]: ...
 
     def doubts(self, prompt: str) -> Iterator[str]: ...
+
+    def unstable(self) -> Iterator[str]: ...
 
     def misspelt(self, columns: Sequence[str]) -> Iterator[str]: ...
 
@@ -101,7 +105,7 @@ def warnings_of(
     if program.parts:  # The program trains.
         warnings += [*_unusual_training(program), *_unweighted(program.graph)]
         warnings += [*_idle_shaping(program)]
-    warnings += _misspelt_columns(program)
+    warnings += _faulty_rewards(program)
     warnings += [*_written_escapes(program), *_unlike_training(program)]
     if rows is not None and program.parts:
         warnings += [*_repeated_rows(program, rows), *_equal_rows(rows)]
@@ -568,7 +572,15 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
 
 
 def _unevaluated(program: Program) -> Iterator[str]:
-    """Yield a warning if nothing is computed for some held-out rows."""
+    """Yield a warning if nothing is computed for some held-out rows, or if there are settings and no rows."""
+    experiment = program.experiment
+    if experiment.eval_dataset is None and program.parts:
+        given = [
+            f"{name} is {value}" for name, default in _OF_EVALUATIONS.items()
+            if (value := getattr(experiment, name)) != default]
+        given += ["eval_function is given"] * (getattr(experiment, "eval_function", None) is not None)
+        if given:
+            yield f"{' and '.join(given)}, and there is no eval_dataset: nothing is evaluated"
     evaluated = {eval_set.name for eval_set in program.evaluations}
     if unused := [name for name in named_sets(program.experiment.eval_dataset) if name not in evaluated]:
         lacks_function = getattr(program.experiment, "eval_function", program) is None
@@ -699,10 +711,11 @@ def _idle_shaping(program: Program) -> Iterator[str]:
             yield f"{doubt}, and sampling.max_new_tokens is {longest}"
 
 
-def _misspelt_columns(program: Program) -> Iterator[str]:
-    """Yield warnings about optional parameters of reward functions that are nearly the name of a column."""
+def _faulty_rewards(program: Program) -> Iterator[str]:
+    """Yield warnings about reward functions that ask for columns in vain, or whose values do not repeat."""
     for call in program.graph.of_kind("host"):
         if isinstance(call.work.function, ScoredByRewards):
+            yield from call.work.function.unstable()
             yield from call.work.function.misspelt(extra_columns(program.experiment.dataset))
 
 
