@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from realhf.data.dataset import reads_pairs
 from realhf.evaluation.metrics import doubt_of_limit
@@ -11,7 +12,6 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.rewards.reward import Reward
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
 from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
@@ -49,7 +49,7 @@ class EvaluationProgram:
         return 2 if self.reads_pairs else self.evaluation.samples
 
     @property
-    def rewards(self) -> dict[str, Reward]:
+    def rewards(self) -> dict[str, Any]:
         """The rewards that are functions, by their names."""
         functions = [call.work.function for call in self.graph.of_kind("host")]
         return {
