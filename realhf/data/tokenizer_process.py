@@ -12,7 +12,13 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
-from realhf.user_input.files import MAX_ROW_BYTES, MAX_TABLE_BYTES, read_text, refuse_lfs_pointer
+from realhf.user_input.files import (
+    MAX_ROW_BYTES,
+    MAX_TABLE_BYTES,
+    open_regular,
+    read_text,
+    refuse_lfs_pointer,
+)
 from realhf.user_input.units import format_bytes
 
 _CHAT_SECONDS = 5.0
@@ -48,7 +54,7 @@ def try_tokenizer(path: Path) -> None:
         status = path.stat()
         beginning = b""
         if path.is_file():
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 beginning = file.read(64)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
