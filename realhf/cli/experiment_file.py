@@ -25,6 +25,7 @@ from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.user_input.field_types import check_types, explain_keyword
+from realhf.user_input.files import read_text
 from realhf.user_input.python_files import execute_file
 from realhf.user_input.shipped import find_experiment
 from realhf.user_input.suggest import did_you_mean
@@ -135,7 +136,7 @@ def _quiet_argparse() -> Iterator[None]:
     def refuse(parser: ArgumentParser, message: str) -> NoReturn:
         raise SystemExit(message)
 
-    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign]
+    argparse.ArgumentParser.error = refuse  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -197,7 +198,7 @@ def _what_it_has(module: ModuleType, path: Path) -> str:
     others = [name for name, value in vars(module).items() if isinstance(value, Experiment)]
     if others:
         return f"; `{others[0]}` is one: call it `experiment`"
-    if re.search(r"""^if __name__ == ["']__main__["']""", path.read_text(errors="replace"), re.MULTILINE):
+    if re.search(r"""^if __name__ == ["']__main__["']""", read_text(path), re.MULTILINE):
         return "; what stands below `if __name__ == \"__main__\"` is not executed: define it outside"
     return ""
 
