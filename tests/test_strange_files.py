@@ -27,6 +27,7 @@ from realhf.cluster import Cluster
 from realhf.data.dataset import DatasetConfig, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
+from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedRows
 from realhf.data.tokenizer_process import _renderer, render_chat
 from realhf.errors import UserError
@@ -500,3 +501,8 @@ def test_a_process_that_closes_its_output_is_named():
     process = JobProcess(__name__, main="close_output", seconds=1.0, memory_bytes=1 << 30)
     with pytest.raises(JobEnded, match="^its process closed its output; it may have 1"):
         process.answer({})
+
+
+def test_a_chat_template_that_is_a_link_to_itself_is_none(tmp_path):
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "chat_template.jinja")
+    assert end_of_turn(str(tmp_path)) is None
