@@ -30,8 +30,8 @@ SAME = {
 """What is equal in both -> our name."""
 ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dataset", "log_metric",
              "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks",
-             "peft_config"}  # fmt: skip
-"""Arguments of GRPOTrainer, of `from_pretrained` and of reward functions."""
+             "peft_config", "maybe_convert_to_chatml", "text", "conversations", "from", "value"}  # fmt: skip
+"""Arguments of GRPOTrainer, of `from_pretrained` and of reward functions; columns of rows, and who reads them."""
 
 
 def test_options_exist():
