@@ -31,7 +31,7 @@ SAME = {
 ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dataset", "log_metric",
              "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks",
              "peft_config", "maybe_convert_to_chatml", "text", "conversations", "from", "value"}  # fmt: skip
-"""Arguments of GRPOTrainer, of `from_pretrained` and of reward functions; columns of rows, and their reader."""
+"""Arguments of GRPOTrainer, `from_pretrained` and reward functions, columns of rows, and their reader."""
 
 
 def test_options_exist():
