@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
+NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids")
 LAYERS = {
     **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,
     "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
-    "pinned": 1.5,
-    **dict.fromkeys(("distributed", "data", "half_precision"), 2),
+    "devices": 1.5,
+    **dict.fromkeys(("distributed", "data"), 2),
     "realloc": 2.5,
     "settings": 2.6,
     "calls": 2.7,
@@ -47,6 +47,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
     "realhf.scaling", "realhf.evaluation",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
+    *("realhf.data.micro_batch", "realhf.devices.chunk_sizes"),
     *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
     *("realhf.engine.hf_factory", "realhf.steps"),
     "realhf.job_process",

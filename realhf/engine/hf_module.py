@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.data.batch import Packed
+from realhf.devices.pinned import upload
 from realhf.distributed.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
@@ -27,7 +28,6 @@ from realhf.nn.grad_accumulation import collects
 from realhf.nn.linear import embedding, linear
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.vocab_parallel import top_tokens
-from realhf.pinned import upload
 
 
 def _linear(module: torch.nn.Linear, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from realhf.pinned import run_bounds
+from realhf.devices.pinned import run_bounds
 
 
 class HostSlices:

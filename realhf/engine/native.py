@@ -12,6 +12,7 @@ from realhf.attention.interface import AttentionBackend
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
+from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
@@ -33,7 +34,6 @@ from realhf.nn.context_parallel import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.realloc.pieces import Shards
-from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
 class NativeEngine(GeneratingEngine):

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from realhf.devices import chunk_sizes
 from realhf.engine.host_optimizer import HostSlices, host_tensors
 from realhf.engine.optimizer_sections import OptimizerSlice, Section, split_into_slices
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards, pieces_of
-from realhf.sizes import chunk_sizes
 
 
 class Operands(NamedTuple):

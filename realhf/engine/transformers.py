@@ -14,6 +14,7 @@ from torch import Tensor
 
 from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch
+from realhf.data.micro_batch import padded_micro_batches
 from realhf.distributed.activity import Report, prefixed
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
@@ -32,7 +33,6 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.realloc.pieces import Shards, whole_parameters
-from realhf.sizes.micro_batch import padded_micro_batches
 
 
 class TransformersEngine(GeneratingEngine):

@@ -12,7 +12,7 @@ results of all blocks and rows.
 import torch
 from torch import Tensor
 
-from realhf.attention.cpu import attention_with_lse
+from realhf.attention.dense import attention_with_lse
 from realhf.attention.interface import AttentionKind
 from realhf.inference.block_tables import BlockSet, Decoding
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.inference.step_inputs import RowPages
-from realhf.sizes.kv_blocks import DENSE
+from realhf.models.kv_blocks import DENSE
 
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -11,7 +11,7 @@ import torch
 
 from realhf.distributed.parallel import ParallelGroups
 from realhf.errors import UserError
-from realhf.sizes.kv_blocks import SHARE_OF_DEVICE, SHARE_OF_HOST, cache_limit
+from realhf.models.kv_blocks import SHARE_OF_DEVICE, SHARE_OF_HOST, cache_limit
 
 _GIB = 1 << 30
 _MEMINFO = Path("/proc/meminfo")

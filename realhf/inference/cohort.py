@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from realhf.devices.pinned import Download, upload
 from realhf.distributed.group import Pending
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import Flags
@@ -46,7 +47,6 @@ from realhf.inference.step_inputs import NO_INPUTS, ChunkPages, RowPages, StepIn
 from realhf.inference.steps import ParkedRow, Prompt, Step
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
-from realhf.pinned import Download, upload
 
 
 @dataclass

@@ -14,7 +14,7 @@ from realhf.distributed.group import Group
 from realhf.inference.rollout_buffer import RolloutBuffer
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Step
-from realhf.sizes.kv_blocks import padded_size
+from realhf.models.kv_blocks import padded_size
 
 MOST_STEPS = 16
 """Most steps of a window. Free slots are filled only when it ends, and its last steps may have no rows."""

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.attention.cpu import masked_attention
-from realhf.attention.interface import AttentionKind, Pages, PartialAttention, Sequences
-from realhf.attention.merge import merge_into
+from realhf.attention.dense import masked_attention
+from realhf.attention.interface import AttentionKind, Pages, PartialAttention, Sequences, merge_into
+from realhf.devices import chunk_sizes
+from realhf.devices.pinned import upload
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
@@ -24,8 +25,6 @@ from realhf.inference.step_inputs import ChunkPages, RowPages
 from realhf.inference.steps import Chunk
 from realhf.nn.attention import Expand, packed_attention
 from realhf.nn.packed import Segment, token_positions
-from realhf.pinned import upload
-from realhf.sizes import chunk_sizes
 
 
 class Decode(Segment):

@@ -8,7 +8,7 @@ from realhf.inference.kv_budget import GenerationLimits
 from realhf.inference.page_pool import PagePool
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.steps import ParkedRow, Prompt
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.models.kv_blocks import num_blocks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from realhf.calls import Generate
 from realhf.errors import UserError
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.rollout_buffer import PromptGroup, Size
-from realhf.sizes.kv_blocks import SMALL, block_size, blocks_for, num_blocks
+from realhf.models.kv_blocks import SMALL, block_size, blocks_for, num_blocks
 
 _GIB = 1 << 30
 

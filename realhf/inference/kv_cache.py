@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.devices.pinned import upload
 from realhf.nn.transformer import Transformer
-from realhf.pinned import upload
 
 
 class KVCache:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from realhf.calls import SamplingConfig
+from realhf.devices.pinned import upload
 from realhf.inference.drawn_samples import DrawnSamples
 from realhf.inference.sampling import rows_at_a_time
-from realhf.pinned import upload
 
 
 class TokenHistory:

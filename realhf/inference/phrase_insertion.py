@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.devices.pinned import upload
 from realhf.inference.block_tables import Integers
 from realhf.inference.drawn_samples import DrawnSamples
-from realhf.pinned import upload
 from realhf.settings.interruption import InsertedPhrase
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from realhf.calls import Generate
 from realhf.data.batch import Packed
 from realhf.data.token_texts import word_tokens
+from realhf.devices.pinned import upload
 from realhf.inference.block_tables import Integers
 from realhf.inference.logit_processors import LogitProcessors
 from realhf.inference.phrase_insertion import Insertions, PhraseInserter
@@ -19,7 +20,6 @@ from realhf.inference.sampling import Draws, Floats
 from realhf.inference.steps import Prompt
 from realhf.inference.stop_strings import StopStrings, stop_matcher
 from realhf.nn.packed import token_positions
-from realhf.pinned import upload
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
 """Returns changed logits of samples, from which their next tokens are drawn."""

@@ -14,7 +14,7 @@ import numpy as np
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables, Flags
 from realhf.inference.steps import Chunk, ParkedRow, Prompt, Step
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.models.kv_blocks import num_blocks
 
 
 class Scheduler:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices import half_precision
+from realhf.devices.chunk_sizes import PART_NUMEL
 from realhf.models.model_config import ModelConfig
 from realhf.models.region import row_blocks
-from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
 from realhf.nn.lora import Adapter, adapted_linear
-from realhf.sizes.chunk_sizes import PART_NUMEL
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
@@ -119,11 +119,11 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
         ctx.settings = function, gated
-        return half_matmul.affine(_activate(up_TF, function, gated), weight_HF)
+        return half_precision.affine(_activate(up_TF, function, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = half_matmul.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
+        hidden_TF = half_precision.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
         grad_TF = _gradient(hidden_TF, *ctx.saved_tensors, *ctx.settings, recompute=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

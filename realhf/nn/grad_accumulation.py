@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from realhf.nn import half_matmul
+from realhf.devices import half_precision
 
 
 class Weight(torch.nn.Parameter):
@@ -42,7 +42,7 @@ class Weight(torch.nn.Parameter):
     def add_product(self, grad_TO: Tensor, x_TI: Tensor, *, scale: float = 1.0) -> None:
         """Add scale grad^T x to the sum."""
         assert self.total is not None
-        half_matmul.add_product(self.total, grad_TO, x_TI, is_empty=self.is_empty, scale=scale)
+        half_precision.add_product(self.total, grad_TO, x_TI, is_empty=self.is_empty, scale=scale)
         self.is_empty = False
 
     def add_products(self, grad_RO: Tensor, x_RI: Tensor, counts: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Weight(torch.nn.Parameter):
         total_LOI = self.total.view(len(counts), -1, x_RI.shape[1])
         for total, grad, x in zip(total_LOI, grad_RO.split(counts), x_RI.split(counts), strict=True):
             if len(x):
-                half_matmul.add_product(total, grad, x, is_empty=False)
+                half_precision.add_product(total, grad, x, is_empty=False)
 
     def add_sum(self, grad: Tensor) -> None:
         """Add the sum over all dims but the last, the gradient of a bias."""

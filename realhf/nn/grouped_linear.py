@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.nn import half_matmul
+from realhf.devices import half_precision
+from realhf.devices.pinned import Download
 from realhf.nn.grad_accumulation import collects
-from realhf.pinned import Download
 
 
 class RowGroups:
@@ -80,7 +80,7 @@ def _kernel_takes(x: Tensor) -> bool:
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     has_aligned_rows = x.shape[-1] * x.element_size() % 16 == 0
     has_base = x.is_cuda or x.data_ptr() % 16 == 0
-    return x.dtype in dtypes and has_aligned_rows and has_base and not half_matmul.needs_float32(x)
+    return x.dtype in dtypes and has_aligned_rows and has_base and not half_precision.needs_float32(x)
 
 
 class _Grouped(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Grouped(torch.autograd.Function):
         num_rows = sum(counts)
         pairs = zip(x_RI[:num_rows].split(counts), weight_LOI, y_RO[:num_rows].split(counts), strict=True)
         for x, weight, y in pairs:
-            half_matmul.product(x, weight.T, out=y)
+            half_precision.product(x, weight.T, out=y)
         return y_RO
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Grouped(torch.autograd.Function):
             grad_x_RI = torch.empty_like(x_RI)
             parts = zip(grad_RO.split(counts), weight_LOI, grad_x_RI.split(counts), strict=True)
             for grad, weight, grad_x in parts:
-                half_matmul.product(grad, weight, out=grad_x)
+                half_precision.product(grad, weight, out=grad_x)
         if collects(weight_NI):
             weight_NI.add_products(grad_RO, x_RI, groups.counts)
         elif ctx.needs_input_grad[1]:
@@ -128,5 +128,5 @@ class _Grouped(torch.autograd.Function):
                 grad_RO.split(groups.counts), x_RI.split(groups.counts), grad_weight_NI.view_as(weight_LOI),
                 strict=True)
             for grad, x, grad_weight in parts:
-                half_matmul.product(grad.T, x, out=grad_weight)
+                half_precision.product(grad.T, x, out=grad_weight)
         return grad_x_RI, grad_weight_NI, None, None

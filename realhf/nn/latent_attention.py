@@ -12,9 +12,9 @@ from torch import Tensor
 
 from realhf.attention.choose import packed_backend
 from realhf.attention.interface import AttentionKind, AttentionShape
+from realhf.devices.half_precision import widened
 from realhf.distributed.autograd import copy_to_group, sum_over_group
 from realhf.distributed.group import Group
-from realhf.half_precision import widened
 from realhf.models.model_config import ModelConfig
 from realhf.nn.attention import Attend, attend_each
 from realhf.nn.lora import Adapted, adapted_linear

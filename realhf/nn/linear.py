@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.half_precision import widened
-from realhf.nn import half_matmul
+from realhf.devices import half_precision
+from realhf.devices.chunk_sizes import SMALL_PRODUCT
+from realhf.devices.half_precision import widened
 from realhf.nn.grad_accumulation import Weight, collects
-from realhf.sizes.chunk_sizes import SMALL_PRODUCT
 
 _ROW_MULTIPLE = 32
 """Without gradients, bfloat16 rows on CPU are padded to a multiple of this: torch compiles a product anew for
@@ -21,12 +21,12 @@ every number of rows, and that changes from step to step in generation."""
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return y_TO = x W^T + b."""
-    if torch.is_grad_enabled() and (collects(weight_OI) or half_matmul.needs_float32(x_TI)):
+    if torch.is_grad_enabled() and (collects(weight_OI) or half_precision.needs_float32(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
-    if is_padded and not half_matmul.needs_float32(x_TI):
+    if is_padded and not half_precision.needs_float32(x_TI):
         return _bfloat16_linear(x_TI, weight_OI, bias_O)
-    return half_matmul.affine(x_TI, weight_OI, bias_O)
+    return half_precision.affine(x_TI, weight_OI, bias_O)
 
 
 def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
         ctx.bias = bias_O
-        return half_matmul.affine(x_TI, weight_OI, bias_O)
+        return half_precision.affine(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
             ctx.bias.add_sum(grad_TO)
         elif ctx.needs_input_grad[2]:
             grad_O = grad_TO.sum(0)
-        grad_x = half_matmul.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        grad_x = half_precision.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
         return grad_x, grad_OI, grad_O
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices.half_precision import joined, widened
 from realhf.distributed.autograd import copy_to_group, exchange_rows, sum_over_group
 from realhf.distributed.group import Group
 from realhf.distributed.parallel import ParallelGroups
-from realhf.half_precision import widened
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
@@ -24,7 +24,6 @@ from realhf.nn.grad_accumulation import add_rows
 from realhf.nn.grad_accumulation import wide as wide_weight
 from realhf.nn.grouped_linear import RowGroups, grouped_linear, takes_kernel
 from realhf.nn.linear import linear
-from realhf.nn.split_float32 import joined
 
 
 class RouterLosses:

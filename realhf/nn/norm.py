@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices.chunk_sizes import PART_NUMEL, block_numel
 from realhf.models.region import row_blocks
 from realhf.nn.grad_accumulation import collects
-from realhf.sizes.chunk_sizes import PART_NUMEL, block_numel
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

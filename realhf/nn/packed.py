@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind
-from realhf.pinned import upload
+from realhf.devices.pinned import upload
 
 
 class Segment(ABC):

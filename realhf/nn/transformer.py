@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from realhf.attention.interface import AttentionKind, Sequences
 from realhf.distributed.autograd import sum_over_group
 from realhf.distributed.parallel import ParallelGroups
+from realhf.models.kv_blocks import cached_heads
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.attention import Attend, packed_attention
 from realhf.nn.block import Block, Norm
@@ -32,7 +33,6 @@ from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
-from realhf.sizes.kv_blocks import cached_heads
 
 
 class Transformer(ShardedParameters):

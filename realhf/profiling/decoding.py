@@ -16,9 +16,9 @@ from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
 from realhf.layout import even_split
+from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.nn.transformer import Transformer
 from realhf.profiling.surroundings import device_bytes
-from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
 _NEW_TOKENS = 16  # New tokens that each row has cache blocks for.

@@ -12,9 +12,9 @@ from realhf.inference import cache_limit
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.layout import Layout, even_split
+from realhf.models.kv_blocks import SHARE_OF_HOST
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.sizes.kv_blocks import SHARE_OF_HOST
 from tests.nn.tiny import hf_config
 from tests.samples import marked
 

@@ -9,8 +9,8 @@ from realhf.inference.forward_batch import paged_rows
 from realhf.inference.page_pool import PagePool
 from realhf.inference.paged_backends import PagedBackends
 from realhf.inference.step_inputs import RowPages
+from realhf.models.kv_blocks import padded_size
 from realhf.models.lora import LoraConfig
-from realhf.sizes.kv_blocks import padded_size
 from tests.gpu.models import write_model
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts

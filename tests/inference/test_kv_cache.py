@@ -9,7 +9,7 @@ from realhf.attention.interface import AttentionKind
 from realhf.inference.block_attention import BlockAttention
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.kv_cache import KVCache
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.models.kv_blocks import num_blocks
 
 HEADS, GROUP, DIM = 2, 3, 16
 BLOCK_SIZE = 64

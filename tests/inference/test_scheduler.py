@@ -12,7 +12,7 @@ from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Scheduler
 from realhf.inference.steps import Prompt
-from realhf.sizes.kv_blocks import block_size, blocks_for, num_blocks
+from realhf.models.kv_blocks import block_size, blocks_for, num_blocks
 from tests.samples import drawn
 
 MAX_NEW = 150

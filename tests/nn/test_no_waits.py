@@ -5,6 +5,7 @@ import torch
 
 from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.engine.base import PassSettings
 from realhf.inference.sampling import sample
@@ -12,7 +13,6 @@ from realhf.nn.attention import Attend
 from realhf.nn.grouped_linear import RowGroups, grouped_linear
 from realhf.nn.moe import Moe, RouterLosses, gathering
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
-from realhf.sizes import chunk_sizes
 from tests.families import SIZES
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import engine_of, tokens, write_model

@@ -10,6 +10,7 @@ from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
 from realhf.inference.block_tables import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.models.kv_blocks import tokens_read
 from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
@@ -21,7 +22,6 @@ from realhf.planner.cost.generated_rows import in_busiest_cohort
 from realhf.planner.cost.rank_groups import Span
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes.kv_blocks import tokens_read
 
 FREE = 1e30
 PERFECT = Efficiencies()

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import read_shards
 from realhf.data.batch import Batch
+from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
@@ -34,7 +35,6 @@ from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
 from realhf.realloc.pieces import Shards
-from realhf.sizes.micro_batch import attention_share, micro_batches
 
 
 class MegatronEngine(Engine):

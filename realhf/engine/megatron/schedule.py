@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from realhf.data.batch import Packed
+from realhf.data.micro_batch import interleaved_group
 from realhf.distributed.parallel import ParallelGroups
 from realhf.engine.megatron.process_groups import StageMessages
-from realhf.sizes.micro_batch import interleaved_group
 
 ResultOf = Callable[[int, Tensor], Any]
 """(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.data.micro_batch import attention_share
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig, adapter_spec
@@ -21,7 +22,6 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.workload.lengths import Lengths, geometric
 from realhf.planner.workload.rounds import RoundStatistics, steady_round
 from realhf.planner.workload.scoring_time import ScoringTime
-from realhf.sizes.micro_batch import attention_share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
