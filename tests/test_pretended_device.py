@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.calls import LogProbs, OptimizerConfig, TrainStep
+from realhf.calls import InsertedPhrase, LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.devices import half_precision
 from realhf.graph import FunctionCall
-from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
 from tests.samples import marked

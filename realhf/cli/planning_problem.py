@@ -12,8 +12,7 @@ from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
 from realhf.data.dataset import DatasetConfig, DatasetMixture, load_rows, reads_pairs
 from realhf.data.rows import is_of_hub
-from realhf.evaluation.sets import Evaluation, named_sets
-from realhf.experiment import Expected, Experiment, Role
+from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec

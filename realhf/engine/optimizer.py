@@ -9,10 +9,9 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
-from realhf.calls import OptimizerConfig
+from realhf.calls import OptimizerConfig, learning_rate
 from realhf.engine.optimizer_sections import GradientSums, make_sections
 from realhf.engine.optimizer_state import AdamWState, OffloadedState, Operands, Update
-from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
 
 

@@ -1,4 +1,4 @@
-"""PhraseInserter: decides which sampled tokens a phrase replaces (see `realhf.settings.interruption`).
+"""PhraseInserter: decides which sampled tokens a phrase replaces (see `realhf.calls`).
 
 The decision depends on a sample's tokens alone, so that it is the same on every layout and however the sample
 is split into rounds. All tensors stay on the device.
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.calls import InsertedPhrase
 from realhf.devices.pinned import upload
 from realhf.inference.block_tables import Integers
 from realhf.inference.drawn_samples import DrawnSamples
-from realhf.settings.interruption import InsertedPhrase
 
 
 @dataclass(frozen=True)

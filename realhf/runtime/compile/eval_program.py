@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from realhf.data.dataset import reads_pairs
-from realhf.evaluation.sets import Evaluation, metric_prefix, set_field
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Evaluation, Experiment, Role, metric_prefix, set_field
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan

@@ -7,7 +7,14 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realhf.calls import Generate, OptimizerConfig, SamplingConfig, answer_keys, longest_response
+from realhf.calls import (
+    Generate,
+    OptimizerConfig,
+    SamplingConfig,
+    answer_keys,
+    default_rates,
+    longest_response,
+)
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.checkpoint.read import SCORE, open_checkpoint
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns, reads_pairs
@@ -15,10 +22,8 @@ from realhf.data.light_tokenizer import chat_template_of, special_tokens
 from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
-from realhf.evaluation.sets import named_sets
-from realhf.experiment import Role, optimizer_steps
+from realhf.experiment import Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.learning_rates import default_rates
 from realhf.models.model_config import ModelConfig
 from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
