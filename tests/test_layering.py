@@ -39,7 +39,10 @@ PLANNER_LAYERS = {"workload": 0, "memory": 1, "cost": 2, "search": 3}
 """The same of the subpackages of realhf.planner, whose own modules, such as make, are above them."""
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
-FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
+FORBIDDEN = [
+    ("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms"),
+    ("realhf.inference", "realhf.planner"),
+]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
     "realhf.scaling",

@@ -18,7 +18,7 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
-from realhf.inference.cache_limit import CacheLimits
+from realhf.inference.cache_memory import CacheLimits
 from realhf.inference.rounds import Round
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.pieces import Shards

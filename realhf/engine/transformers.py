@@ -25,7 +25,7 @@ from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.inference.kv_budget import agreed_sizes, check_positions
+from realhf.inference.cache_memory import agreed_sizes, check_positions
 from realhf.inference.rollout_buffer import RolloutBuffer, output_columns
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed

@@ -13,12 +13,10 @@ from realhf.calls import Generate
 from realhf.data.batch import Packed
 from realhf.data.token_texts import word_tokens
 from realhf.devices.pinned import upload
-from realhf.inference.block_tables import Integers
-from realhf.inference.logit_processors import LogitProcessors
-from realhf.inference.phrase_insertion import Insertions, PhraseInserter
-from realhf.inference.sampling import Draws, Floats
-from realhf.inference.steps import Prompt
-from realhf.inference.stop_strings import StopStrings, stop_matcher
+from realhf.inference.kv_cache import Integers
+from realhf.inference.sampling import Draws, Floats, LogitProcessors
+from realhf.inference.scheduler import Prompt
+from realhf.inference.stops import Insertions, PhraseInserter, StopStrings, stop_matcher
 from realhf.nn.packed import token_positions
 
 Processing = Callable[[torch.Tensor], torch.Tensor]

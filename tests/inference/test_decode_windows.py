@@ -11,7 +11,7 @@ from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.inference.decode_windows import MOST_STEPS, DecodeWindows
+from realhf.inference.scheduler import MOST_STEPS, DecodeWindows
 from realhf.layout import Layout
 from realhf.models.kv_blocks import num_blocks
 from realhf.models.model_config import ModelConfig

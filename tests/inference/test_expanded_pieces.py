@@ -5,11 +5,16 @@ import torch
 import transformers
 
 from realhf.devices import chunk_sizes
-from realhf.inference.forward_batch import ExpandedPieces, PagedTokens, chunk_pages, paged_chunks, prefill
-from realhf.inference.kv_cache import KVCache
-from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.step_inputs import ChunkPages
-from realhf.inference.steps import Chunk, Prompt
+from realhf.inference.forward_batch import (
+    ExpandedPieces,
+    PagedBackends,
+    PagedTokens,
+    chunk_pages,
+    paged_chunks,
+    prefill,
+)
+from realhf.inference.kv_cache import ChunkPages, KVCache
+from realhf.inference.scheduler import Chunk, Prompt
 from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference, engine_of, write_family
 from tests.inference.test_generate import _generate, long_prompts

@@ -9,7 +9,7 @@ from realhf.calls import Interruption
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.data.token_texts import token_bytes, word_tokens
-from realhf.inference.stop_strings import StopMatcher, StopStrings, stop_matcher
+from realhf.inference.stops import StopMatcher, StopStrings, stop_matcher
 from tests.inference.tokenizers import SPECIAL, VOCAB_SIZE, write_tokenizer
 from tests.tokenizers import llama_tokenizer
 

@@ -8,7 +8,8 @@ import pytest
 
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
-from realhf.inference.block_tables import BlockTables
+from realhf.inference.cpu_decoding import DecodingSteps
+from realhf.inference.kv_cache import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.kv_blocks import tokens_read
 from realhf.models.megatron_config import MegatronConfig
@@ -201,7 +202,7 @@ def test_a_decode_step_reads_the_blocks_that_are_priced(length, size):
     tables = BlockTables(num_slots=6, num_blocks=6 * per_row, block_size=size, blocks_per_row=per_row)
     for slot in range(6):
         tables.start(slot, range(slot * per_row, (slot + 1) * per_row), length=length)
-    (own,) = tables.advance().sets
+    (own,) = DecodingSteps(tables).advance().sets
     assert len(own.rows_PS) * own.width == 6 * tokens_read(length + 1, length + 1, size)
 
 

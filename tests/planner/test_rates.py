@@ -13,10 +13,8 @@ from realhf.cluster import ACCELERATORS, Cluster, Link
 from realhf.devices import half_precision
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import next_tokens
-from realhf.inference.kv_cache import KVCache
-from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.forward_batch import PagedBackends
+from realhf.inference.kv_cache import BlockTables, KVCache
 from realhf.layout import Layout
 from realhf.models.kv_blocks import padded_size
 from realhf.models.model_config import ModelConfig, MoeConfig
@@ -28,6 +26,7 @@ from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
 from realhf.planner.cost.rank_groups import Span
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole
+from realhf.profiling.decoding import next_tokens
 from tests.distributed.recording import RecordedWorld
 
 ONE = Span(1, 1)
