@@ -41,7 +41,7 @@ SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [
     ("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms"),
-    ("realhf.inference", "realhf.planner"),
+    ("realhf.inference", "realhf.planner"), ("realhf.nn", "realhf.realloc"),
 ]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),

@@ -169,3 +169,12 @@ def merge_into(out_TND: Tensor, lse_TN: Tensor, part_TND: Tensor, part_TN: Tenso
     out_TND.mul_((lse_TN - finite_TN).exp()[..., None])
     out_TND.add_(part_TND * (part_TN - finite_TN).exp()[..., None])
     lse_TN.copy_(both_TN)
+
+
+def token_positions(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for every packed token: sequence index, position in the sequence, sequence length."""
+    counts = np.array(seq_lens, np.int64)
+    row_T = np.repeat(np.arange(len(counts)), counts)
+    position_T = np.arange(len(row_T)) - (counts.cumsum() - counts)[row_T]
+    numbers_3T = upload(np.stack((row_T, position_T, counts[row_T])), device)
+    return numbers_3T[0], numbers_3T[1], numbers_3T[2]

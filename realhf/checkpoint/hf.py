@@ -18,11 +18,11 @@ from realhf.checkpoint.read import LM_HEAD, box_in_tensor, box_start, open_check
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor
 from realhf.checkpoint.write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
 from realhf.devices.half_precision import split_into
+from realhf.distributed.pieces import Shards
 from realhf.models.param_spec import ModelSpec
 from realhf.models.region import Region, row_blocks
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.realloc.pieces import Shards
 from realhf.user_input.files import open_regular
 
 _BLOCK_BYTES = 1 << 20

@@ -20,12 +20,12 @@ from realhf.checkpoint.peft import CONFIG_FILE, STEM, adapter_config
 from realhf.checkpoint.read import box_in_tensor, box_start, params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, StoredTensor, pack_header, pack_index
 from realhf.devices.half_precision import joined, sum_dtype
+from realhf.distributed.pieces import Shards, assembled
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import Region, region_size, row_blocks
-from realhf.realloc.pieces import Shards, assembled
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str

@@ -14,6 +14,7 @@ from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, 
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.activity import Report, no_report, prefixed
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.protocol import CallResult, Metrics
 from realhf.engine.router_losses import Routers
@@ -21,7 +22,6 @@ from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
 from realhf.inference.rounds import Round
 from realhf.nn.parameters import ShardedParameters
-from realhf.realloc.pieces import Shards
 from realhf.sample_ids import groups_of
 
 Outputs = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.devices.pinned import upload
 from realhf.distributed.autograd import sum_over_group
 from realhf.engine.hf_module import TransformersModel
-from realhf.nn.context_parallel import token_range
+from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
 from realhf.sample_ids import groups_of
 

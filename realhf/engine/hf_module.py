@@ -24,8 +24,7 @@ from realhf.distributed.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec
-from realhf.nn.grad_accumulation import collects
-from realhf.nn.linear import embedding, linear
+from realhf.nn.linear import collects, embedding, linear
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.vocab_parallel import top_tokens
 

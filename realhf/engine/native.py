@@ -15,6 +15,7 @@ from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
 from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
@@ -30,13 +31,12 @@ from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
-from realhf.nn.context_parallel import token_range
+from realhf.nn.attention import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.planner.memory.activation_memory import CallPieces
 from realhf.planner.memory.call_memory import GenerationMoments
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.realloc.pieces import Shards
 
 
 class NativeEngine(GeneratingEngine):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from realhf.devices import chunk_sizes
+from realhf.distributed.pieces import Shards, pieces_of
 from realhf.engine.host_optimizer import HostSlices, host_tensors
 from realhf.engine.optimizer_sections import OptimizerSlice, Section, split_into_slices
 from realhf.nn.parameters import ShardedParameters
-from realhf.realloc.pieces import Shards, pieces_of
 
 
 class Operands(NamedTuple):

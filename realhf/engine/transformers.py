@@ -17,6 +17,7 @@ from realhf.data.batch import Batch
 from realhf.data.micro_batch import padded_micro_batches
 from realhf.distributed.activity import Report, prefixed
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards, whole_parameters
 from realhf.distributed.world import World
 from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
@@ -32,7 +33,6 @@ from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
-from realhf.realloc.pieces import Shards, whole_parameters
 
 
 class TransformersEngine(GeneratingEngine):

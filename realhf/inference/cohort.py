@@ -41,7 +41,7 @@ from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import DecodeWindows, ParkedRow, Prompt, Scheduler, Step
-from realhf.nn.packed import Segment
+from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 
 

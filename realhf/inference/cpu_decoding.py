@@ -24,7 +24,7 @@ from realhf.inference.forward_batch import prefill
 from realhf.inference.kv_cache import BlockTables, Integers, KVCache
 from realhf.inference.scheduler import Chunk
 from realhf.models.kv_blocks import DENSE
-from realhf.nn.packed import Segment
+from realhf.nn.attention import Segment
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ from realhf.attention.interface import (
     PartialAttention,
     Sequences,
     merge_into,
+    token_positions,
 )
 from realhf.devices import chunk_sizes
 from realhf.devices.pinned import upload
 from realhf.errors import UserError
 from realhf.inference.kv_cache import HostOrDevice, KVCache, RowPages
 from realhf.inference.scheduler import Chunk
-from realhf.nn.attention import Expand, packed_attention
-from realhf.nn.packed import Segment, token_positions
+from realhf.nn.attention import Expand, Segment, packed_attention
 from realhf.nn.transformer import Transformer
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from realhf.attention.interface import token_positions
 from realhf.calls import Generate
 from realhf.data.batch import Packed
 from realhf.data.token_texts import word_tokens
@@ -17,7 +18,6 @@ from realhf.inference.kv_cache import Integers
 from realhf.inference.sampling import Draws, Floats, LogitProcessors
 from realhf.inference.scheduler import Prompt
 from realhf.inference.stops import Insertions, PhraseInserter, StopStrings, stop_matcher
-from realhf.nn.packed import token_positions
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
 """Returns changed logits of samples, from which their next tokens are drawn."""

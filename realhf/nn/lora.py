@@ -15,8 +15,7 @@ from realhf.devices.half_precision import needs_float32
 from realhf.distributed.parallel import ParallelGroups
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
-from realhf.nn.grad_accumulation import Weight, collects
-from realhf.nn.linear import linear
+from realhf.nn.linear import Weight, collects, linear
 from realhf.nn.parameters import ShardedParameters
 
 

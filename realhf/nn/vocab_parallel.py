@@ -23,8 +23,7 @@ from realhf.devices.chunk_sizes import chunk_numel, slice_numel
 from realhf.distributed.autograd import copy_to_group
 from realhf.distributed.group import Group
 from realhf.models.region import row_blocks
-from realhf.nn.grad_accumulation import Weight, collects
-from realhf.nn.linear import linear
+from realhf.nn.linear import Weight, collects, linear
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import even_split
 from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
-from realhf.nn.packed import Segment
+from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 from realhf.profiling.surroundings import device_bytes
 

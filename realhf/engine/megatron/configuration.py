@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.nn.activation import ACTIVATIONS
+from realhf.nn.mlp import ACTIVATIONS
 
 
 def make_config(

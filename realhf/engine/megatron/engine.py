@@ -19,6 +19,7 @@ from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
 from realhf.engine.base import Engine, PassSettings
 from realhf.engine.chunked_loss import loss_by_chunks
@@ -34,7 +35,6 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
-from realhf.realloc.pieces import Shards
 
 
 class MegatronEngine(Engine):

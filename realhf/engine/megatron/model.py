@@ -23,11 +23,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from realhf.attention.interface import Sequences
+from realhf.attention.interface import Sequences, token_positions
 from realhf.distributed.parallel import ParallelGroups
 from realhf.engine.megatron.layers import Packing, block_spec
 from realhf.models.param_spec import ModelSpec
-from realhf.nn.packed import token_positions
 from realhf.nn.rope import Rotary
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
 

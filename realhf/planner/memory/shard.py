@@ -61,7 +61,7 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
     """Return the elements of queries, keys and values that a token sends to the ranks over cp, itself
     included.
 
-    Key-value heads go to every rank that has one of their query heads (nn/context_parallel.py).
+    Key-value heads go to every rank that has one of their query heads (nn/attention.py).
     """
     query_heads = config.num_heads // tp
     queries_per_kv = 1
