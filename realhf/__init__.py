@@ -73,8 +73,8 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.rewards.shaping import SoftOverlongPenalty as SoftOverlongPenalty
     from realhf.rewards.shaping import TokenReward as TokenReward
     from realhf.rewards.unit_tests import UnitTests as UnitTests
-    from realhf.steps.part_executor import Samples as Samples
     from realhf.steps.sample_pool import Pool as Pool
+    from realhf.steps.sample_pool import Samples as Samples
     from realhf.steps.step_runner import StepRunner as StepRunner
     from realhf.user_input.files import prepare_once as prepare_once
 

@@ -20,11 +20,10 @@ from realhf.calls import OptimizerConfig, SamplingConfig, default_rates
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.models.engine_configs import MegatronConfig, TransformersConfig
 from realhf.models.lora import LoraConfig
-from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.transformers_config import TransformersConfig
-from realhf.steps.part_executor import PartExecutor
+from realhf.steps.sample_pool import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require
 from realhf.user_input.hub import cached_name, commits_of, find_model

@@ -17,11 +17,9 @@ from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
+from realhf.engine.base import DTYPES, GeneratingEngine, Metrics, PassSettings, Routers, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.protocol import DTYPES, Metrics
-from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool

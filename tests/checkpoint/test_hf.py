@@ -11,8 +11,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-from realhf.checkpoint.hf import load_weights, read_shards, save_weights
-from realhf.checkpoint.write import CheckpointWriter, assign_writes
+from realhf.checkpoint.hf import CheckpointWriter, assign_writes, load_weights, read_shards, save_weights
 from realhf.devices.half_precision import joined, split_into
 from realhf.distributed.pieces import one_piece_each, shards_of
 from realhf.distributed.world import World

@@ -15,8 +15,8 @@ from realhf.data.batch import Batch, Packed
 from realhf.devices import chunk_sizes
 from realhf.devices.pinned import run_bounds
 from realhf.distributed.world import World
-from realhf.engine.host_optimizer import HostSlices
 from realhf.engine.native import NativeEngine
+from realhf.engine.optimizer import HostSlices
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig

@@ -9,12 +9,12 @@ from realhf.data.batch import Packed
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
-from realhf.engine.hf_module import TransformersModel
+from realhf.engine.transformers import TransformersModel
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.families import FAMILIES
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.transformers_config import TransformersConfig
 from realhf.nn import mlp, norm
 from realhf.nn.linear import Weight, add_bias, embedding, linear, wide
 from realhf.nn.lora import Adapter, Adapters

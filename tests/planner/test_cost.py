@@ -11,8 +11,8 @@ from realhf.graph import FunctionCall
 from realhf.inference.cpu_decoding import DecodingSteps
 from realhf.inference.kv_cache import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.models.engine_configs import MegatronConfig
 from realhf.models.kv_blocks import tokens_read
-from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost

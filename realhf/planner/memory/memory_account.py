@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.layout import MAX_RANKS, Layout
+from realhf.models.engine_configs import MegatronConfig
 from realhf.models.kv_blocks import cache_limit
-from realhf.models.megatron_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.memory import model_states
 from realhf.planner.memory.activation_memory import CallMemory

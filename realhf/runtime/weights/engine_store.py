@@ -11,9 +11,8 @@ from realhf.calls import OptimizerConfig
 from realhf.distributed.group import PeerError
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.base import Engine, GeneratingEngine
+from realhf.engine.base import DTYPES, Engine, GeneratingEngine
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.layout import Layout

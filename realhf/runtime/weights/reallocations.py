@@ -16,7 +16,7 @@ import torch
 
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.protocol import DTYPES
+from realhf.engine.base import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
