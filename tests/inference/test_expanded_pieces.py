@@ -6,6 +6,7 @@ import transformers
 
 from realhf.devices import chunk_sizes
 from realhf.inference.forward_batch import (
+    ChunkPages,
     ExpandedPieces,
     PagedBackends,
     PagedTokens,
@@ -13,7 +14,7 @@ from realhf.inference.forward_batch import (
     paged_chunks,
     prefill,
 )
-from realhf.inference.kv_cache import ChunkPages, KVCache
+from realhf.inference.kv_cache import KVCache
 from realhf.inference.scheduler import Chunk, Prompt
 from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference, engine_of, write_family
