@@ -114,7 +114,6 @@ class Engine(ABC):
 
     @property
     def adapter_flat(self) -> torch.Tensor:
-        """Memory of the adapters."""
         assert self._adapters is not None, "a model without LoRA has no adapters"
         return self._adapters.flat
 

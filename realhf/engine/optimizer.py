@@ -209,7 +209,6 @@ class AdamWState:
         return [torch.zeros(size, dtype=dtype, device=self._model.flat.device) for size in sizes]
 
     def _make_updates(self) -> list[Update]:
-        """Return the updates of a step."""
         return [self._update_of(split_into_slices(self._sections), self._masters, self._means, self._squares)]
 
     def update(self, update: Callable[[Update], None]) -> None:

@@ -229,7 +229,6 @@ class CacheLimits:
         self._limits: dict[str, CacheLimit] = {}
 
     def of(self, call: str) -> CacheLimit:
-        """Return the limit of a call."""
         return self._limits.setdefault(call, CacheLimit(self._groups))
 
     @property

@@ -188,7 +188,6 @@ class DecodeGraphs:
         return sorted((*shape, int(shape in self._replays)) for shape in self._inputs)
 
     def padding(self, num_rows: int, num_pages: int) -> RowPages[Tensor]:
-        """Return rows that are all padding."""
         device = self._model.flat.device
         zeros_B = torch.zeros(num_rows, dtype=torch.long, device=device)
         table_BM = torch.zeros((num_rows, num_pages), dtype=torch.int32, device=device)
