@@ -33,8 +33,10 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.algorithms.sft import SFT as SFT
     from realhf.calls import Generate as Generate
     from realhf.calls import HostFunction as HostFunction
+    from realhf.calls import Interruption as Interruption
     from realhf.calls import LogProbs as LogProbs
     from realhf.calls import OptimizerConfig as OptimizerConfig
+    from realhf.calls import SamplingConfig as SamplingConfig
     from realhf.calls import Scores as Scores
     from realhf.calls import TopLogProbs as TopLogProbs
     from realhf.calls import TrainStep as TrainStep
@@ -42,10 +44,11 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.cluster import Cluster as Cluster
     from realhf.data.dataset import DatasetConfig as DatasetConfig
     from realhf.data.dataset import DatasetMixture as DatasetMixture
-    from realhf.evaluation.sets import Evaluation as Evaluation
+    from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
     from realhf.experiment import Role as Role
+    from realhf.experiment import RolloutLog as RolloutLog
     from realhf.graph import DataflowGraph as DataflowGraph
     from realhf.graph import FunctionCall as FunctionCall
     from realhf.layout import DeviceMesh as DeviceMesh
@@ -70,11 +73,8 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.rewards.shaping import SoftOverlongPenalty as SoftOverlongPenalty
     from realhf.rewards.shaping import TokenReward as TokenReward
     from realhf.rewards.unit_tests import UnitTests as UnitTests
-    from realhf.settings.interruption import Interruption as Interruption
-    from realhf.settings.rollout_log import RolloutLog as RolloutLog
-    from realhf.settings.sampling_config import SamplingConfig as SamplingConfig
-    from realhf.steps.part_executor import Samples as Samples
     from realhf.steps.sample_pool import Pool as Pool
+    from realhf.steps.sample_pool import Samples as Samples
     from realhf.steps.step_runner import StepRunner as StepRunner
     from realhf.user_input.files import prepare_once as prepare_once
 

@@ -1,4 +1,4 @@
-"""The kinds of work that an engine can do, and their settings. This module does not import torch.
+"""The kinds of work that an engine can do, and their settings: sampling, optimizers, losses. Free of torch.
 
 Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t);
 entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask`
@@ -7,29 +7,173 @@ is 0: on prompts, and on tokens that were inserted into responses (see `data.res
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
+from typing_extensions import Doc
+
+from realhf.data.light_tokenizer import LightTokenizer, continuation
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.settings.generation_settings import (
-    CacheOnUpdate,
-    CudaGraphs,
-    KvCacheGib,
-    MaxRows,
-    PrefillTokens,
-    WorkStealing,
-)
-from realhf.settings.interruption import InsertedPhrase
-from realhf.settings.sampling_config import SamplingConfig
 from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from realhf.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Settings of sampling; docs/generation.md says which options of transformers and vLLM they equal.
+
+    `logit_bias`, the penalties, the bad words and `min_new_tokens` change the logits, in this order; then
+    temperature, `top_k`, `top_p` and `min_p` apply. `temperature=0` is greedy: the last three have no effect.
+    Lists become tuples, a text becomes a tuple of one, and a mapping becomes a tuple of pairs.
+    """
+
+    max_new_tokens: int = 256  # Most tokens of a response.
+    temperature: float = 1.0  # Logits are divided by it; 0: always take the most probable token.
+    top_k: int = 0  # Sample among this many most probable tokens; 0: among all.
+    top_p: float = 1.0  # Sample among the most probable tokens that together have this probability.
+    min_p: float = 0.0
+    """Sample among the tokens with at least this share, from 0 to 1, of the highest probability."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response: its last token is the first with which its text contains one of them."""
+    stop_token_ids: tuple[int, ...] = ()  # Tokens that end a response, as the model's eos tokens do.
+    ignore_eos: bool = False  # Whether responses go on after the model's eos tokens.
+    min_new_tokens: int = 0
+    """A response has at least this many tokens before the one that ends it; at most `max_new_tokens`."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that are in the prompt or the response are divided by it, negative ones are
+    multiplied by it; above 0, and 1 changes nothing."""
+    presence_penalty: float = 0.0  # Subtracted from the logits of the response's tokens; from -2 to 2.
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit each time that the response has the token; from -2 to 2."""
+    logit_bias: tuple[tuple[int, float], ...] = ()  # Pairs of a token id and what is added to its logit.
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens, with and without a space before them, may not be sampled in this sequence."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids: the last id of each may not be sampled directly after the others."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "bad_word_ids"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        check_types(self, "sampling.")
+        require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
+        legal = 0 <= self.temperature < inf
+        require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
+        require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
+        require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
+        require(0 <= self.min_p <= 1, "sampling.min_p", self.min_p, "be from 0 to 1")
+        rule = f"be from 0 to sampling.max_new_tokens, {self.max_new_tokens}"
+        legal = 0 <= self.min_new_tokens <= self.max_new_tokens
+        require(legal, "sampling.min_new_tokens", self.min_new_tokens, rule)
+        legal = 0 < self.repetition_penalty < inf
+        rule = "be a number above 0"
+        require(legal, "sampling.repetition_penalty", self.repetition_penalty, rule)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(-2 <= value <= 2, f"sampling.{name}", value, "be from -2 to 2")
+        self._check_words()
+
+    def _check_words(self) -> None:
+        """Raise ValueError unless the texts are not empty and the token ids not negative."""
+        for name in ("stop", "bad_words", "bad_word_ids"):
+            value = getattr(self, name)
+            require(all(map(len, value)), f"sampling.{name}", value, "have no empty part")
+        for name, token in self.token_ids:
+            require(token >= 0, f"sampling.{name}", getattr(self, name), "have no negative token id")
+        tokens = [token for token, _ in self.logit_bias]
+        rule = "have each token id once"
+        require(len(set(tokens)) == len(tokens), "sampling.logit_bias", self.logit_bias, rule)
+        legal = all(-inf < bias < inf for _, bias in self.logit_bias)
+        require(legal, "sampling.logit_bias", self.logit_bias, "have finite numbers")
+
+    @property
+    def token_ids(self) -> list[tuple[str, int]]:
+        """Return all token ids in the settings, each with the name of its field."""
+        named_ids = [("stop_token_ids", token) for token in self.stop_token_ids]
+        named_ids += [("logit_bias", token) for token, _ in self.logit_bias]
+        return named_ids + [("bad_word_ids", token) for tokens in self.bad_word_ids for token in tokens]
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the settings have texts, for which a tokenizer is needed."""
+        return bool(self.stop or self.bad_words)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether there is a penalty."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def greedy(self) -> SamplingConfig:
+        """Return these settings, but with the most probable token always taken."""
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a text as a tuple of one, a mapping as a tuple of pairs, and lists as tuples."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return tuple(map(_as_part, value)) if isinstance(value, list | tuple) else value
+
+
+def _as_part(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class InsertedPhrase:
+    """An Interruption in token ids: a generating call inserts `phrase` unless `end` has come before."""
+
+    after_tokens: int
+    phrase: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """When thinking is interrupted, and by which text.
+
+    If the first `after_tokens` tokens of a response do not contain the tokens of `end`, the tokens of
+    `phrase` follow them instead of sampled ones, and then sampling goes on. Inserted tokens are part of the
+    response that rewards see, and of its length. They are not trained on: their response mask and log-probs
+    are 0.
+    """
+
+    after_tokens: int  # Tokens of a response before the phrase.
+    phrase: str = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    end: str = "</think>"
+    """The text that ends thinking. The tokenizer should always split it alike, as it does a special token."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "interruption.")
+        require(self.after_tokens >= 1, "interruption.after_tokens", self.after_tokens, "be at least 1")
+
+    def tokenized(self, tokenizer: str) -> InsertedPhrase:
+        """Return the interruption in token ids of the tokenizer in this directory.
+
+        Raises ValueError if its files cannot be read, or if it makes no tokens of a text.
+        """
+        ids = {name: _token_ids(tokenizer, getattr(self, name)) for name in ("phrase", "end")}
+        for name, tokens in ids.items():
+            require(bool(tokens), f"interruption.{name}", repr(getattr(self, name)), "have tokens")
+        return InsertedPhrase(self.after_tokens, **ids)
+
+
+@lru_cache(maxsize=16)
+def _token_ids(tokenizer: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(continuation(LightTokenizer(tokenizer), text))
+    except ValueError as error:
+        raise ValueError(f"interruption needs the tokenizer: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -73,6 +217,46 @@ class OptimizerConfig:
         require(legal, "optimizer.warmup_ratio", ratio, rule)
 
 
+class LearningRates(NamedTuple):
+    """The default learning rates of one kind of training, and where they are usual."""
+
+    full: float
+    lora: float
+    source: str
+
+
+LEARNING_RATES = {
+    "policy": LearningRates(1e-6, 1e-5, "TRL's GRPO, RLOO and distillation, verl's actor"),
+    "critic": LearningRates(1e-5, 1e-4, "verl's critic"),
+    "completions": LearningRates(2e-5, 2e-4, "TRL's SFT"),
+    "preferences": LearningRates(1e-6, 1e-5, "TRL's DPO"),
+    "scores": LearningRates(1e-5, 1e-4, "InstructGPT's reward model (9e-6); TRL's has 1e-4"),
+}
+"""Kind of training, which a loss names as `learns` -> learning rates.
+
+Adapters (LoRA) get ten times the rate of full training (Schulman et al. 2025, "LoRA Without Regret").
+"""
+
+
+def default_rates(loss: Loss | None) -> LearningRates:
+    """Return the default learning rates for a loss; those of a policy for a model that no loss trains."""
+    return LEARNING_RATES["policy" if loss is None else loss.learns]
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0; `config` must give `lr`."""
+    assert config.lr is not None
+    if config.schedule != "constant":
+        assert config.total_steps > 0
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
+    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
+
+
 @dataclass(frozen=True)
 class Work:
     """The base class of all work. A call's work must be of the call's kind (see `graph.KINDS`).
@@ -91,6 +275,29 @@ class Work:
     def group_size(self) -> int:
         """Number of consecutive samples that the work needs together in one micro-batch."""
         return 1
+
+
+MaxRows = Annotated[int, Doc("Sequences that a rank decodes at once; the others wait for a free slot.")]
+KvCacheGib = Annotated[
+    float | None, Doc(
+        "GiB of a rank for keys and values. None: enough for `max_rows` sequences of full length, but at "
+        "most 90 % of a GPU's free memory less what passes need, or half of a host's free memory.")]
+PrefillTokens = Annotated[int, Doc("Prompt tokens per forward pass; a longer prompt is processed in chunks.")]
+WorkStealing = Annotated[
+    bool, Doc(
+        "Whether replicas that finish early take waiting prompts from others. Which prompts they take "
+        "depends on timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. "
+        "Switch it off for runs that must repeat bit for bit.")]
+CudaGraphs = Annotated[
+    bool, Doc(
+        "Whether a GPU records and replays decoding steps; not for experts in float32, nor where rotations "
+        "depend on lengths.")]
+CacheOnUpdate = Annotated[
+    Literal["recompute", "keep"], Doc(
+        "What happens to cached keys and values of unfinished samples when the weights change between rounds "
+        "(see `rounds`). `recompute`: they are computed again. `keep`: they stay, computed by older weights; "
+        "then the cache must hold all unfinished samples at once, and prompts stay on their replica (no work "
+        "stealing).")]
 
 
 @dataclass(frozen=True)
@@ -321,7 +528,7 @@ class Loss(ABC):
     entropy: bool = False
     """Whether the outputs also have `entropy`: in nats, with its gradient, which costs time only if used."""
     learns: str = "policy"
-    """What the model learns: a key of `learning_rates.LEARNING_RATES`, for optimizers without `lr`."""
+    """What the model learns: a key of `LEARNING_RATES`, for optimizers without `lr`."""
     group_size: int = 1
     """Consecutive samples that the loss compares (see `sample_ids`). A part has all samples of a group,
     except for those that a filter has dropped."""

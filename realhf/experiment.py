@@ -1,30 +1,221 @@
-"""Experiment: the roles, graph, data and schedule that a user defines. Free of torch."""
+"""Experiment: the roles, graph, data, evaluations and schedule that a user defines. Free of torch."""
 
 import copy
+import json
 import math
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
-from realhf.calls import OptimizerConfig
+from realhf.calls import OptimizerConfig, SamplingConfig, default_rates
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, commits_of_data
-from realhf.evaluation.sets import EvalSets, Evaluation, named_sets, sampling_seed
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.learning_rates import default_rates
+from realhf.models.engine_configs import MegatronConfig, TransformersConfig
 from realhf.models.lora import LoraConfig
-from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.transformers_config import TransformersConfig
-from realhf.settings.rollout_log import RolloutLog
-from realhf.steps.part_executor import PartExecutor
+from realhf.steps.sample_pool import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require
 from realhf.user_input.hub import cached_name, commits_of, find_model
+
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Legal names of sets, which are also names of folders."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A set of held-out rows, the samples of each prompt, and how they are drawn and scored.
+
+    Its rows are read in the order of the file.
+    """
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    samples: int = 1  # Answers to each prompt.
+    sampling: SamplingConfig | None = None
+    """How answers are drawn. None: greedily if `samples` is 1, else as in training."""
+    max_rows: int = 0  # Most rows, spread evenly over those of the dataset; 0: all of them.
+    function: Any = None
+    """Scores the answers, in the place of the experiment's `eval_function` or `reward_function`."""
+    correct_by: str | None = None
+    """Name of the reward that decides which answers are right, in pass@k, majority@k and the other metrics of
+    several samples; None: the first reward. The score is the weighted sum of all rewards."""
+    correct_above: float | None = None
+    """An answer counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "Evaluation.")
+        require(self.samples >= 1, "Evaluation.samples", self.samples, "be at least 1")
+        require(self.max_rows >= 0, "Evaluation.max_rows", self.max_rows, "not be negative")
+        finite = self.correct_above is None or isfinite(self.correct_above)
+        require(finite, "Evaluation.correct_above", self.correct_above, "be finite")
+        if self.sampling is not None:
+            self._require_random(self.sampling, "Evaluation.sampling.temperature")
+
+    def answer_sampling(self, training: SamplingConfig) -> SamplingConfig:
+        """Return how answers are drawn in an experiment with this sampling. Raises ValueError if all samples
+        of a prompt would be equal."""
+        if self.sampling is not None:
+            return self.sampling
+        if self.samples == 1:
+            return training.greedy()
+        self._require_random(training, "sampling.temperature")
+        return training
+
+    def _require_random(self, sampling: SamplingConfig, name: str) -> None:
+        rule = f"be above 0, as Evaluation.samples is {self.samples}"
+        require(self.samples == 1 or sampling.temperature > 0, name, sampling.temperature, rule)
+
+    def chosen_rows(self, num_rows: int, keeps: Callable[[int], bool] = lambda row: True) -> list[int]:
+        """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly.
+
+        `keeps` says whether a row is not left out. For a row that is left out, a following one takes part:
+        the first rows of equal stretches of the data set are tried, then the second ones, and so on.
+        """
+        count = self.max_rows if 0 < self.max_rows < num_rows else num_rows
+        starts = [i * num_rows // count for i in range(count + 1)]
+        longest = max(stop - start for start, stop in pairwise(starts))
+        tried = (start + i for i in range(longest) for start, stop in pairwise(starts) if start + i < stop)
+        return sorted(islice(filter(keeps, tried), count))
+
+
+EvalSets = DatasetConfig | Evaluation | Mapping[str, DatasetConfig | Evaluation]
+"""The held-out rows of an experiment: one set, or several by name."""
+
+
+def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
+    """Return the sets of an experiment by name; a single one has an empty name.
+
+    Raises ValueError if a name is illegal, or a set has a field with an illegal value.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, DatasetConfig):
+        return {"": Evaluation(given)}
+    sets = given if isinstance(given, Mapping) else {"": given}
+    evaluations = {}
+    for name, entry in sets.items():
+        if isinstance(given, Mapping) and not _SET_NAME.fullmatch(name):
+            raise ValueError(
+                f"eval_dataset has a set named {name!r}: a name must have letters, digits, '.', '_' and '-', "
+                "and begin with a letter or a digit")
+        evaluation = entry if isinstance(entry, Evaluation) else Evaluation(entry)
+        check_types(evaluation.dataset, f"{set_field(name)}.")
+        evaluations[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))
+    return evaluations
+
+
+def set_field(name: str) -> str:
+    """Return how messages call the set of this name."""
+    return f"eval_dataset.{name}" if name else "eval_dataset"
+
+
+def metric_prefix(name: str) -> str:
+    """Return the beginning of the names of a set's metrics."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def sampling_seed(seed: int, name: str) -> int:
+    """Return the seed of a set's answers: different for each set, and different from that of training."""
+    return seed ^ zlib.crc32(metric_prefix(name).encode())
+
+
+_MEGABYTE = 1_000_000
+_COMPARED_ROWS = 1 << 20
+"""Rows that are compared at a time."""
+
+
+@dataclass(frozen=True)
+class RolloutLog:
+    """Which answers of training are kept in rollouts.jsonl, and how large the file may become.
+
+    All answers to a kept prompt are kept, so that they can be compared. The choice depends on the seed, the
+    step and the numbers of prompts and rows only, so it is the same under every plan.
+    """
+
+    prompts_per_step: int = 4  # Prompts kept of each batch that is scored; 0: none.
+    follow_rows: int = 4
+    """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none. Rows of
+    large files, which are read when they come up, are not followed."""
+    every: int = 1  # Keep `prompts_per_step` of every so many steps; followed rows are kept in all steps.
+    max_megabytes: int = 256
+    """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""
+    max_characters: int = 20_000  # Longer texts lose their middle.
+    tokens: bool = False
+    """Whether the token ids of each answer are kept, with the response mask and the log-probs with which the
+    tokens were sampled, so that anyone can check them."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "rollouts.")
+        for name in ("prompts_per_step", "follow_rows"):
+            require(getattr(self, name) >= 0, f"rollouts.{name}", getattr(self, name), "not be negative")
+        for name in ("every", "max_megabytes"):
+            require(getattr(self, name) >= 1, f"rollouts.{name}", getattr(self, name), "be at least 1")
+        require(self.max_characters >= 100, "rollouts.max_characters", self.max_characters, "be at least 100")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any answer is kept."""
+        return self.prompts_per_step > 0 or self.follow_rows > 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of the file."""
+        return self.max_megabytes * _MEGABYTE
+
+    def sampled(self, prompts: Sequence[int], *, step: int, seed: int) -> set[int]:
+        """Return the numbers of those prompts of a batch that are kept in this step."""
+        if step % self.every and step != 1:
+            return set()
+        return _chosen(prompts, self.prompts_per_step, seed)
+
+    def followed(self, num_rows: int, *, seed: int) -> frozenset[int]:
+        """Return the indices of the rows that are followed."""
+        chosen: set[int] = set()
+        for start in range(0, num_rows, _COMPARED_ROWS):  # So that many rows need little memory.
+            chunk = range(start, min(start + _COMPARED_ROWS, num_rows))
+            chosen = _chosen([*chosen, *_chosen(chunk, self.follow_rows, seed)], self.follow_rows, seed)
+        return frozenset(chosen)
+
+    def shortened(self, text: str) -> str:
+        """Return a text without its middle if it is too long."""
+        if len(text) <= self.max_characters:
+            return text
+        half = self.max_characters // 2
+        return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+    def shortened_value(self, value: Any) -> Any:
+        """Return a JSON value, or its text without the middle if that is too long."""
+        if isinstance(value, str):
+            return self.shortened(value)
+        text = json.dumps(value, ensure_ascii=False)
+        return value if len(text) <= self.max_characters else self.shortened(text)
+
+
+def _chosen(numbers: Iterable[int], count: int, seed: int) -> set[int]:
+    """Return the `count` numbers with the lowest hashes."""
+    values = np.fromiter(numbers, dtype=np.uint64)
+    order = np.lexsort((values, _hashes(values, seed)))
+    return {int(value) for value in values[order[:count]]}
+
+
+def _hashes(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return the SplitMix64 hash (Steele et al. 2014) of each number under this seed."""
+    with np.errstate(over="ignore"):
+        x = (values + np.uint64(seed % 2**63 + 1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 _CONFIGS: dict[str, type[ModelConfig]] = {

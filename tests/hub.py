@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 import safetensors.numpy
 
-from realhf.checkpoint.read import tensor_shapes
+from realhf.checkpoint.tensor_files import tensor_shapes
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 

@@ -21,11 +21,11 @@ from realhf import (
     Role,
     ScaleRL,
 )
+from realhf.calls import LEARNING_RATES, learning_rate
 from realhf.cli.main import main
 from realhf.cli.planning_problem import model_role
 from realhf.distributed.world import World
 from realhf.experiment import resolved_roles
-from realhf.learning_rates import LEARNING_RATES, learning_rate
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.shipped import shipped_dir

@@ -12,24 +12,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids", "sizes")
+NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids")
 LAYERS = {
     **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,
     "job_process": 0.6,
     **dict.fromkeys(NOUNS, 1),
-    "pinned": 1.5,
-    **dict.fromkeys(("distributed", "data", "half_precision"), 2),
+    "devices": 1.5,
+    **dict.fromkeys(("distributed", "data"), 2),
     "realloc": 2.5,
-    "settings": 2.6,
     "calls": 2.7,
-    "learning_rates": 2.8,
     "attention": 2.9,
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
     "steps": 4.5,
-    "evaluation": 4.8,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
@@ -42,12 +39,16 @@ PLANNER_LAYERS = {"workload": 0, "memory": 1, "cost": 2, "search": 3}
 """The same of the subpackages of realhf.planner, whose own modules, such as make, are above them."""
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
-FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
+FORBIDDEN = [
+    ("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms"),
+    ("realhf.inference", "realhf.planner"), ("realhf.nn", "realhf.realloc"),
+]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    "realhf.scaling", "realhf.evaluation",
+    "realhf.scaling",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
-    *("realhf.data.responses", "realhf.settings", "realhf.user_input"),
+    *("realhf.data.micro_batch", "realhf.devices.chunk_sizes"),
+    *("realhf.data.responses", "realhf.user_input"),
     *("realhf.engine.hf_factory", "realhf.steps"),
     "realhf.job_process",
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.calls import LogProbs, OptimizerConfig, TrainStep
+from realhf.calls import InsertedPhrase, LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
+from realhf.devices import half_precision
 from realhf.graph import FunctionCall
-from realhf.nn import half_matmul
-from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
 from tests.samples import marked
@@ -87,10 +86,10 @@ def test_float32_products_of_16_bit_units():
     total = torch.full((30, 20), torch.nan)
     with pretended_device() as device:
         made = torch.zeros(40, 20, device=device)
-        half_matmul.product(grad.to(device), weight.to(device), out=made)
+        half_precision.product(grad.to(device), weight.to(device), out=made)
         there = total.to(device)
-        half_matmul.add_product(there, grad.to(device), x.to(device), is_empty=True)
-        logits = half_matmul.affine_float32(x.to(device), weight.to(device))
+        half_precision.add_product(there, grad.to(device), x.to(device), is_empty=True)
+        logits = half_precision.affine_float32(x.to(device), weight.to(device))
         found = [made.cpu(), there.cpu(), logits.cpu()]
     exact = [grad.double() @ weight.double(), grad.double().T @ x.double(), x.double() @ weight.double().T]
     for ours, wanted in zip(found, exact, strict=True):

@@ -14,7 +14,7 @@ from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.runtime.compile import step_trial
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
-from realhf.steps.part_executor import Samples
+from realhf.steps.sample_pool import Samples
 from realhf.steps.step_runner import StepRunner
 
 GRAPH = DataflowGraph(

@@ -20,6 +20,7 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, TrainStep
 from realhf.data.batch import Batch, Packed
+from realhf.data.micro_batch import balance
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
@@ -30,7 +31,6 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.runtime.execute.executor import StepRecord
 from realhf.runtime.trainer import Trainer
-from realhf.sizes.micro_batch import balance
 
 GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
 

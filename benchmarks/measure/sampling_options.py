@@ -13,7 +13,7 @@ from realhf.calls import Generate, SamplingConfig
 from realhf.distributed.world import World
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import sample
-from realhf.inference.stop_strings import StopMatcher, StopStrings
+from realhf.inference.stops import StopMatcher, StopStrings
 
 STEPS = 12
 OPTIONS = {

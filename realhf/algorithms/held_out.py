@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from realhf.algorithms.on_policy import graph_of
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
 from realhf.data.dataset import extra_columns
-from realhf.evaluation.sets import Evaluation
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Evaluation, Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, reward_columns

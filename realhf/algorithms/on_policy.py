@@ -10,7 +10,22 @@ import networkx as nx
 from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
-from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
+from realhf.calls import (
+    CacheOnUpdate,
+    CudaGraphs,
+    Generate,
+    HostFunction,
+    Interruption,
+    KvCacheGib,
+    LogProbs,
+    MaxRows,
+    OptimizerConfig,
+    PrefillTokens,
+    SamplingConfig,
+    Scores,
+    TrainStep,
+    WorkStealing,
+)
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response
 from realhf.experiment import Experiment, Role
@@ -19,15 +34,6 @@ from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
 from realhf.rewards.scoring import RewardCall, decode_responses
 from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
-from realhf.settings.generation_settings import (
-    CacheOnUpdate,
-    CudaGraphs,
-    KvCacheGib,
-    MaxRows,
-    PrefillTokens,
-    WorkStealing,
-)
-from realhf.settings.interruption import Interruption
 from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from realhf.calls import DECISION, KEEP, HostFunction
 from realhf.data.dataset import DATASET_ROW
 from realhf.graph import FunctionCall
-from realhf.steps.part_executor import Samples
+from realhf.steps.sample_pool import Samples
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require
 

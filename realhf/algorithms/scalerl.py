@@ -19,7 +19,7 @@ from realhf.calls import OptimizerConfig
 from realhf.data.dataset import DATASET_ROW
 from realhf.experiment import Role, lagged_parts
 from realhf.graph import DataflowGraph
-from realhf.steps.part_executor import Samples
+from realhf.steps.sample_pool import Samples
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import require
 

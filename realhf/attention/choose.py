@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from realhf.attention.cpu import CpuAttention
-from realhf.attention.flash import FlashAttention
+from realhf.attention.dense import DenseAttention
+from realhf.attention.flash import FlashAttention, VarlenAttention, has_pages
 from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import (
     AttentionKernels,
@@ -25,7 +25,6 @@ from realhf.attention.interface import (
     PartialAttention,
 )
 from realhf.attention.triton_paged import TritonAttention
-from realhf.attention.varlen import VarlenAttention, has_pages
 from realhf.errors import UserError
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
@@ -89,9 +88,9 @@ def paged_backend(device: torch.device, shape: AttentionShape) -> PagedAttention
 def _backend(
     choose: Callable[[Installed, AttentionShape], _Kernels], device: torch.device, shape: AttentionShape,
     *, prints: bool = True,
-) -> _Kernels | CpuAttention:  # fmt: skip
+) -> _Kernels | DenseAttention:  # fmt: skip
     if device.type != "cuda" or shape.dtype in (torch.float32, torch.float64):
-        return CpuAttention()
+        return DenseAttention()
     try:
         chosen = choose(_installed(device), shape)
     except UserError as error:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.devices.pinned import upload
 from realhf.models.model_config import ModelConfig
-from realhf.pinned import upload
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,25 @@ def nothing_attended(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     Ranks of an ep group run the same backward pass, even if one of them has no tokens.
     """
     return q_TND[..., :1] * v_TKD.new_zeros(v_TKD.shape[-1]) + k_TKD.sum() + v_TKD.sum()
+
+
+def merge_into(out_TND: Tensor, lse_TN: Tensor, part_TND: Tensor, part_TN: Tensor) -> None:
+    """Add attention over further keys, `part_TND` with its log-sum-exp `part_TN`, to `out_TND` and `lse_TN`.
+
+    These are changed in place; `out_TND` is in float32 or wider. Where a query has no keys, its log-sum-exp
+    is -inf.
+    """
+    both_TN = torch.logaddexp(lse_TN, part_TN)
+    finite_TN = both_TN.masked_fill(both_TN == -torch.inf, 0)
+    out_TND.mul_((lse_TN - finite_TN).exp()[..., None])
+    out_TND.add_(part_TND * (part_TN - finite_TN).exp()[..., None])
+    lse_TN.copy_(both_TN)
+
+
+def token_positions(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for every packed token: sequence index, position in the sequence, sequence length."""
+    counts = np.array(seq_lens, np.int64)
+    row_T = np.repeat(np.arange(len(counts)), counts)
+    position_T = np.arange(len(row_T)) - (counts.cumsum() - counts)[row_T]
+    numbers_3T = upload(np.stack((row_T, position_T, counts[row_T])), device)
+    return numbers_3T[0], numbers_3T[1], numbers_3T[2]

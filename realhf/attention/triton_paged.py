@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, AttentionShape, Pages
-from realhf.attention.page_sizes import TRITON_PAGE_TOKENS
+from realhf.models.kv_blocks import TRITON_PAGE_TOKENS
 
 _MIN_BLOCK = 16  # Least size of each dim of a product in Triton.
 _MAX_TILE = 64  # Rows of a program, each a query and a head, when it has many queries.

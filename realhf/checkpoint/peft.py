@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.checkpoint.read import SCORE, check_tensor, tensor_shapes
-from realhf.checkpoint.tensor_files import StoredTensor, read_header
+from realhf.checkpoint.tensor_files import SCORE, StoredTensor, check_tensor, read_header, tensor_shapes
 from realhf.errors import cut, shown
 from realhf.models.lora import LoraConfig, legal_targets
 from realhf.models.model_config import ModelConfig

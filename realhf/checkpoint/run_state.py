@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.checkpoint.hf import memory_of
 from realhf.checkpoint.names import CHECKSUM, MANIFEST, METRICS, rank_name, samples_name
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
-from realhf.checkpoint.write import memory_of
+from realhf.distributed.pieces import Piece, cut
 from realhf.errors import shown
 from realhf.layout import MAX_RANKS
 from realhf.models.region import Region, overlap, region_size, region_slices
-from realhf.realloc.pieces import Piece, cut
 from realhf.user_input.field_types import check_types
 from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_bytes, read_json_lines
 

@@ -4,11 +4,11 @@ Free of torch."""
 from collections.abc import Iterator
 from typing import Any
 
+from realhf.calls import learning_rate
 from realhf.cli.planning_problem import model_role
 from realhf.experiment import Role, optimizer_steps
 from realhf.graph import FunctionCall
 from realhf.layout import even_split
-from realhf.learning_rates import learning_rate
 from realhf.planner.memory.model_states import training_bytes, weights_bytes
 from realhf.runtime.compile.actions import adapters_of, parameter_specs
 from realhf.runtime.compile.program import Program

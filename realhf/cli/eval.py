@@ -28,8 +28,7 @@ from realhf.cli.run_settings import OF_CHATS, RunSettings, find_run, read_settin
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.rows import is_of_hub
 from realhf.errors import UserError, one_line
-from realhf.evaluation.sets import Evaluation, metric_prefix
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Evaluation, Experiment, Role, metric_prefix
 from realhf.models.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name

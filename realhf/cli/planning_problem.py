@@ -12,12 +12,11 @@ from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
 from realhf.data.dataset import DatasetConfig, DatasetMixture, load_rows, reads_pairs
 from realhf.data.rows import is_of_hub
-from realhf.evaluation.sets import Evaluation, named_sets
-from realhf.experiment import Expected, Experiment, Role
+from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import adapter_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.rewards.scoring import RewardCall

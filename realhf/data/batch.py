@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from realhf.pinned import upload, upload_tensor
+from realhf.devices.pinned import upload, upload_tensor
 
 _JSON = "//json"  # The entry beside the columns, none of which has this name.
 

@@ -2,7 +2,7 @@
 
 A response mask is 1 on the tokens that were sampled. A response begins at the first of these and goes on to
 the end of its sequence. Inside it, the mask is 0 on tokens that were inserted
-(`realhf.settings.interruption`). The suffix T of a tensor means one entry per packed token.
+(`realhf.calls`). The suffix T of a tensor means one entry per packed token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Engine: holds a role's parameters on a rank and trains them; GeneratingEngine generates, too."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,15 +16,32 @@ from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, 
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.activity import Report, no_report, prefixed
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.protocol import CallResult, Metrics
-from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
-from realhf.inference.cache_limit import CacheLimits
+from realhf.inference.cache_memory import CacheLimits
 from realhf.inference.rounds import Round
+from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
-from realhf.realloc.pieces import Shards
+from realhf.nn.transformer import Transformer
 from realhf.sample_ids import groups_of
+
+Metrics = dict[str, float]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Output columns (at least on the result ranks) and metrics (the same on the last pipeline stage).
+
+    After a round of a generation, `unfinished` are the samples that go on in the next one, with the same
+    columns.
+    """
+
+    batch: Batch
+    metrics: Metrics
+    unfinished: Batch = field(default_factory=lambda: Batch([]))
+
 
 Outputs = dict[str, torch.Tensor]
 
@@ -95,7 +114,6 @@ class Engine(ABC):
 
     @property
     def adapter_flat(self) -> torch.Tensor:
-        """Memory of the adapters."""
         assert self._adapters is not None, "a model without LoRA has no adapters"
         return self._adapters.flat
 
@@ -329,6 +347,42 @@ class GeneratingEngine(Engine):
         The next round must be given these samples again. All ranks of the layout call this between the same
         rounds.
         """
+
+
+class Routers:
+    """The router losses of a mini-batch: means over the layers with experts, and over all
+    sequences (`samples`) or tokens (`routed_tokens`) of all dp replicas.
+
+    These totals are known in advance, so that losses and gradients of micro-batches, replicas and stages
+    simply add up.
+    """
+
+    def __init__(self, model: Transformer, work: TrainStep, totals: Mapping[str, float]) -> None:
+        self._model = model
+        self._work = work
+        self._passes: list[RouterLosses] = []
+        num_layers = sum(map(model.config.has_experts, range(model.config.num_layers)))
+        self._per_sequence = 1 / max(1, num_layers * totals["samples"])
+        self._per_token = 1 / max(1, num_layers * totals["routed_tokens"])
+
+    def next_pass(self) -> RouterLosses:
+        """Return the object that collects the next micro-batch's losses."""
+        losses = RouterLosses(
+            balance_scale=self._work.router_aux_loss_coef * self._per_sequence,
+            z_scale=self._work.router_z_loss_coef * self._per_token)
+        self._passes.append(losses)
+        return losses
+
+    def metrics(self) -> dict[str, float]:
+        """Return this replica's part of both losses. Every stage and cp rank calls this after the backward
+        passes."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._model.flat.device)
+        for losses in self._passes:
+            sums += losses.sums().to(sums.device)
+        for group in (self._model.groups.pp, self._model.groups.cp):
+            group.all_reduce(sums)
+        balance, z = sums.tolist()
+        return {"router_aux_loss": balance * self._per_sequence, "router_z_loss": z * self._per_token}
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:

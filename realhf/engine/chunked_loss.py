@@ -1,20 +1,24 @@
 """Outputs and losses from the last stage's hidden states, of which a chunk of logits exists at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from realhf.data.batch import Batch, Packed
+from realhf.devices.pinned import upload
 from realhf.distributed.autograd import sum_over_group
-from realhf.engine.hf_module import TransformersModel
-from realhf.nn.context_parallel import token_range
+from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
-from realhf.pinned import upload
 from realhf.sample_ids import groups_of
+
+if TYPE_CHECKING:
+    from realhf.engine.transformers import TransformersModel
 
 Integers = NDArray[np.int64]
 

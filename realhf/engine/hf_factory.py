@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.param_spec import InFile, ModelSpec, ParamSpec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.user_input.files import require_regular_files
 
 _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}

@@ -2,38 +2,39 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import OptimizerConfig, TrainStep
+from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
+from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.base import GeneratingEngine, PassSettings, output_batch
+from realhf.engine.base import DTYPES, GeneratingEngine, Metrics, PassSettings, Routers, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.protocol import DTYPES, Metrics
-from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.rollout_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
-from realhf.nn.context_parallel import token_range
+from realhf.nn.attention import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.realloc.pieces import Shards
-from realhf.sizes.micro_batch import attention_share, micro_batches
+from realhf.planner.memory.activation_memory import CallPieces
+from realhf.planner.memory.call_memory import GenerationMoments
+from realhf.planner.workload.problem import ModelRole, Workload
 
 
 class NativeEngine(GeneratingEngine):
@@ -92,7 +93,8 @@ class NativeEngine(GeneratingEngine):
         if limit.num_bytes is None and work.kv_cache_gib is None:
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
-            self.model, work, stream=call.name, limit=limit, pool=self.pages, keeps=keeps)
+            self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
+            pool=self.pages, keeps=keeps)
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
@@ -196,3 +198,25 @@ class NativeEngine(GeneratingEngine):
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
         return None if self.model.config.moe is None else Routers(self.model, work, totals)
+
+
+def pass_bytes(model: Transformer, work: Generate, sizes: Sequence[Size], *, num_samples: int) -> float:
+    """Return the most bytes of prefill, logits, sampling and results beside the cache on this rank, as the
+    planner counts them.
+
+    The prompts have the given sizes, and a replica has at most `num_samples` samples. Weights with merged
+    adapters are left out.
+    """
+    layout = model.groups.layout
+    adapters = model.adapters
+    role = ModelRole(
+        model.config, str(model.flat.dtype).removeprefix("torch."),
+        lora=None if adapters is None else adapters.lora, float32_head=model.float32_head)
+    workload = Workload(
+        num_samples * layout.dp * layout.cp, max((size.num_tokens for size in sizes), default=1),
+        max_new_tokens=work.sampling.max_new_tokens, max_rows=work.max_rows,
+        prefill_tokens=work.prefill_tokens)
+    pieces = CallPieces(
+        role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda)
+    moments = GenerationMoments(pieces).on(pieces.stage(model.groups.at.pp))
+    return max(memory.num_bytes - memory.kv_cache - memory.merged for memory in moments)

@@ -21,32 +21,48 @@ token turn out to be an end, too, `end({7, 8})` releases them.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from realhf.devices.pinned import Download, upload
 from realhf.distributed.group import Pending
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import Flags
-from realhf.inference.decode_graphs import DecodeGraphs
-from realhf.inference.decode_windows import DecodeWindows
-from realhf.inference.forward_batch import chunk_pages, cpu_segments, paged_chunks, paged_rows, prefill
-from realhf.inference.host_copies import StepUpload
-from realhf.inference.kept_cache import KeptCache
-from realhf.inference.kv_budget import CacheSizes, GenerationLimits
-from realhf.inference.page_pool import PagePool
+from realhf.inference.cache_memory import CacheSizes, GenerationLimits
+from realhf.inference.cpu_decoding import DecodingSteps, cpu_segments
+from realhf.inference.forward_batch import ChunkPages, chunk_pages, paged_chunks, paged_rows, prefill
+from realhf.inference.kv_cache import BlockManager, Flags, RowPages
+from realhf.inference.page_pool import DecodeGraphs, PagePool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import for_vocabulary, sample
-from realhf.inference.scheduler import Scheduler
-from realhf.inference.step_inputs import NO_INPUTS, ChunkPages, RowPages, StepInputs
-from realhf.inference.steps import ParkedRow, Prompt, Step
-from realhf.nn.packed import Segment
+from realhf.inference.scheduler import DecodeWindows, ParkedRow, Prompt, Scheduler, Step
+from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
-from realhf.pinned import Download, upload
+
+
+class StepInputs(NamedTuple):
+    """The numbers that the device needs for a step, besides weights and cache.
+
+    The host computes them as numpy arrays, and all of them go to the device in one copy.
+    """
+
+    row_pages: RowPages[Tensor] | None  # Only on the paged path.
+    chunk_pages: ChunkPages[Tensor] | None  # Only on the paged path.
+    sample_S: Tensor  # The samples that get a token; those of the rows come first.
+    column_S: Tensor  # The column of that token in the buffer.
+    draw_S: Tensor  # The random number in [0, 1) with which it is sampled.
+    last_column_B: Tensor  # The column of each row's last token so far.
+    prompt_T: Tensor  # The tokens of chunks.
+    last_S: Tensor  # The index in the pass of the token that each sample continues, if there are chunks.
+
+
+NO_INPUTS = StepInputs(None, None, *[torch.empty(0)] * 6)
+"""The inputs of a step without rows and chunks."""
 
 
 @dataclass
@@ -123,6 +139,7 @@ class Cohort:
             self._kept.make_room(self._first_groups, self._limits)
             blocks = self._kept.blocks
         self._tables = sizes.tables(self._pool.cache.num_blocks)
+        self._decoding = DecodingSteps(self._tables)
         self._row_pages = self._pool.table_width(self._tables.blocks_per_row)
         continued = [row.continue_in(self.buffer) for row in rows]
         parked = [row for row in continued if isinstance(row, ParkedRow)]
@@ -337,7 +354,7 @@ class Cohort:
         size = self._tables.block_size
         backends = self._pool.backends
         if backends is None:
-            return list(cpu_segments(self._tables if step.rows else None, step.chunks, page_size=size))
+            return list(cpu_segments(self._decoding if step.rows else None, step.chunks, page_size=size))
         segments: list[Segment] = []
         if step.rows:
             assert inputs.row_pages is not None
@@ -363,3 +380,53 @@ class Cohort:
         hidden = self._model.flat.new_empty(num_tokens, self._model.config.hidden_size)
         self._parallel.pp.exchange([], [(self._parallel.at.pp - 1, hidden)])
         return hidden
+
+
+_NUM_BUFFERS = 3  # A step's buffer is written again three steps later, when its copy has usually ended.
+_ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
+
+
+class StepUpload:
+    """Sends all numbers of a step to the device in one copy.
+
+    The copies start from a ring of pinned buffers. The host waits for the last copy from a buffer before it
+    writes to it again. While rows decode, that copy has ended: the tokens of a later step have been read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring = [torch.empty(0, dtype=torch.uint8)] * (0 if device.type == "cpu" else _NUM_BUFFERS)
+        self._next = 0
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._ring)
+        """The ends of the last copies from the buffers."""
+
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Return the arrays as tensors on the device; a CPU shares the arrays' memory."""
+        if not self._ring:
+            return [torch.from_numpy(array) for array in arrays]
+        padded_sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+        *starts, stop = accumulate(padded_sizes, initial=0)
+        num_bytes = max(_ALIGNMENT, stop)
+        number = self._next
+        self._next = (number + 1) % len(self._ring)
+        buffer = self._buffer(number, num_bytes)
+        on_host = buffer.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            on_host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        on_device = buffer[:num_bytes].to(self._device, non_blocking=True)
+        copied = self._copied[number] = torch.cuda.Event()
+        copied.record()
+        return [
+            on_device[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _buffer(self, number: int, num_bytes: int) -> Tensor:
+        """Return a buffer of the ring, of at least so many bytes, that no copy reads any more."""
+        copied = self._copied[number]
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        if len(self._ring[number]) < num_bytes:
+            size = 1 << (num_bytes - 1).bit_length()
+            self._ring[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._ring[number]

@@ -1,45 +1,102 @@
 """Segments of a forward pass: tokens that attend in the same way, and whose keys and values are cached.
 
-Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows or pieces of prompts,
-M pages of each, N query heads, K key-value heads, D head dim.
+Rows that decode and pieces of prompts attend to pages of the cache by the kernels of PagedBackends, which a
+GPU can record. The first pieces of prompts attend to themselves, on a CPU too, which computes all others as
+in cpu_decoding.py.
+
+Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows or pieces of
+prompts, M pages of each, N query heads, K key-value heads, D head dim, J cached tokens that are expanded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from math import lcm
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.attention.cpu import masked_attention
-from realhf.attention.interface import AttentionKind, Pages, PartialAttention, Sequences
-from realhf.attention.merge import merge_into
-from realhf.inference.block_attention import BlockAttention
-from realhf.inference.block_tables import BlockTables, Decoding
-from realhf.inference.kv_cache import KVCache
-from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.step_inputs import ChunkPages, RowPages
-from realhf.inference.steps import Chunk
-from realhf.nn.attention import Expand, packed_attention
-from realhf.nn.packed import Segment, token_positions
-from realhf.pinned import upload
-from realhf.sizes import chunk_sizes
+from realhf.attention.choose import paged_backend, partial_backend
+from realhf.attention.interface import (
+    AttentionBackend,
+    AttentionKind,
+    AttentionShape,
+    PagedAttention,
+    Pages,
+    PartialAttention,
+    Sequences,
+    merge_into,
+    token_positions,
+)
+from realhf.devices import chunk_sizes
+from realhf.devices.pinned import upload
+from realhf.errors import UserError
+from realhf.inference.kv_cache import HostOrDevice, KVCache, RowPages
+from realhf.inference.scheduler import Chunk
+from realhf.nn.attention import Expand, Segment, packed_attention
+from realhf.nn.transformer import Transformer
 
 
-class Decode(Segment):
-    """A new token of every running row, attended to block by block."""
+class PagedBackends:
+    """The backends of one rank's layers, which share a page size."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        super().__init__(decoding.positions_B, decoding.positions_B + 1, decoding.cache_positions_B)
-        self.decoding = decoding
+    def __init__(self, model: Transformer, backend: AttentionBackend | None) -> None:
+        """Use `backend` for all layers; None: the best one for each kind of them. Raises UserError if a kind
+        cannot be computed."""
+        _, dim, value_dim = model.cache_heads
+        device = model.flat.device
+        dtype = model.flat.dtype
+        self._of: dict[AttentionKind, PagedAttention] = {}
+        for kind in {block.attention.kind: None for block in model.blocks}:
+            shape = AttentionShape(kind, dim, value_dim or dim, dtype)
+            chosen = backend or paged_backend(device, shape)
+            reason = chosen.refuses(shape, paged=True)
+            if reason is not None:
+                raise UserError(f"{chosen.name} cannot compute the attention of the cache: {reason}")
+            self._of[kind] = chosen
+        self._mla = model.config.mla
+        self._expanding: PartialAttention | None = None
+        if self._mla is not None:
+            kind = next(iter(self._of))
+            shape = AttentionShape(kind, model.config.head_dim, self._mla.v_head_dim, dtype)
+            self._expanding = backend or partial_backend(device, shape)
+        self.page_tokens = lcm(*(backend.page_tokens for backend in self._of.values()))
+        """The number of tokens in a page is a multiple of this."""
+        self.in_graph = all(backend.in_graph for backend in self._of.values())
+        """Whether CUDA graphs can record all of them."""
 
-    def attend(
-        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
-    ) -> Tensor:
-        attention = BlockAttention(kind, value_dim=cache.value_dim)
-        return attention.decode(q_TND, cache.layers[layer], self.decoding)
+    def for_expanded(self, pieces: Sequence[tuple[int, int]]) -> PartialAttention | None:
+        """Return the backend that attends to keys and values computed from cached latents. Return None if it
+        takes fewer FLOPs to attend to the latents themselves, as for few tokens.
+
+        Pieces of prompts are (tokens, earlier tokens). FLOPs are counted per head.
+        """
+        mla = self._mla
+        if mla is None:
+            return None
+        expanded_dims = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+        saved = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim - expanded_dims
+        expansion = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+        num_pairs = sum(tokens * earlier for tokens, earlier in pieces)
+        pays = saved * num_pairs > expansion * sum(earlier for _, earlier in pieces)
+        return self._expanding if pays else None
+
+    def of(self, kind: AttentionKind) -> PagedAttention:
+        """Return the backend of a kind of layers."""
+        return self._of[kind]
+
+
+class ChunkPages(NamedTuple, Generic[HostOrDevice]):
+    """The tokens of chunks of prompts, and the pages to which they attend."""
+
+    position_T: HostOrDevice
+    length_T: HostOrDevice  # Tokens of the whole prompt.
+    cache_position_T: HostOrDevice
+    cu_q: HostOrDevice  # The first token of each chunk, and the end.
+    table_BM: HostOrDevice
+    lens_B: HostOrDevice  # Cached tokens, those of the chunk included.
 
 
 class PagedTokens(Segment):
@@ -177,29 +234,6 @@ class ExpandedPieces(Segment):
         return contexts
 
 
-class ChunkedPrefill(Segment):
-    """The next `num_tokens` of a sequence whose final length is `longest`, as a CPU computes them.
-
-    `cache_positions_L` belong to all its tokens so far, these included.
-    """
-
-    def __init__(self, cache_positions_L: Tensor, *, num_tokens: int, longest: int) -> None:
-        self._cache_positions_L = cache_positions_L
-        self._position_L = torch.arange(len(cache_positions_L), device=cache_positions_L.device)
-        position_T = self._position_L[-num_tokens:]
-        length_T = torch.full_like(position_T, longest)
-        super().__init__(position_T, length_T, cache_positions_L[-num_tokens:], longest=longest)
-
-    def attend(
-        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
-    ) -> Tensor:
-        distance_TL = self.position_T[:, None] - self._position_L
-        visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self._position_L)))
-        kv = (x.flatten(0, 1).index_select(0, self._cache_positions_L) for x in cache.pages(layer))
-        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *kv))
-        return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
-
-
 class Prefill(Segment):
     """The first `seq_lens` tokens of several sequences, whose final lengths are `whole_lens`."""
 
@@ -220,16 +254,6 @@ class Prefill(Segment):
         return packed_attention(q_TND, k_TKD, v_TKD, self._at, kind)
 
 
-def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
-    """Return one new token of every running row, for the paged path or (`backends` is None) for a CPU."""
-    if backends is None:
-        return Decode(tables.advance())
-    on_host = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
-    pages = RowPages(*(upload(array, device) for array in on_host))
-    longest = int(on_host.lens_B.max())
-    return paged_rows(backends, pages, page_size=tables.block_size, longest=longest)
-
-
 def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> Prefill:
     """Return the first pieces of some prompts."""
     positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
@@ -238,13 +262,3 @@ def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> 
                    whole_lens=whole_lens)
 
 
-def cpu_segments(rows: BlockTables | None, chunks: Sequence[Chunk], *, page_size: int) -> Iterator[Segment]:
-    """Yield the segments of a pass on a CPU: the new tokens of `rows`, if any, then the chunks."""
-    if rows is not None:
-        yield Decode(rows.advance())
-    for chunk in chunks:
-        if chunk.start > 0:
-            positions_L = torch.tensor(chunk.cache_positions(page_size))
-            yield ChunkedPrefill(positions_L, num_tokens=len(chunk.tokens), longest=len(chunk.prompt.tokens))
-    if fresh := [chunk for chunk in chunks if chunk.start == 0]:
-        yield prefill(fresh, page_size=page_size, device=torch.device("cpu"))

@@ -4,32 +4,38 @@ Under pipeline parallelism the samples form one cohort per stage, so that all st
 All ranks of a replica run all cohorts.
 
 Under expert parallelism the ranks of an ep group pass through the experts together, in windows of steps whose
-shapes they have agreed on (decode_windows.py).
+shapes they have agreed on (DecodeWindows).
 
 Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 
 from realhf.calls import Generate
 from realhf.distributed.activity import Report, no_report
 from realhf.errors import UserError
-from realhf.inference.cache_limit import CacheLimit
+from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
 from realhf.inference.cohort import Cohort
-from realhf.inference.kept_cache import KeptCache
-from realhf.inference.kv_budget import GenerationLimits, agreed_sizes
 from realhf.inference.page_pool import PagePool
-from realhf.inference.pass_memory import pass_bytes
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, join_equal, output_columns
+from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, Size, join_equal, output_columns
+from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import stream_seed
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 
 _GIB = 1 << 30
+
+
+class PassBytes(Protocol):
+    """Returns the most bytes that the passes of a rank need beside its KV cache."""
+
+    def __call__(self, sizes: Sequence[Size], *, num_samples: int) -> float:
+        """The prompts have these sizes, and a replica has at most `num_samples` samples."""
 
 
 class Generation:
@@ -45,12 +51,13 @@ class Generation:
     """
 
     def __init__(
-        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit,
+        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, pass_bytes: PassBytes,
         pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
     ) -> None:
         """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
-        `work` does. The cache consists of pages of `pool`; without a pool, every cohort has a cache of its
-        own. Raises UserError if the model cannot keep its cache."""
+        `work` does; `pass_bytes` tells what it must leave free. The cache consists of pages of `pool`;
+        without a pool, every cohort has a cache of its own. Raises UserError if the model cannot keep its
+        cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
         assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
         reads_response = work.sampling.stop or work.sampling.penalizes
@@ -63,6 +70,7 @@ class Generation:
         self._work = work
         self._stream = stream
         self._limit = limit
+        self._pass_bytes = pass_bytes
         self._pool = pool
         self._new: list[PromptGroup] = []
         self._resumed: list[PromptGroup] = []
@@ -173,7 +181,7 @@ class Generation:
         cache_bytes = None
         if work.kv_cache_gib is None:
             cache_bytes = self._limit.agree(
-                lambda: pass_bytes(model, work, sizes, num_samples=most),
+                lambda: self._pass_bytes(sizes, num_samples=most),
                 takes_all=work.takes_free_memory or self._kept is not None)
         pp = model.groups.layout.pp
         num_cohorts = pp if model.groups.ep.size > 1 else max(1, min(pp, most, work.max_rows))

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from realhf.attention.interface import token_positions
 from realhf.calls import Generate
 from realhf.data.batch import Packed
 from realhf.data.token_texts import word_tokens
-from realhf.inference.block_tables import Integers
-from realhf.inference.logit_processors import LogitProcessors
-from realhf.inference.phrase_insertion import Insertions, PhraseInserter
-from realhf.inference.sampling import Draws, Floats
-from realhf.inference.steps import Prompt
-from realhf.inference.stop_strings import StopStrings, stop_matcher
-from realhf.nn.packed import token_positions
-from realhf.pinned import upload
+from realhf.devices.pinned import upload
+from realhf.inference.kv_cache import Integers
+from realhf.inference.sampling import Draws, Floats, LogitProcessors
+from realhf.inference.scheduler import Prompt
+from realhf.inference.stops import Insertions, PhraseInserter, StopStrings, stop_matcher
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
 """Returns changed logits of samples, from which their next tokens are drawn."""

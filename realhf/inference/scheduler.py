@@ -2,19 +2,129 @@
 
 A row is a sample that decodes in a slot. The slot is filled again as soon as the row has ended (Orca, Yu et
 al. 2022). Rows get memory in blocks as they grow; when no block is left, the newest row gives up its blocks
-and is computed again later (vLLM, arXiv:2309.06180). All decisions depend on lengths alone, so that they are
-the same on every rank of a replica.
+and is computed again later (vLLM, arXiv:2309.06180). All decisions depend on lengths alone, so that they
+are the same on every rank of a replica.
+
+The ranks of an expert-parallel group decode different rows but pass through the experts together, so each
+takes part in the steps of the others. DecodeWindows has them agree on the number and the shapes of the next
+steps. Inside such a window they exchange no further messages about it: a rank without rows computes padding
+until the window ends. A window in which prompts are prefilled has a single step, because the number of rows
+grows after it.
 """
+
+from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import BlockTables, Flags
-from realhf.inference.steps import Chunk, ParkedRow, Prompt, Step
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.distributed.group import Group
+from realhf.inference.kv_cache import BlockManager, BlockTables, Flags
+from realhf.models.kv_blocks import num_blocks, padded_size
+
+if TYPE_CHECKING:
+    from realhf.inference.rollout_buffer import RolloutBuffer
+
+MOST_STEPS = 16
+"""Most steps of a window. Free slots are filled only when it ends, and its last steps may have no rows."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Tokens that are prefilled once, and the samples that continue them.
+
+    The tokens of a parked row, to which an environment has added some, are a prompt, too: the first
+    `num_cached` of them are in its blocks, of which it shares the first `num_shared` with other rows.
+    """
+
+    tokens: list[int]
+    samples: list[int]
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
+    num_started: int = 0
+    num_shared: int = 0
+
+    def __post_init__(self) -> None:
+        # An empty prompt has no hidden state: its samples would continue the token of another prompt.
+        assert self.tokens, "a prompt has at least one token"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a prompt, which one pass prefills."""
+
+    prompt: Prompt
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt.tokens[self.start : self.stop]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.prompt.tokens)
+
+    def cache_positions(self, block_size: int) -> list[int]:
+        """Return the cache positions of the prompt's tokens up to `stop`."""
+        blocks = self.prompt.blocks
+        return [blocks[i // block_size] * block_size + i % block_size for i in range(self.stop)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Copies of blocks, and then one pass in which all rows decode and chunks of prompts are prefilled.
+
+    Chunks that continue a prompt come before those that begin one.
+    """
+
+    copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
+    rows: list[int]  # Samples that decode one token, in order of their slots.
+    chunks: list[Chunk]
+
+    @property
+    def continued(self) -> list[Chunk]:
+        """The chunks that continue a prompt."""
+        return [chunk for chunk in self.chunks if chunk.start > 0]
+
+    @property
+    def fresh(self) -> list[Chunk]:
+        """The chunks that begin their prompts."""
+        return [chunk for chunk in self.chunks if chunk.start == 0]
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """For each of `samples`, the index in the pass of the token that it continues."""
+        count = len(self.rows)
+        indices = list(range(count))
+        for chunk in self.chunks:
+            count += chunk.stop - chunk.start
+            if chunk.is_last:
+                indices += [count - 1] * len(chunk.prompt.samples)
+        return indices
+
+    @property
+    def samples(self) -> list[int]:
+        """Samples that get a token: the rows, then the samples of prompts that are now complete."""
+        return [*self.rows, *(s for chunk in self.chunks if chunk.is_last for s in chunk.prompt.samples)]
+
+
+@dataclass(frozen=True)
+class ParkedRow:
+    """The blocks of a sample that has no slot, and how it shares them (see BlockTables.start).
+
+    Its first `num_cached` tokens are cached: all but the last, unless an environment adds some.
+    """
+
+    sample: int
+    blocks: list[int]
+    num_cached: int
+    num_shared: int
+    ordinal: int
 
 
 class Scheduler:
@@ -327,3 +437,57 @@ class Scheduler:
         prompt.blocks += self.blocks.allocate(num_shared, to_share=True)
         prompt.blocks += self.blocks.allocate(needs - num_shared)
         return True
+
+
+@dataclass(frozen=True)
+class DecodeWindow:
+    """Steps of one cohort, which are the same on all ranks of an ep group."""
+
+    num_steps: int = 0  # 0: no rank has anything left.
+    num_rows: int = 0  # Rows of every rank that decode in a step, with padding; 0: none do.
+    num_pages: int = 0  # Width of their tables.
+    prefills: bool = False  # Whether some rank prefills prompts in the step.
+
+
+class DecodeWindows:
+    """Plans the steps of a cohort, window by window; a group of one rank has windows of one step."""
+
+    def __init__(self, group: Group) -> None:
+        """`group` has the ranks of an ep group, over gloo."""
+        self._group = group
+        self._num_left = 0
+        self.now = DecodeWindow()
+        """The window of the step that has been planned last."""
+
+    def next_step(self, scheduler: Scheduler, buffer: RolloutBuffer, *, num_pages: int) -> Step | None:
+        """Return this rank's next step; None if only other ranks have one, or if all have ended.
+
+        `num_pages` is the width of this rank's tables, which does not change in a round.
+        """
+        begins = self._num_left == 0
+        step = scheduler.plan(prefills=begins)
+        if begins and self._group.size == 1:
+            num_rows = 0 if step is None else len(step.rows)
+            prefills = step is not None and len(step.chunks) > 0
+            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills)
+        elif begins:
+            self.now = self._agree(step, scheduler, buffer, num_pages)
+        self._num_left = self.now.num_steps if begins else self._num_left
+        self._num_left = max(0, self._num_left - 1)
+        return step
+
+    def _agree(
+        self, step: Step | None, scheduler: Scheduler, buffer: RolloutBuffer, num_pages: int
+    ) -> DecodeWindow:
+        """Return the window that covers the steps of all ranks of the group."""
+        prefilled = scheduler.prefilled_samples
+        wish = (scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages)
+        prefills = step is not None and len(step.chunks) > 0
+        wishes = self._group.all_gather_json([*wish, prefills])
+        num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
+        num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
+        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills)
+
+
+def _padded(num_rows: int) -> int:
+    return padded_size(num_rows) if num_rows else 0

@@ -57,7 +57,7 @@ class ParamSpec:
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
     num_terms: int = 1
-    """Terms of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. Their sum,
+    """Terms of a split float32 (devices/half_precision.py); if above 1, the first dim of `shape`. Their sum,
     which checkpoints hold, keeps float32 precision in a model of any dtype."""
 
     @property

@@ -1,32 +1,105 @@
-"""Linear layers and embeddings that add the gradients of their weights to the gradient buffer.
+"""Weight, and the linear layers, embeddings and biases that add its gradients to the gradient buffer.
+
+Autograd would allocate a gradient for every use of a weight and then add it to the buffer. Instead, linear
+layers, experts, embeddings, norms and biases add to the buffer themselves, and the first gradient of a step
+overwrites it. So no gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulation
+fusion). The gradients of 16-bit weights are computed and added up in float32: autograd would round that of
+each micro-batch to 16 bits first.
 
 Shape suffixes: T tokens, H hidden, O and I outputs and inputs of a layer.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.half_precision import widened
-from realhf.nn import half_matmul
-from realhf.nn.grad_accumulation import Weight, collects
-from realhf.sizes.chunk_sizes import SMALL_PRODUCT
+from realhf.devices import half_precision
+from realhf.devices.chunk_sizes import SMALL_PRODUCT
+from realhf.devices.half_precision import widened
 
 _ROW_MULTIPLE = 32
 """Without gradients, bfloat16 rows on CPU are padded to a multiple of this: torch compiles a product anew for
 every number of rows, and that changes from step to step in generation."""
 
 
+class Weight(torch.nn.Parameter):
+    """A parameter, frozen at first, that sums up its gradients of a step."""
+
+    total: Tensor | None = None
+    """The sum of the gradients, a view of the gradient buffer; None before `collect`."""
+    is_empty = True
+    """True before the first gradient of a step: until then, the values of `total` have no meaning."""
+
+    def collect(self, total: Tensor) -> None:
+        """Make the parameter trainable and add its gradients to `total` from now on."""
+        self.total = total
+        self.requires_grad_(True).register_post_accumulate_grad_hook(_move)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        assert self.total is not None
+        if self.is_empty:
+            self.total.copy_(grad)
+        else:
+            self.total.add_(grad)
+        self.is_empty = False
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor, *, scale: float = 1.0) -> None:
+        """Add scale grad^T x to the sum."""
+        assert self.total is not None
+        half_precision.add_product(self.total, grad_TO, x_TI, is_empty=self.is_empty, scale=scale)
+        self.is_empty = False
+
+    def add_products(self, grad_RO: Tensor, x_RI: Tensor, counts: Sequence[int]) -> None:
+        """Add grad^T x of each group of rows, which have these counts, to its rows of the sum."""
+        self.finish()
+        assert self.total is not None
+        total_LOI = self.total.view(len(counts), -1, x_RI.shape[1])
+        for total, grad, x in zip(total_LOI, grad_RO.split(counts), x_RI.split(counts), strict=True):
+            if len(x):
+                half_precision.add_product(total, grad, x, is_empty=False)
+
+    def add_sum(self, grad: Tensor) -> None:
+        """Add the sum over all dims but the last, the gradient of a bias."""
+        assert self.total is not None
+        self.add_gradient(grad.flatten(0, -2).sum(0, dtype=self.total.dtype))
+
+    def add_rows(self, index_T: Tensor, rows_TI: Tensor) -> None:
+        """Add rows to the rows of the sum at these indices."""
+        self.finish()
+        assert self.total is not None
+        add_rows(self.total, index_T, rows_TI.to(self.total.dtype))
+
+    def finish(self) -> None:
+        """Set the sum to 0 if the step had no gradient."""
+        assert self.total is not None
+        if self.is_empty:
+            self.total.zero_()
+        self.is_empty = False
+
+
+def collects(weight: Tensor) -> TypeGuard[Weight]:
+    """Return whether a weight sums up its gradients itself."""
+    return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad
+
+
+def _move(weight: Any) -> None:
+    """Add a gradient that autograd has computed. Autograd also calls this when it has computed none."""
+    if weight.grad is not None:
+        weight.add_gradient(weight.grad)
+        weight.grad = None
+
+
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return y_TO = x W^T + b."""
-    if torch.is_grad_enabled() and (collects(weight_OI) or half_matmul.needs_float32(x_TI)):
+    if torch.is_grad_enabled() and (collects(weight_OI) or half_precision.needs_float32(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
-    if is_padded and not half_matmul.needs_float32(x_TI):
+    if is_padded and not half_precision.needs_float32(x_TI):
         return _bfloat16_linear(x_TI, weight_OI, bias_O)
-    return half_matmul.affine(x_TI, weight_OI, bias_O)
+    return half_precision.affine(x_TI, weight_OI, bias_O)
 
 
 def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -47,13 +120,37 @@ def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
     return F.embedding(ids_T, weight_VH)
 
 
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x + bias, or x if there is no bias."""
+    if bias is None:
+        return x
+    if torch.is_grad_enabled() and collects(bias):
+        return _AddBias.apply(x, bias)
+    return x + bias
+
+
+def wide(weight: Tensor) -> Tensor:
+    """Return the weight in at least float32; its gradient is added up in that dtype."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    if dtype != weight.dtype and torch.is_grad_enabled() and collects(weight):
+        return _Wide.apply(weight)
+    return weight.to(dtype)
+
+
+def add_rows(x: Tensor, index_T: Tensor, rows_T: Tensor) -> Tensor:
+    """Add rows in place to the rows of `x` at these indices, and return `x`."""
+    if x.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
+        return x.index_put_((index_T,), rows_T, accumulate=True)
+    return x.index_add_(0, index_T, rows_T)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
         ctx.bias = bias_O
-        return half_matmul.affine(x_TI, weight_OI, bias_O)
+        return half_precision.affine(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,7 +166,7 @@ class _Linear(torch.autograd.Function):
             ctx.bias.add_sum(grad_TO)
         elif ctx.needs_input_grad[2]:
             grad_O = grad_TO.sum(0)
-        grad_x = half_matmul.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        grad_x = half_precision.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
         return grad_x, grad_OI, grad_O
 
 
@@ -84,3 +181,27 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[None, None]:
         ctx.weight.add_rows(ctx.saved_tensors[0], grad_TH)
         return None, None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Weight) -> Tensor:
+        ctx.bias = bias
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.bias.add_sum(grad)
+        return grad, None
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Weight) -> Tensor:
+        ctx.weight = weight
+        assert weight.total is not None
+        return weight.to(weight.total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.weight.add_gradient(grad)

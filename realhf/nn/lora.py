@@ -10,20 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices import half_precision
+from realhf.devices.half_precision import needs_float32
 from realhf.distributed.parallel import ParallelGroups
-from realhf.half_precision import needs_float32
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
-from realhf.nn import half_matmul
-from realhf.nn.grad_accumulation import Weight, collects
-from realhf.nn.linear import linear
+from realhf.nn.linear import Weight, collects, linear
 from realhf.nn.parameters import ShardedParameters
 
 
 def _add_product(y_TO: Tensor, x_TR: Tensor, weight_OR: Tensor, scale: float) -> None:
     """Add scale x W^T to y in place."""
     if needs_float32(x_TR):
-        y_TO.add_(half_matmul.affine(x_TR, weight_OR), alpha=scale)
+        y_TO.add_(half_precision.affine(x_TR, weight_OR), alpha=scale)
     else:
         y_TO.addmm_(x_TR, weight_OR.T, alpha=scale)
 
@@ -44,7 +43,7 @@ class _AddProduct(torch.autograd.Function):
         (x_TR,) = ctx.saved_tensors
         weight_OR, scale = ctx.settings
         weight_OR.add_product(grad_TO, x_TR, scale=scale)
-        return grad_TO, half_matmul.product(grad_TO, weight_OR) * scale, None, None
+        return grad_TO, half_precision.product(grad_TO, weight_OR) * scale, None, None
 
 
 class Adapter:

@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) and LayerNorm, whose weights add up their gradients in float32.
 
 RMSNorm keeps only its input and one number per row for the backward pass. torch has a fused kernel on CUDA
-only. On CPU it makes a dozen passes over memory and keeps their results; here the CPU processes as many rows
-at a time as fit a core's cache.
+only. On CPU it makes a dozen passes over memory and keeps their results; here the CPU processes as many
+rows at a time as fit a core's cache.
 
 Shape suffixes: H the dim that is normalised; p the rows that are processed at a time.
 """
@@ -13,9 +13,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices.chunk_sizes import PART_NUMEL, block_numel
+from realhf.models.model_config import ModelConfig
 from realhf.models.region import row_blocks
-from realhf.nn.grad_accumulation import collects
-from realhf.sizes.chunk_sizes import PART_NUMEL, block_numel
+from realhf.nn.linear import collects
+from realhf.nn.parameters import Weights
+
+
+class Norm:
+    """RMSNorm or LayerNorm over the last dim, or the identity where the family has no such norm."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, module: str) -> None:
+        self.eps = config.norm_eps
+        self.offset = config.norm_offset
+        self.weight = weights.get(f"{module}.weight")
+        self.bias = weights.get(f"{module}.bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return x
+        if self.bias is not None:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

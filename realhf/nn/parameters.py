@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards, one_piece_each, pairs, shards_of
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import region_size
-from realhf.nn.grad_accumulation import Weight
-from realhf.realloc.pieces import Shards, one_piece_each, pairs, shards_of
+from realhf.nn.linear import Weight
 
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""

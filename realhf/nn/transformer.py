@@ -18,21 +18,63 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.attention.interface import AttentionKind, Sequences
+from realhf.attention.interface import AttentionKind, Sequences, token_positions
 from realhf.distributed.autograd import sum_over_group
 from realhf.distributed.parallel import ParallelGroups
+from realhf.models.kv_blocks import cached_heads
+from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec
-from realhf.nn.attention import Attend, packed_attention
-from realhf.nn.block import Block, Norm
-from realhf.nn.context_parallel import attend_over_group, token_range
+from realhf.nn.attention import (
+    Attend,
+    Attention,
+    LatentAttention,
+    Segment,
+    attend_over_group,
+    packed_attention,
+    token_range,
+)
 from realhf.nn.linear import embedding, linear
-from realhf.nn.lora import Adapter, Adapters
+from realhf.nn.lora import Adapted, Adapter, Adapters
+from realhf.nn.mlp import Mlp, activation
 from realhf.nn.moe import Moe, RouterLosses, gathering
-from realhf.nn.packed import Segment, token_positions
-from realhf.nn.parameters import ShardedParameters
-from realhf.nn.rope import Rotary
+from realhf.nn.norm import Norm
+from realhf.nn.parameters import ShardedParameters, Weights
+from realhf.nn.rope import Angles, Rotary
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
-from realhf.sizes.kv_blocks import cached_heads
+
+
+class Block:
+    """A decoder layer: attention and an MLP or experts, each between the norms that the family has."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
+    ) -> None:
+        self.config = config
+        self.attn_norm = Norm(config, weights, "attn_norm")
+        self.attn_out_norm = Norm(config, weights, "attn_out_norm")
+        attention = Attention if config.mla is None else LatentAttention
+        self.attention = attention(config, weights, layer, groups.tp, adapters)
+        self.mlp_norm = Norm(config, weights, "mlp_norm")
+        self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
+        self.mlp: Moe | Mlp
+        if config.has_experts(layer):
+            has_shared = "shared_down.weight" in weights
+            shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_") if has_shared else None
+            self.mlp = Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
+        else:
+            self.mlp = Mlp(config, weights, groups.tp, adapters)
+
+    def __call__(
+        self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
+        losses: RouterLosses | None = None,
+    ) -> Tensor:
+        # Intermediate results have no names, so that they are freed at once: memory peaks here.
+        x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
+        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))
+
+    def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return x_TH + (y_TH if scale == 1 else y_TH * scale)
 
 
 class Transformer(ShardedParameters):

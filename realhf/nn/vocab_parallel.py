@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices import half_precision
+from realhf.devices.chunk_sizes import chunk_numel, slice_numel
 from realhf.distributed.autograd import copy_to_group
 from realhf.distributed.group import Group
 from realhf.models.region import row_blocks
-from realhf.nn import half_matmul
-from realhf.nn.grad_accumulation import Weight, collects
-from realhf.nn.linear import linear
-from realhf.sizes.chunk_sizes import chunk_numel, slice_numel
+from realhf.nn.linear import Weight, collects, linear
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Head:
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return logits_TV of all these tokens, in at least float32; without gradients if `float32`."""
         hidden_TH = copy_to_group(hidden_TH, self.group)
-        multiply = half_matmul.affine_float32 if self._is_widened else linear
+        multiply = half_precision.affine_float32 if self._is_widened else linear
         return self.to_logits(multiply(hidden_TH, self.weight_VH), temperature=1.0)
 
     def product(self, hidden_TH: Tensor) -> Tensor:
         """Return the product with the weight, which `to_logits` turns into logits; without gradients."""
-        multiply = half_matmul.affine_float32 if self._is_widened else half_matmul.affine
+        multiply = half_precision.affine_float32 if self._is_widened else half_precision.affine
         return multiply(hidden_TH, self.weight_VH)
 
     @property
@@ -138,7 +137,7 @@ class _LogProbs(torch.autograd.Function):
             if grad_entropy_T is not None:
                 of_entropy = entropy_T[tokens], grad_entropy_T[tokens]
             _to_gradient(grad_tV, grad_TK[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
-            half_matmul.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
+            half_precision.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
             if summing is not None:
                 summing.add_product(grad_tV, hidden_TH[tokens])
             del grad_tV

@@ -7,18 +7,20 @@ import torch
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices.pinned import upload
 from realhf.distributed.world import World
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.forward_batch import Prefill, next_tokens
-from realhf.inference.kv_budget import CacheSizes, GenerationLimits
+from realhf.inference.cache_memory import CacheSizes, GenerationLimits
+from realhf.inference.cpu_decoding import Decode, DecodingSteps
+from realhf.inference.forward_batch import PagedBackends, Prefill, paged_rows
+from realhf.inference.kv_cache import BlockManager, BlockTables, RowPages
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.scheduler import Scheduler
-from realhf.inference.steps import Prompt
+from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import even_split
+from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
+from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 from realhf.profiling.surroundings import device_bytes
-from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
 _NEW_TOKENS = 16  # New tokens that each row has cache blocks for.
@@ -99,3 +101,13 @@ class DecodingRows:
         with self._model.gathering(len(self._ids_B)):
             for _ in range(steps):
                 self._model.advance(self._ids_B, self._cache, [self.segment])
+
+
+def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
+    """Return one new token of every running row, for the paged path or (`backends` is None) for a CPU."""
+    if backends is None:
+        return Decode(DecodingSteps(tables).advance())
+    on_host = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
+    pages = RowPages(*(upload(array, device) for array in on_host))
+    longest = int(on_host.lens_B.max())
+    return paged_rows(backends, pages, page_size=tables.block_size, longest=longest)

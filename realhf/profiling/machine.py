@@ -11,8 +11,8 @@ from realhf.data.batch import Batch, Packed
 from realhf.distributed import tags
 from realhf.distributed.group import Group, Outbox
 from realhf.distributed.world import World
+from realhf.engine.base import DTYPES
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec

@@ -15,12 +15,12 @@ from realhf.calls import OptimizerConfig
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.models.kv_blocks import shared_tokens
 from realhf.planner.cost.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import DecodingRows, cached_tokens, most_rows
 from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.sizes import MeasuredModel, Sizes
-from realhf.sizes.kv_blocks import shared_tokens
 
 _FEW, MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from realhf.distributed.group import Group
+from realhf.distributed.pieces import Shards, detached, in_row_major_order, pairs
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side
-from realhf.realloc.pieces import Shards, detached, in_row_major_order, pairs
 from realhf.realloc.schedule import Message, Schedule
 
 Copies = list[tuple[Tensor, Tensor]]

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from realhf.distributed.group import PeerError, Pending
+from realhf.distributed.pieces import Shards, detached, pairs, pieces_of
 from realhf.distributed.world import World
 from realhf.models.region import region_size
 from realhf.realloc.bind import Binder, Binding, Copies, Staging
 from realhf.realloc.host_memory_reads import HostMemoryReads, Side
 from realhf.realloc.links import Links
-from realhf.realloc.pieces import Shards, detached, pairs, pieces_of
 from realhf.realloc.schedule import Schedule
 
 _AVERAGED = 1 << 18

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 
 from realhf.distributed.group import Group
+from realhf.distributed.pieces import Piece, Shards
 from realhf.distributed.shared_memory import Mapped
 from realhf.distributed.world import World
-from realhf.realloc.pieces import Piece, Shards
 from realhf.realloc.schedule import Message
 
 Side = Literal["source", "target"]

@@ -29,10 +29,10 @@ from realhf.checkpoint.run_state import (
 from realhf.data.loader import Loader, MixedLoader
 from realhf.distributed import tags
 from realhf.distributed.activity import RESCUE
+from realhf.distributed.pieces import Piece
 from realhf.distributed.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region
-from realhf.realloc.pieces import Piece
 from realhf.runtime.compile.actions import role_of
 from realhf.runtime.compile.program import Program, described
 from realhf.runtime.execute.executor import RankState

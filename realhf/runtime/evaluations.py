@@ -1,10 +1,17 @@
-"""Evaluations: runs the evaluations of a program on this rank, and merges the records of all ranks."""
+"""Evaluations: runs the evaluations of a program on this rank, merges the records of all ranks, and computes
+the metrics of several answers to each prompt.
+
+A score is NaN if its reward has failed. Such samples do not count.
+"""
+
+from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import comb, fsum, isnan
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +20,10 @@ from realhf.distributed import tags
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.errors import UserError, warn
-from realhf.evaluation.metrics import (
-    ScoredAnswer,
-    known_values,
-    length_metrics,
-    means,
-    named_scores,
-    sample_metrics,
-)
 from realhf.experiment import Role
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of
-from realhf.runtime.compile.eval_program import EvaluationProgram
+from realhf.runtime.compile.eval_program import EvaluationProgram, known_values
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
@@ -32,6 +31,103 @@ from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import AnswerFiles, StepRecord, finite, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer as the metrics see it; `vote` is its text in a majority vote, None if there is no answer."""
+
+    score: float
+    vote: str | None = None
+
+
+def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
+    """Return the unbiased estimate of the probability that one of k samples is correct.
+
+    It is 1 - C(n - c, k) / C(n, k) for n samples of which c are correct, the share of the subsets of size k
+    that have a correct one (Chen et al. 2021, arXiv:2107.03374).
+    """
+    assert 1 <= k <= num_samples, "k samples are drawn without replacement"
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def majority_score(answers: Sequence[ScoredAnswer]) -> float:
+    """Return the score of the most frequent answer of one prompt.
+
+    Samples without an answer do not vote, unless none has one. The score of an answer is the mean over the
+    samples that give it. If several answers are equally frequent, return the mean of their scores, so that
+    the order of the samples does not matter.
+    """
+    votes: dict[str | None, list[float]] = {}
+    for answer in answers:
+        votes.setdefault(answer.vote, []).append(answer.score)
+    if len(votes) > 1:
+        votes.pop(None, None)
+    most = max(len(scores) for scores in votes.values())
+    return mean(mean(scores) for scores in votes.values() if len(scores) == most)
+
+
+def pass_sizes(samples: int) -> list[int]:
+    """Return the values of k for which pass@k is logged: powers of two, and the number of samples."""
+    powers = [1 << i for i in range(samples.bit_length()) if 1 << i <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
+def sample_metrics(
+    prompts: Sequence[Sequence[ScoredAnswer]], *, samples: int, correct_above: float
+) -> dict[str, float]:
+    """Return the metrics of scored answers, given as the answers to each prompt.
+
+    `score` is the mean over all answers. With several samples per prompt there are also `mean@k` (the same),
+    and the means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the
+    number of samples. A prompt with fewer than k samples does not count in pass@k. A metric for which no
+    answer or prompt counts is left out.
+    """
+    scored = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
+    scored = [answers for answers in scored if answers]
+    scores = [answer.score for answers in scored for answer in answers]
+    values = {"score": scores}
+    if samples > 1:
+        values[f"mean@{samples}"] = scores
+        counts = [(len(answers), sum(a.score > correct_above for a in answers)) for answers in scored]
+        for k in pass_sizes(samples):
+            values[f"pass@{k}"] = [pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k]
+        values[f"majority@{samples}"] = [majority_score(answers) for answers in scored]
+        values[f"best@{samples}"] = [max(answer.score for answer in answers) for answers in scored]
+    return means(values)
+
+
+def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
+
+    None and NaN do not count, and a reward without any other value is left out.
+    """
+    names = dict.fromkeys(name for by_name in scores for name in by_name)
+    if len(names) < 2:
+        return {}
+    return means({name: known_values(by_name.get(name) for by_name in scores) for name in names})
+
+
+def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean length in tokens of answers, and the share of those that were cut off."""
+    if not rows or "length" not in rows[0]:
+        return {}
+    return {
+        "response_length/mean": mean(float(row["length"]) for row in rows),
+        "response_length/clip_ratio": mean(float(not row["finished"]) for row in rows),
+    }
+
+
+def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of the values of each name, without the names that have no values."""
+    return {name: mean(numbers) for name, numbers in values.items() if numbers}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the values, of which there must be at least one."""
+    numbers = list(values)
+    return fsum(numbers) / len(numbers)
+
 
 _PART = "evaluation"
 """Name of the only part of an evaluation's graph."""
@@ -48,7 +144,7 @@ class SetRecord:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "SetRecord":
+    def from_json(cls, document: Mapping[str, Any]) -> SetRecord:
         """Return the record that `to_json` has written."""
         return cls(StepRecord(**document["record"]), document["answers"])
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from realhf.checkpoint.hf import Beside
 from realhf.checkpoint.names import METRICS
-from realhf.checkpoint.write import Beside
 from realhf.data.loader import Loader, MixedLoader, make_loader
+from realhf.devices.half_precision import needs_float32
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox, PeerError
 from realhf.distributed.world import World
-from realhf.engine.protocol import DTYPES
+from realhf.engine.base import DTYPES
 from realhf.errors import UserError, warn
 from realhf.errors import described as described_error
 from realhf.experiment import Role
-from realhf.half_precision import needs_float32
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import row_faults_of

@@ -1,12 +1,138 @@
-"""Pool: samples that wait for use across the steps of a step program."""
+"""The samples of a step program: the ledger of all that exist, and pools in which they wait between steps.
+
+A pool, and a StepRunner, reach the rank on which they run through a PartExecutor.
+"""
 
 import random
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from realhf.errors import UserError
-from realhf.steps.part_executor import Samples
-from realhf.steps.sample_ledger import SampleLedger
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All samples of some prompts. A prompt's number is its place in the run (see sample_ids.py)."""
+
+    prompts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.prompts)) < len(self.prompts):
+            twice = next(prompt for prompt in self.prompts if self.prompts.count(prompt) > 1)
+            raise UserError(f"Samples({self.prompts}) has prompt {twice} twice")
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+
+class PartExecutor(Protocol):
+    """Carries out on this rank what a StepRunner decides. An operation has the same number on all ranks."""
+
+    def run(
+        self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
+        updates: Mapping[str, int], state: Mapping[str, Json],
+    ) -> None:
+        """Run a part on these samples. `send` has already sent the outputs of the calls in `sent` (None: the
+        columns of the dataset). `updates` counts the train steps of each role so far, and `state` is that of
+        the step program, which host functions may read."""
+
+    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
+        """Start to send the outputs of these calls (None: the dataset's columns) to the ranks of a part."""
+
+    def kept(self, call: str, operation: int) -> list[int]:
+        """Return the prompts whose samples were all kept by a filtering call in this operation."""
+
+    def decision(self, call: str, operation: int) -> Json:
+        """Return the decision of a call in this operation."""
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        """Free the memory of these samples."""
+
+    def note(self, number: int, text: str, digest: str) -> None:
+        """Tell the watcher what operation follows, and the digest of all operations so far."""
+
+    def log(self, metric: str, value: float) -> None:
+        """Add a metric to the step's record."""
+
+
+class SampleLedger:
+    """The samples that a step program may still use, by the numbers of their prompts; equal on all ranks."""
+
+    def __init__(self, parts: Collection[str]) -> None:
+        self._kept_until: dict[int, int] = {}
+        """Prompt -> the last step that may use its samples, unless a pool has them."""
+        self._updates_before: dict[int, int] = {}
+        """Prompt -> how many updates the generating role had had when the prompt's generation began."""
+        self._done: dict[str, set[int]] = {part: set() for part in parts}
+        """The prompts on which each part has run to its end."""
+
+    def begin(self, prompts: Collection[int], *, until: int) -> None:
+        """Add samples, and keep them up to a step."""
+        self._kept_until |= dict.fromkeys(prompts, until)
+
+    def keep(self, prompts: Collection[int], *, until: int) -> None:
+        """Keep samples at least up to a step."""
+        for prompt in prompts:
+            self._kept_until[prompt] = max(self._kept_until.get(prompt, 0), until)
+
+    def require(self, prompts: Sequence[int], *, step: int) -> None:
+        """Raise UserError unless all of these samples exist."""
+        if gone := [prompt for prompt in prompts if prompt not in self._kept_until]:
+            raise UserError(
+                f"step() uses prompt {gone[0]} in step {step}, "
+                "which was not handed out, or its samples were forgotten")
+
+    def has_all(self, prompts: Collection[int]) -> bool:
+        """Return whether all of these samples exist."""
+        return self._kept_until.keys() >= set(prompts)
+
+    def start(self, prompts: Collection[int], *, updates: int) -> None:
+        """Note that the generation of these prompts begins, after so many updates of the generating role."""
+        self._updates_before |= dict.fromkeys(prompts, updates)
+
+    def age(self, prompt: int, *, updates: int) -> int:
+        """Return how many updates ago the generation of a prompt began; 0 for samples of the dataset."""
+        return updates - self._updates_before.get(prompt, updates)
+
+    def complete(self, part: str, prompts: Collection[int]) -> None:
+        """Note that a part has run to its end."""
+        self._done[part].update(prompts)
+
+    def repeat(self, part: str, prompts: Collection[int]) -> None:
+        """Note that a part has to run on these prompts (again) before it has completed them."""
+        self._done[part].difference_update(prompts)
+
+    def lacking(self, part: str, prompts: Collection[int]) -> set[int]:
+        """Return the prompts on which a part has not run to its end."""
+        return set(prompts) - self._done[part]
+
+    def forget(self, *, step: int, in_use: Collection[int]) -> list[int]:
+        """Remove the samples that no later step may use, and return their prompts."""
+        gone = [p for p, last in self._kept_until.items() if last <= step and p not in in_use]
+        for prompt in gone:
+            del self._kept_until[prompt]
+            self._updates_before.pop(prompt, None)
+            for done in self._done.values():
+                done.discard(prompt)
+        return gone
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the ledger for a checkpoint."""
+        return {
+            "kept_until": list(self._kept_until.items()),
+            "updates_before": list(self._updates_before.items()),
+            "done": {part: sorted(done) for part, done in self._done.items()},
+        }
+
+    def restore(self, saved: Mapping[str, Json]) -> None:
+        """Continue with the ledger of a checkpoint."""
+        self._kept_until = {prompt: last for prompt, last in saved["kept_until"]}
+        self._updates_before = {prompt: updates for prompt, updates in saved["updates_before"]}
+        self._done = {part: set(saved["done"].get(part, ())) for part in self._done}
 
 
 def named(prompts: Sequence[int]) -> str:

@@ -14,9 +14,7 @@ import networkx as nx
 from realhf.calls import longest_response
 from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
-from realhf.steps.part_executor import Json, PartExecutor, Samples
-from realhf.steps.sample_ledger import SampleLedger
-from realhf.steps.sample_pool import Pool, named
+from realhf.steps.sample_pool import Json, PartExecutor, Pool, SampleLedger, Samples, named
 
 _MAX_SHOWN = 500
 """The text of an operation shows at most this many characters of `state`."""

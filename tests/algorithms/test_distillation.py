@@ -12,17 +12,17 @@ from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, Teacher
 from realhf.algorithms.mismatch import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.execute.host_call import HostContext
-from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 from tests.runtime.tiny import role, write_task

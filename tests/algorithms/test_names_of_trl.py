@@ -13,7 +13,7 @@ import trl  # Its classes are imported on their first use, as that takes seconds
 
 from realhf import GRPO, Evaluation
 from realhf.algorithms.advantages import SampleAdvantages
-from realhf.learning_rates import LEARNING_RATES
+from realhf.calls import LEARNING_RATES
 from tests.cli_tools import REPO
 from tests.docs_pages import fences
 

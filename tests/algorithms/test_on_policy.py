@@ -11,9 +11,8 @@ from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.ppo import PPO
 from realhf.algorithms.preferences import RewardModel
 from realhf.algorithms.sft import SFT
-from realhf.calls import Generate, LogProbs, SamplingConfig
+from realhf.calls import Generate, InsertedPhrase, Interruption, LogProbs, SamplingConfig
 from realhf.experiment import Role
-from realhf.settings.interruption import InsertedPhrase, Interruption
 from tests.runtime.tiny import CHARACTERS, write_task
 
 CHANGED = {

@@ -12,12 +12,11 @@ from realhf.attention.choose import (
     paged_backend,
     partial_backend,
 )
-from realhf.attention.cpu import CpuAttention
+from realhf.attention.dense import DenseAttention
 from realhf.attention.interface import AttentionKind, AttentionShape
-from realhf.attention.page_sizes import page_tokens
 from realhf.errors import UserError
+from realhf.models.kv_blocks import block_size, cached_heads, page_tokens
 from realhf.models.model_config import ModelConfig
-from realhf.sizes.kv_blocks import block_size, cached_heads
 from tests.models.test_shipped_models import NUM_PARAMS
 
 PLAIN, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=4096)
@@ -108,7 +107,7 @@ def test_a_refusal_is_a_sentence(installed, kind, dims, choose, sentence):
 def test_other_devices_and_wide_dtypes(device, dtype):
     shape = AttentionShape(SOFTCAP, 7, 900, dtype)
     for choose in (packed_backend, partial_backend, paged_backend):
-        assert isinstance(choose(torch.device(device), shape), CpuAttention)
+        assert isinstance(choose(torch.device(device), shape), DenseAttention)
 
 
 def test_the_choice_is_printed_once(capsys):

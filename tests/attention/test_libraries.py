@@ -8,11 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from realhf.attention.flash import FlashAttention
-from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences
-from realhf.attention.merge import merge_into
+from realhf.attention.flash import FlashAttention, VarlenAttention, has_pages
+from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, merge_into
 from realhf.attention.reference import ReferenceAttention
-from realhf.attention.varlen import VarlenAttention, has_pages
 from tests.attention import stand_ins
 from tests.attention.cases import by_formula, expected, random_case
 

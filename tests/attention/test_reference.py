@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from realhf.attention.cpu import CpuAttention
-from realhf.attention.interface import AttentionKind, Pages, Sequences
-from realhf.attention.merge import merge_into
+from realhf.attention.dense import DenseAttention
+from realhf.attention.interface import AttentionKind, Pages, Sequences, merge_into
 from realhf.attention.reference import ReferenceAttention
 from tests.attention.cases import by_formula, expected, random_case
 
@@ -59,7 +58,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", [ReferenceAttention(), CpuAttention()])
+@pytest.mark.parametrize("backend", [ReferenceAttention(), DenseAttention()])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_packed_attention_and_its_gradients_are_those_of_the_formula(backend, kind, value_dim):
@@ -82,7 +81,7 @@ def test_packed_attention_and_its_gradients_are_those_of_the_formula(backend, ki
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", [ReferenceAttention(), CpuAttention()])
+@pytest.mark.parametrize("backend", [ReferenceAttention(), DenseAttention()])
 def test_no_tokens_have_gradients_of_zero(backend):
     q, k, v = (torch.zeros(0, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     out = backend.packed(q, k, v, Sequences.of([0, 0], CPU), AttentionKind(1.0))

@@ -11,15 +11,14 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-from realhf.checkpoint.hf import load_weights, read_shards, save_weights
-from realhf.checkpoint.write import CheckpointWriter, assign_writes
+from realhf.checkpoint.hf import CheckpointWriter, assign_writes, load_weights, read_shards, save_weights
+from realhf.devices.half_precision import joined, split_into
+from realhf.distributed.pieces import one_piece_each, shards_of
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_size
-from realhf.nn.split_float32 import joined, split_into
-from realhf.realloc.pieces import one_piece_each, shards_of
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 import yaml
 
-from realhf.checkpoint.read import params_by_tensor, tensor_shape
-from realhf.checkpoint.tensor_files import pack_header, pack_index
+from realhf.checkpoint.tensor_files import pack_header, pack_index, params_by_tensor, tensor_shape
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.main import main
 from realhf.models.model_config import ModelConfig

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
+from realhf.calls import learning_rate
 from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
 from realhf.cli.main import main
 from realhf.distributed.world import World
 from realhf.layout import Layout
-from realhf.learning_rates import learning_rate
 from realhf.models.lora import LoraConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program

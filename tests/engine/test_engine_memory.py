@@ -12,20 +12,20 @@ import torch
 from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices import chunk_sizes
+from realhf.devices.pinned import run_bounds
 from realhf.distributed.world import World
-from realhf.engine.host_optimizer import HostSlices
 from realhf.engine.native import NativeEngine
+from realhf.engine.optimizer import HostSlices
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.pinned import run_bounds
 from realhf.planner.memory import train_memory
 from realhf.planner.memory.activation_memory import CallPieces
 from realhf.planner.memory.train_memory import TrainMoments
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes import chunk_sizes
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
 from tests.nn.test_moe import hf_config as moe_config

@@ -6,13 +6,13 @@ import torch
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.batch import Batch, Packed
+from realhf.devices.half_precision import split_into
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.nn.split_float32 import split_into
 from tests.families import MOE_CASES
 from tests.samples import marked
 

@@ -17,9 +17,9 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import sample
 from realhf.layout import Layout, even_split
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.engine.training import minibatch

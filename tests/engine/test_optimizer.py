@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf.algorithms.sft import CrossEntropy
-from realhf.calls import OptimizerConfig, TrainStep
+from realhf.calls import OptimizerConfig, TrainStep, learning_rate
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.parallel import ParallelGroups
@@ -19,7 +19,6 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.learning_rates import learning_rate
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_slices

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from realhf.calls import TopLogProbs
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.models.transformers_config import TransformersConfig
-from realhf.sizes import chunk_sizes
 from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import minibatch
 

@@ -11,24 +11,24 @@ from safetensors.torch import load_file, save_file
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
-from realhf.checkpoint.read import check_tensors
-from realhf.checkpoint.write import CheckpointWriter
+from realhf.checkpoint.hf import CheckpointWriter
+from realhf.checkpoint.tensor_files import check_tensors
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
+from realhf.engine.base import DTYPES
 from realhf.engine.hf_factory import class_spec, file_spec
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.search.enumeration import find_strategies
 from realhf.runtime.compile.program import compile_program

@@ -5,7 +5,7 @@ from math import nan
 
 import pytest
 
-from realhf.evaluation.metrics import (
+from realhf.runtime.evaluations import (
     ScoredAnswer,
     majority_score,
     named_scores,

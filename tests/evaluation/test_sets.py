@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import DatasetConfig, Evaluation, SamplingConfig
-from realhf.evaluation.sets import named_sets, sampling_seed
+from realhf.experiment import named_sets, sampling_seed
 
 DATA = DatasetConfig("data.jsonl")
 

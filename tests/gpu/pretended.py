@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from realhf.attention.cpu import CpuAttention
+from realhf.attention.dense import DenseAttention
 from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
@@ -43,7 +43,7 @@ def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", RECORDER.kernel(_varlen_attn))
     ours = patch.object(TritonAttention, "paged", RECORDER.kernel(ReferenceAttention.paged))
-    compiled = patch.object(FlexAttention, "packed", RECORDER.kernel(CpuAttention.packed))
+    compiled = patch.object(FlexAttention, "packed", RECORDER.kernel(DenseAttention.packed))
     graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,

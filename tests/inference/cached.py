@@ -2,9 +2,9 @@
 
 import torch
 
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import ChunkedPrefill, Decode, Prefill
-from realhf.inference.kv_cache import KVCache
+from realhf.inference.cpu_decoding import ChunkedPrefill, Decode, DecodingSteps
+from realhf.inference.forward_batch import Prefill
+from realhf.inference.kv_cache import BlockTables, KVCache
 
 BLOCK_SIZE = 64
 _BLOCKS = 3  # Blocks of each row.
@@ -19,6 +19,7 @@ class CachedRows:
         self.tables = BlockTables(
             num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
             blocks_per_row=_BLOCKS)
+        self.decoding = DecodingSteps(self.tables)
 
     def cache_positions(self, row, length):
         # (The blocks of a row do not lie in order.)
@@ -43,7 +44,7 @@ class CachedRows:
         return self.model.advance(x, self.cache, [segment])
 
     def decode(self, x):
-        return self.model.advance(x, self.cache, [Decode(self.tables.advance())])
+        return self.model.advance(x, self.cache, [Decode(self.decoding.advance())])
 
     def stop(self, row):
         self.tables.stop(row)

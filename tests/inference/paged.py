@@ -5,8 +5,8 @@ import transformers
 from realhf.attention.reference import ReferenceAttention
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
+from realhf.inference.forward_batch import PagedBackends
 from realhf.inference.page_pool import PagePool
-from realhf.inference.paged_backends import PagedBackends
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec

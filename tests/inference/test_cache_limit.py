@@ -8,13 +8,13 @@ from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.inference import cache_limit
-from realhf.inference.kv_budget import CacheSizes, GenerationLimits
+from realhf.inference import cache_memory
+from realhf.inference.cache_memory import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.layout import Layout, even_split
+from realhf.models.kv_blocks import SHARE_OF_HOST
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.sizes.kv_blocks import SHARE_OF_HOST
 from tests.nn.tiny import hf_config
 from tests.samples import marked
 
@@ -31,10 +31,10 @@ def _write(path, text):
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_is_free_on_a_host(monkeypatch, tmp_path, version):
     for name, path in (("_MEMINFO", "meminfo"), ("_MINE", "mine"), ("_CGROUP", "cgroup")):
-        monkeypatch.setattr(cache_limit, name, tmp_path / path)
+        monkeypatch.setattr(cache_memory, name, tmp_path / path)
     _write(tmp_path / "meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nHugePages_Total: 0\n")
     cpu = torch.device("cpu")
-    assert cache_limit.free_bytes(cpu, num_users=4) == 2000 * 1024
+    assert cache_memory.free_bytes(cpu, num_users=4) == 2000 * 1024
     files = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
         files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -44,9 +44,9 @@ def test_what_is_free_on_a_host(monkeypatch, tmp_path, version):
         _write(folder / files[0], str(limit))
         _write(folder / files[1], str(used))
         _write(folder / "memory.stat", f"anon 5\n{files[2]} 500000\n")
-    assert cache_limit.free_bytes(cpu, num_users=2) == 1_250_000
+    assert cache_memory.free_bytes(cpu, num_users=2) == 1_250_000
     _write(jobs / files[1], "9000000")  # Above the limit for a moment.
-    assert cache_limit.free_bytes(cpu, num_users=2) == 0
+    assert cache_memory.free_bytes(cpu, num_users=2) == 0
 
 
 def test_a_7b_model_takes_no_more_than_it_may():
@@ -69,8 +69,8 @@ def _generated(world, layout, free):
     layout = Layout.parse(layout)
     if world.rank not in layout:
         return None
-    real = cache_limit.free_bytes
-    cache_limit.free_bytes = lambda device, *, num_users: free[world.rank]
+    real = cache_memory.free_bytes
+    cache_memory.free_bytes = lambda device, *, num_users: free[world.rank]
     try:
         config = hf_config(tied=True) | {"eos_token_id": [3], "max_position_embeddings": 256}
         engine = NativeEngine(model_spec(ModelConfig.from_hf(config)), layout, world, dtype="float64")
@@ -85,7 +85,7 @@ def _generated(world, layout, free):
         rows = dict(zip(made.ids, made["s"].split(), strict=True)) if made.fields else {}
         return {i: row.tolist() for i, row in rows.items()}, engine.cache_limits.of("gen").num_bytes
     finally:
-        cache_limit.free_bytes = real
+        cache_memory.free_bytes = real
 
 
 @pytest.mark.slow

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from realhf.distributed.communicators import Communicators
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import paged_rows
+from realhf.inference.forward_batch import PagedBackends, paged_rows
+from realhf.inference.kv_cache import BlockTables, RowPages
 from realhf.inference.page_pool import PagePool
-from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.step_inputs import RowPages
+from realhf.models.kv_blocks import padded_size
 from realhf.models.lora import LoraConfig
-from realhf.sizes.kv_blocks import padded_size
 from tests.gpu.models import write_model
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts

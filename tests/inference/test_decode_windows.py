@@ -11,11 +11,11 @@ from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.inference.decode_windows import MOST_STEPS, DecodeWindows
+from realhf.inference.scheduler import MOST_STEPS, DecodeWindows
 from realhf.layout import Layout
+from realhf.models.kv_blocks import num_blocks
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.sizes.kv_blocks import num_blocks
 from tests.families import MOE_CASES
 from tests.inference.test_scheduler import BLOCK_SIZE, MAX_NEW, _prompts, _Replay
 from tests.samples import drawn

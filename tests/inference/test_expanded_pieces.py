@@ -4,12 +4,18 @@ import pytest
 import torch
 import transformers
 
-from realhf.inference.forward_batch import ExpandedPieces, PagedTokens, chunk_pages, paged_chunks, prefill
+from realhf.devices import chunk_sizes
+from realhf.inference.forward_batch import (
+    ChunkPages,
+    ExpandedPieces,
+    PagedBackends,
+    PagedTokens,
+    chunk_pages,
+    paged_chunks,
+    prefill,
+)
 from realhf.inference.kv_cache import KVCache
-from realhf.inference.paged_backends import PagedBackends
-from realhf.inference.step_inputs import ChunkPages
-from realhf.inference.steps import Chunk, Prompt
-from realhf.sizes import chunk_sizes
+from realhf.inference.scheduler import Chunk, Prompt
 from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference, engine_of, write_family
 from tests.inference.test_generate import _generate, long_prompts

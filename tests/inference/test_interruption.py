@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.calls import Generate, SamplingConfig
+from realhf.calls import Generate, InsertedPhrase, SamplingConfig
 from realhf.data.batch import Packed
 from realhf.data.responses import in_response, response_lengths
 from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
-from realhf.models.transformers_config import TransformersConfig
+from realhf.models.engine_configs import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
-from realhf.settings.interruption import InsertedPhrase
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from realhf.attention.interface import AttentionKind
-from realhf.inference.block_attention import BlockAttention
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.kv_cache import KVCache
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.inference.cpu_decoding import BlockAttention, DecodingSteps
+from realhf.inference.kv_cache import BlockTables, KVCache
+from realhf.models.kv_blocks import num_blocks
 
 HEADS, GROUP, DIM = 2, 3, 16
 BLOCK_SIZE = 64
@@ -28,6 +27,7 @@ class _Rows:
         self.cache = KVCache(1, (40, BLOCK_SIZE, HEADS, DIM), value_dim=value_dim, dtype=dtype, device=CPU)
         self.tables = BlockTables(
             num_slots=9, num_blocks=40, block_size=BLOCK_SIZE, blocks_per_row=4)
+        self.decoding = DecodingSteps(self.tables)
         starts = {first for _, num_shared, first in rows.values() if num_shared}
         self.free = [block for block in range(40) if all(block - first not in (0, 1, 2) for first in starts)]
         random.Random(0).shuffle(self.free)
@@ -52,7 +52,7 @@ class _Rows:
         """Decode one token per row; return the cache's attention, and the expected one."""
         for slot in self.tables.full():
             self.tables.append(slot, self.free.pop())
-        decoding = self.tables.advance()
+        decoding = self.decoding.advance()
         count = len(decoding.slots)
         q, new = torch.randn(count, HEADS * GROUP, DIM).to(self.dtype), self._draw(count)
         self.cache.write(0, decoding.cache_positions_B, *new)
@@ -113,7 +113,7 @@ def test_shared_blocks_side_by_side_are_attended_to_as_one(dtype, atol, kind, va
 def _joined(rows):
     for slot in rows.tables.full():
         rows.tables.append(slot, rows.free.pop())
-    return rows.tables.advance().sets[1].joined
+    return rows.decoding.advance().sets[1].joined
 
 
 def test_a_copied_block_goes_its_own_way():

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from realhf.calls import Generate, SamplingConfig
+from realhf.calls import Generate, InsertedPhrase, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
@@ -14,7 +14,6 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.settings.interruption import InsertedPhrase
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import DeviceWorld, pretended_device

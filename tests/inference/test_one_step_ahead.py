@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from realhf.sizes.kv_blocks import num_blocks
+from realhf.models.kv_blocks import num_blocks
 from tests.inference.test_scheduler import BLOCK_SIZE, MAX_NEW, _prompts, _Replay
 from tests.samples import drawn
 

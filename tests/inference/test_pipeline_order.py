@@ -6,8 +6,8 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 
+from realhf.devices.pinned import Download
 from realhf.layout import Layout
-from realhf.pinned import Download
 from tests.distributed.emulated_nccl import NcclWorld
 from tests.distributed.recording import MESSAGES, Post, fault_of
 from tests.engine.reference import plain_model

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from realhf.calls import Generate, SamplingConfig
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.kv_budget import CacheSizes, GenerationLimits
+from realhf.inference.cache_memory import CacheSizes, GenerationLimits
+from realhf.inference.cpu_decoding import DecodingSteps
+from realhf.inference.kv_cache import BlockManager, BlockTables
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.scheduler import Scheduler
-from realhf.inference.steps import Prompt
-from realhf.sizes.kv_blocks import block_size, blocks_for, num_blocks
+from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.models.kv_blocks import block_size, blocks_for, num_blocks
 from tests.samples import drawn
 
 MAX_NEW = 150
@@ -55,6 +54,7 @@ class _Replay:
         self.tables = BlockTables(
             num_slots=num_slots, num_blocks=num_blocks_, block_size=BLOCK_SIZE,
             blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE))
+        self.decoding = DecodingSteps(self.tables)
         first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
         self.scheduler = Scheduler(
             first, tables=self.tables, prefill_tokens=prefill_tokens, history=self.history,
@@ -71,6 +71,7 @@ class _Replay:
         self.tables = BlockTables(
             num_slots=self.num_slots, num_blocks=blocks.num_blocks, block_size=BLOCK_SIZE,
             blocks_per_row=num_blocks(1000, BLOCK_SIZE))
+        self.decoding = DecodingSteps(self.tables)
         self.scheduler = Scheduler(
             prompts, tables=self.tables, prefill_tokens=self.prefill_tokens, history=self.history,
             blocks=blocks, parked=parked)
@@ -111,7 +112,7 @@ class _Replay:
     def _decode(self, rows):
         """Check that every row attends, in order, to exactly its prompt and its tokens so far."""
         before = self.tables.lens[self.tables.running()].tolist()
-        decoding = self.tables.advance()
+        decoding = self.decoding.advance()
         assert len(rows) == len(decoding.slots) <= self.num_slots
         tokens = [self.history(sample)[-1] for sample in rows]
         self.memory[decoding.cache_positions_B.numpy()] = tokens

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from realhf.inference.host_copies import StepUpload
+from realhf.inference.cohort import StepUpload
 from tests.gpu.pretended import pretended_device
 
 

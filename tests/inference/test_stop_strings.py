@@ -5,11 +5,11 @@ import pytest
 import torch
 import transformers
 
+from realhf.calls import Interruption
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.data.token_texts import token_bytes, word_tokens
-from realhf.inference.stop_strings import StopMatcher, StopStrings, stop_matcher
-from realhf.settings.interruption import Interruption
+from realhf.inference.stops import StopMatcher, StopStrings, stop_matcher
 from tests.inference.tokenizers import SPECIAL, VOCAB_SIZE, write_tokenizer
 from tests.tokenizers import llama_tokenizer
 

@@ -1,5 +1,6 @@
 """Samples that are parked between turns, against plain decoding of one row at a time with a cache."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,7 +9,8 @@ import transformers
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.distributed.world import World
-from realhf.inference.cache_limit import CacheLimit
+from realhf.engine.native import pass_bytes
+from realhf.inference.cache_memory import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
@@ -89,8 +91,8 @@ def _in_turns(world, text, pattern, max_rows, paged):
     work = Generate(
         SamplingConfig(max_new_tokens=MAX_NEW), seed=SEED, max_rows=max_rows, cache_on_update="keep")
     generation = Generation(
-        engine.model, work, stream="gen", limit=CacheLimit(engine.groups), pool=engine.pages, keeps=True,
-        in_turns=True)
+        engine.model, work, stream="gen", limit=CacheLimit(engine.groups),
+        pass_bytes=partial(pass_bytes, engine.model, work), pool=engine.pages, keeps=True, in_turns=True)
     generation.submit([PromptGroup(prompt, [i]) for i, prompt in enumerate(_prompts())])
     tokens, drawn, turns = dict(enumerate(_prompts())), [0] * 6, [0] * 6
     answers, live, number = [], set(range(6)), 0

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -14,10 +15,10 @@ from realhf.distributed.group import PeerError
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
 from realhf.engine.base import output_batch
-from realhf.engine.native import NativeEngine
+from realhf.engine.native import NativeEngine, pass_bytes
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.inference.cache_limit import CacheLimit
+from realhf.inference.cache_memory import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
@@ -88,7 +89,9 @@ def _generate_counting(engine, call, batch):
     """Generate; return the results, and how many samples the engine stole."""
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
-    generation = Generation(engine.model, call.work, stream=call.name, limit=CacheLimit(engine.groups))
+    generation = Generation(
+        engine.model, call.work, stream=call.name, limit=CacheLimit(engine.groups),
+        pass_bytes=partial(pass_bytes, engine.model, call.work))
     generation.submit(prompt_groups(part, ["prompts"]))
     generation.advance(queue)
     ids, columns = generation.take()

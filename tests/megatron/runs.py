@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
-from realhf.checkpoint.write import CheckpointWriter
+from realhf.checkpoint.hf import CheckpointWriter
 from realhf.cli.experiment_file import load_experiment
 from realhf.distributed.world import World
-from realhf.engine.base import Engine
+from realhf.engine.base import DTYPES, Engine
 from realhf.engine.megatron.engine import MegatronEngine
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig

@@ -3,9 +3,9 @@
 import pytest
 import transformers
 
+from realhf.data.micro_batch import passes_in_flight
 from realhf.layout import Layout
 from realhf.models.families import FAMILIES
-from realhf.sizes.micro_batch import passes_in_flight
 from tests.families import CASES, MOE_CASES
 from tests.samples import marked
 

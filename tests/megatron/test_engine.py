@@ -12,7 +12,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.models.megatron_config import MegatronConfig
+from realhf.models.engine_configs import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.program import compile_program

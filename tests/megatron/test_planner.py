@@ -7,7 +7,7 @@ import pytest
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.models.megatron_config import MegatronConfig
+from realhf.models.engine_configs import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost.engine_paths import MEGATRON, OUR_CUDA

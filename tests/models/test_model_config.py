@@ -7,7 +7,7 @@ import pytest
 from realhf.layout import Layout
 from realhf.models.families import COMMON, FAMILIES
 from realhf.models.model_config import ACTIVATION_NAMES, MlaConfig, ModelConfig, MoeConfig
-from realhf.nn.activation import ACTIVATIONS
+from realhf.nn.mlp import ACTIVATIONS
 from realhf.user_input.hf_fields import LEGAL
 
 LLAMA = {

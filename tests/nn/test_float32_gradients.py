@@ -9,17 +9,16 @@ from realhf.data.batch import Packed
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
 from realhf.engine.hf_factory import class_spec
-from realhf.engine.hf_module import TransformersModel
+from realhf.engine.transformers import TransformersModel
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.families import FAMILIES
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.transformers_config import TransformersConfig
-from realhf.nn import activation, norm
-from realhf.nn.grad_accumulation import Weight, add_bias, wide
-from realhf.nn.grouped_linear import RowGroups, grouped_linear
-from realhf.nn.linear import embedding, linear
+from realhf.nn import mlp, norm
+from realhf.nn.linear import Weight, add_bias, embedding, linear, wide
 from realhf.nn.lora import Adapter, Adapters
+from realhf.nn.moe import RowGroups, grouped_linear
 from realhf.nn.vocab_parallel import Head, head_logprobs
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, step, tokens
@@ -41,7 +40,7 @@ def _weight(*shape, seed=7):
 
 
 class _Silu:
-    activation, gated = "silu", False
+    mlp, gated = "silu", False
 
 
 def _grouped(x, weight):
@@ -87,7 +86,7 @@ LAYERS = {
     "a router in float32": (lambda x, w: F.linear(x.float(), wide(w)), F.linear, [(6, 32)]),
     "LoRA": (_adapted, lambda x, up: F.pad(0.3 * x @ up.T, (0, 8)), [(16, 32)]),
     "the down-projection": (
-        lambda x, w: activation.activated_linear(_Silu, x, w), lambda x, w: F.silu(x).to(BF16).to(x) @ w.T,
+        lambda x, w: mlp.activated_linear(_Silu, x, w), lambda x, w: F.silu(x).to(BF16).to(x) @ w.T,
         [(16, 32)]),
 }
 

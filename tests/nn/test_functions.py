@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from realhf.attention.interface import AttentionKind, Sequences
-from realhf.nn import activation, norm
+from realhf.nn import mlp, norm
 from realhf.nn.attention import packed_attention
-from realhf.nn.grad_accumulation import Weight
-from realhf.nn.linear import embedding, linear
+from realhf.nn.linear import Weight, embedding, linear
 from realhf.nn.rope import rotate
 from tests.realloc.test_memory import Storages
 
@@ -87,24 +86,24 @@ class _Config:
         self.activation, self.gated = name, gated
 
 
-@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+@pytest.mark.parametrize("name", mlp.ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(monkeypatch, name, gated):
     """Activations in several parts have the gradients that autograd finds for the formula."""
-    monkeypatch.setattr(activation, "PART_NUMEL", 50)
-    curve = activation.ACTIVATIONS[name].compute
+    monkeypatch.setattr(mlp, "PART_NUMEL", 50)
+    curve = mlp.ACTIVATIONS[name].compute
 
     def formula(x):
         gate, up = x.chunk(2, dim=1)
         return curve(gate) * up if gated else curve(x)
 
     x = _random(11, 24)
-    ours = _value_and_gradients(activation.activation(_Config(name, gated)), x)
+    ours = _value_and_gradients(mlp.activation(_Config(name, gated)), x)
     torch.testing.assert_close(ours, _value_and_gradients(formula, x))
     weight = _weight(6, 12 if gated else 24)
     plain = weight.detach().clone().requires_grad_()
     ours = _value_and_gradients(
-        lambda x: activation.activated_linear(_Config(name, gated), x, weight), x)
+        lambda x: mlp.activated_linear(_Config(name, gated), x, weight), x)
     torch.testing.assert_close(ours, _value_and_gradients(lambda x: formula(x) @ plain.T, x))
     torch.testing.assert_close(weight.total, plain.grad)
 
@@ -112,7 +111,7 @@ def test_activations(monkeypatch, name, gated):
 def test_a_gated_mlp_keeps_gate_and_up_only():
     x, weight = _random(64, 256, dtype=torch.float32).requires_grad_(), _weight(16, 128, dtype=torch.float32)
     with Storages() as storages:
-        y = activation.activated_linear(_Config("silu", True), x, weight)
+        y = mlp.activated_linear(_Config("silu", True), x, weight)
     assert storages.now == y.nbytes
 
 

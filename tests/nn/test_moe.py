@@ -5,14 +5,13 @@ import torch
 import transformers
 
 from realhf.checkpoint.hf import load_weights
+from realhf.devices.half_precision import split_into
 from realhf.distributed.world import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout
-from realhf.nn.context_parallel import token_range
-from realhf.nn.grouped_linear import RowGroups, grouped_linear
-from realhf.nn.moe import RouterLosses, gathering
-from realhf.nn.split_float32 import split_into
+from realhf.nn.attention import token_range
+from realhf.nn.moe import RouterLosses, RowGroups, gathering, grouped_linear
 from tests.families import MOE_CASES, YARN
 from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build

@@ -5,14 +5,13 @@ import torch
 
 from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.engine.base import PassSettings
 from realhf.inference.sampling import sample
 from realhf.nn.attention import Attend
-from realhf.nn.grouped_linear import RowGroups, grouped_linear
-from realhf.nn.moe import Moe, RouterLosses, gathering
+from realhf.nn.moe import Moe, RouterLosses, RowGroups, gathering, grouped_linear
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
-from realhf.sizes import chunk_sizes
 from tests.families import SIZES
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import engine_of, tokens, write_model
@@ -73,7 +72,7 @@ def test_float32_experts_wait_once_in_a_layer(tmp_path):
         x_TH = torch.ones(7, 64, device=device)
         with host_traffic() as traffic, torch.inference_mode():
             model.blocks[0].mlp(x_TH)
-    assert [wait.split(":")[0] for wait in traffic.waits] == ["tolist realhf/nn/grouped_linear.py"]
+    assert [wait.split(":")[0] for wait in traffic.waits] == ["tolist realhf/nn/moe.py"]
 
 
 def _split_experts(world):

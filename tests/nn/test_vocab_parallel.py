@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.distributed.world import World
 from realhf.layout import even_split
-from realhf.nn.grad_accumulation import Weight
+from realhf.nn.linear import Weight
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
 from tests.realloc.test_memory import Storages
 

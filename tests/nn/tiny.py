@@ -12,7 +12,7 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import Region, region_slices
-from realhf.nn.context_parallel import token_range
+from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
 
 SEQ_LENS = [5, 1, 9, 9, 3]

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import torch
 
-from realhf import half_precision
 from realhf.calls import (
     Generate,
     LogProbs,
@@ -18,6 +17,7 @@ from realhf.calls import (
     Values,
 )
 from realhf.data.batch import Batch, Packed
+from realhf.devices import half_precision
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split

@@ -8,9 +8,11 @@ import pytest
 
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
-from realhf.inference.block_tables import BlockTables
+from realhf.inference.cpu_decoding import DecodingSteps
+from realhf.inference.kv_cache import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.models.megatron_config import MegatronConfig
+from realhf.models.engine_configs import MegatronConfig
+from realhf.models.kv_blocks import tokens_read
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
@@ -21,7 +23,6 @@ from realhf.planner.cost.generated_rows import in_busiest_cohort
 from realhf.planner.cost.rank_groups import Span
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes.kv_blocks import tokens_read
 
 FREE = 1e30
 PERFECT = Efficiencies()
@@ -201,7 +202,7 @@ def test_a_decode_step_reads_the_blocks_that_are_priced(length, size):
     tables = BlockTables(num_slots=6, num_blocks=6 * per_row, block_size=size, blocks_per_row=per_row)
     for slot in range(6):
         tables.start(slot, range(slot * per_row, (slot + 1) * per_row), length=length)
-    (own,) = tables.advance().sets
+    (own,) = DecodingSteps(tables).advance().sets
     assert len(own.rows_PS) * own.width == 6 * tokens_read(length + 1, length + 1, size)
 
 

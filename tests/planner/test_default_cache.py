@@ -16,13 +16,13 @@ import pytest
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.models.kv_blocks import cache_limit
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory import memory_report
 from realhf.planner.memory.memory_check import check_memory, require_fit
 from realhf.planner.memory.memory_report import host_sentences
 from realhf.planner.workload.problem import ModelRole, Problem, Workload
-from realhf.sizes.kv_blocks import cache_limit
 
 GB = 1e9
 ROWS, GROUP = 512, 8

@@ -12,6 +12,7 @@ from realhf.cluster import Cluster, Link
 from realhf.experiment import lagged_parts
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.models.kv_blocks import block_size, blocks_for
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost.call_cost import call_cost
@@ -22,7 +23,6 @@ from realhf.planner.search.simulate import simulate
 from realhf.planner.search.tree_search import search
 from realhf.planner.workload.lengths import geometric
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes.kv_blocks import block_size, blocks_for
 from tests.planner.problems import peak_memory, random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn

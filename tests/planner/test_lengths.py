@@ -11,6 +11,7 @@ import pytest
 
 from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Reward, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
+from realhf.data.micro_batch import micro_batches
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
@@ -24,7 +25,6 @@ from realhf.planner.workload.scoring_time import ScoringTime
 from realhf.planner.workload.slowest_replica import Rollout, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.sample_ids import groups_of
-from realhf.sizes.micro_batch import micro_batches
 from tests.planner.problems import quantile
 
 PROMPT = 100

@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf import half_precision
 from realhf.attention.reference import ReferenceAttention
 from realhf.cluster import ACCELERATORS, Cluster, Link
+from realhf.devices import half_precision
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.world import World
-from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import next_tokens
-from realhf.inference.kv_cache import KVCache
-from realhf.inference.paged_backends import PagedBackends
+from realhf.inference.forward_batch import PagedBackends
+from realhf.inference.kv_cache import BlockTables, KVCache
 from realhf.layout import Layout
+from realhf.models.kv_blocks import padded_size
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
 from realhf.nn.transformer import Transformer
@@ -27,7 +26,7 @@ from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
 from realhf.planner.cost.rank_groups import Span
 from realhf.planner.cost.rates import Rates
 from realhf.planner.workload.problem import ModelRole
-from realhf.sizes.kv_blocks import padded_size
+from realhf.profiling.decoding import next_tokens
 from tests.distributed.recording import RecordedWorld
 
 ONE = Span(1, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realhf.cluster import Cluster
+from realhf.distributed.pieces import one_piece_each, whole_parameters
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
@@ -15,7 +16,6 @@ from realhf.models.region import Region
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
-from realhf.realloc.pieces import one_piece_each, whole_parameters
 from tests.reallocators import make_reallocator
 from tests.samples import pairs
 

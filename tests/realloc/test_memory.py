@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.distributed.pieces import one_piece_each
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_slices
-from realhf.realloc.pieces import one_piece_each
 from tests.realloc.test_execute import _model
 from tests.reallocators import make_reallocator
 

@@ -11,7 +11,7 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.cli.memory_prediction import predict_memory
 from realhf.distributed.world import World
 from realhf.errors import UserError
-from realhf.inference import cache_limit
+from realhf.inference import cache_memory
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
@@ -109,7 +109,7 @@ def test_a_resumed_run_keeps_the_cache_that_was_agreed(monkeypatch, tmp_path):
     """Few blocks change the order in which rows run. The limit stays although more memory is free later."""
     directory = write_task(tmp_path)
     free = [1 << 17]
-    monkeypatch.setattr(cache_limit, "free_bytes", lambda device, *, num_users: free[0])
+    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: free[0])
     whole = tmp_path / "whole"
     trainer = _trainer(directory, whole)
     trainer.run()
@@ -138,7 +138,7 @@ def test_a_resumed_run_keeps_the_cache_that_was_agreed(monkeypatch, tmp_path):
 def test_a_recorded_cache_that_does_not_fit_any_more_is_refused(monkeypatch, tmp_path):
     directory = write_task(tmp_path)
     free = [1 << 30]
-    monkeypatch.setattr(cache_limit, "free_bytes", lambda device, *, num_users: free[0])
+    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: free[0])
     _trainer(directory, tmp_path / "whole").run()
     free[0] = 1 << 10
     resumed = _trainer(directory, tmp_path / "again", start=tmp_path / "whole" / "checkpoints" / "step_1")
@@ -152,7 +152,7 @@ def test_a_recorded_cache_that_does_not_fit_any_more_is_refused(monkeypatch, tmp
 @pytest.mark.slow
 def test_a_plan_with_rows_may_take_all_that_passes_leave(monkeypatch, tmp_path):
     directory = write_task(tmp_path)
-    monkeypatch.setattr(cache_limit, "free_bytes", lambda device, *, num_users: 1 << 24)
+    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: 1 << 24)
     layouts = dict.fromkeys(("actor_generate", "ref_forward", "actor_train"), {"layout": "d1@0"})
     limits = []
     for extra in ({}, {"max_rows": 24}):

@@ -19,12 +19,12 @@ from realhf import (
     RewardModel,
     SamplingConfig,
 )
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from realhf.sizes import chunk_sizes
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 

@@ -26,9 +26,9 @@ from realhf import (
     SamplingConfig,
     SoftOverlongPenalty,
     TrainStep,
-    half_precision,
 )
 from realhf.algorithms.policy_loss import PolicyLoss
+from realhf.devices import half_precision
 from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan

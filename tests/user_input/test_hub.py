@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from realhf.checkpoint.peft import adapter_config
-from realhf.checkpoint.read import tensor_shapes
+from realhf.checkpoint.tensor_files import tensor_shapes
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.user_input.hub import HubName, parse_hub_name

@@ -1,40 +1,46 @@
 """MegatronEngine: trains a role, and computes its forward passes, with Megatron-Core.
 
-The native engine generates for such a role, from a copy of its weights.
+Micro-batches pass through the pipeline stages by Megatron-Core's schedules: 1F1B, or interleaved 1F1B if
+stages have several chunks of the model. The native engine generates for such a role, from a copy of its
+weights.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import read_shards
-from realhf.data.batch import Batch
+from realhf.data.batch import Batch, Packed
+from realhf.data.micro_batch import attention_share, interleaved_group, micro_batches
 from realhf.distributed.activity import Report
 from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.base import Engine, PassSettings
+from realhf.engine.base import DTYPES, Engine, PassSettings
 from realhf.engine.chunked_loss import loss_by_chunks
-from realhf.engine.megatron.configuration import make_config
-from realhf.engine.megatron.model import MegatronModel
+from realhf.engine.megatron.model import MegatronModel, make_config
 from realhf.engine.megatron.optimizer import MegatronTrainer
 from realhf.engine.megatron.pieces import blocks_of, by_name
-from realhf.engine.megatron.process_groups import make_collection
-from realhf.engine.megatron.schedule import PipelineSchedule
-from realhf.engine.protocol import DTYPES
+from realhf.engine.megatron.process_groups import StageMessages, make_collection
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
-from realhf.realloc.pieces import Shards
-from realhf.sizes.micro_batch import attention_share, micro_batches
+
+ResultOf = Callable[[int, Tensor], Any]
+"""(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
 
 
 class MegatronEngine(Engine):
@@ -148,3 +154,72 @@ def _start_globals() -> None:
         parallel_state._set_global_memory_buffer()
     if not get_cuda_rng_tracker().is_initialized():
         model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
+
+
+class PipelineSchedule:
+    """The schedule of the chunks of a stage, or of their wrappers for training."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig,
+        collection: ProcessGroupCollection, groups: ParallelGroups,
+    ) -> None:  # fmt: skip
+        self._chunks = list(chunks)
+        self._config = config
+        self._collection = collection
+        self._layout = layout = groups.layout
+        self._is_interleaved = len(chunks) > 1
+        self._run = get_forward_backward_func(
+            pp_size=layout.pp, vp_size=layout.vp if self._is_interleaved else None)
+        self._messages = (
+            {"p2p_communicator": StageMessages(groups, collection.pp, config)} if layout.pp > 1 else {})
+
+    def run(self, micro_batches: Sequence[Packed], result_of: ResultOf, *, recompute: bool) -> list[Any]:
+        """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
+
+        With `recompute`, every layer keeps only its input for the backward pass.
+        """
+        train = torch.is_grad_enabled()
+        self._config.recompute_granularity = "full" if recompute else None
+        self._config.recompute_method = "uniform" if recompute else None
+        self._config.recompute_num_layers = 1 if recompute else None
+        count = len(micro_batches)
+        sizes = self._padded_sizes(micro_batches)
+        results: list[Any] = []
+
+        def forward(numbers: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            number = next(numbers)
+            ids_T, seq_lens = padded(micro_batches[number], sizes[number])
+            return model(ids_T, seq_lens), partial(collect, number)
+
+        def collect(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            result = result_of(number, hidden)
+            results.append(result.detach() if train else result)
+            # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
+            return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
+
+        numbers = [iter(range(count)) for _ in self._chunks]
+        if self._is_interleaved:
+            self._config.microbatch_group_size_per_vp_stage = interleaved_group(count, self._layout.pp)
+        self._run(
+            forward_step_func=forward, data_iterator=numbers if self._is_interleaved else numbers[0],
+            model=self._chunks if self._is_interleaved else self._chunks[0], num_microbatches=count,
+            seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
+            pg_collection=self._collection, **self._messages)  # fmt: skip
+        return results
+
+    def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
+        """Return the size of each micro-batch: a multiple of tp, and under a pipeline the same for all.
+
+        Messages between stages of different sizes would have to be announced, for which the host waits.
+        """
+        tp = self._layout.tp
+        sizes = [max(1, -(-len(tokens.values) // tp)) * tp for tokens in micro_batches]
+        return sizes if self._layout.pp == 1 else [max(sizes)] * len(sizes)
+
+
+def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
+    """Return packed tokens with a last sequence of padding up to this size, and the sequences' lengths."""
+    num_padding = size - len(tokens.values)
+    if not num_padding:
+        return tokens.values, list(tokens.lengths)
+    return torch.nn.functional.pad(tokens.values, (0, num_padding)), [*tokens.lengths, num_padding]

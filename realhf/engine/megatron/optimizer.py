@@ -17,11 +17,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from realhf.calls import OptimizerConfig as AdamWConfig
+from realhf.calls import learning_rate
+from realhf.distributed.pieces import Piece, Shards
 from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.pieces import MatrixBlock, by_name
 from realhf.engine.optimizer import count_skipped
-from realhf.learning_rates import learning_rate
-from realhf.realloc.pieces import Piece, Shards
 
 _KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Kind of tensor in our checkpoints -> its name in Megatron-Core's optimizer."""

@@ -15,10 +15,10 @@ import torch
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from torch import Tensor
 
+from realhf.distributed.pieces import Piece, Shards
 from realhf.engine.megatron.model import MegatronModel
 from realhf.models.param_spec import ParamSpec
 from realhf.models.region import Region, region_size
-from realhf.realloc.pieces import Piece, Shards
 
 _Range = tuple[int, int]
 

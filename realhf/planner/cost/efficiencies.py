@@ -68,7 +68,7 @@ TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     },
     "cpu": {
         "matmul": (0.7, _MEASURE),
-        "grouped_matmul": (0.7, "one product after the other (nn/grouped_linear.py)"),
+        "grouped_matmul": (0.7, "one product after the other (nn/moe.py)"),
         "attention": (0.4, _MEASURE),
         "memory": (0.8, _MEASURE),
         "link": (0.8, _MEASURE),

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
+from realhf.models.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 from realhf.planner.cost.expert_load import expected_maximum
 from realhf.planner.cost.rates import SharedPrompts
 from realhf.planner.workload.problem import Workload
-from realhf.sizes.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 
 
 def prefilled(work: Workload, rows: float) -> tuple[float, float]:

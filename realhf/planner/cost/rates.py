@@ -256,7 +256,7 @@ class Rates(LinkRates):
         """Return the seconds of a product with the head's weight.
 
         In float32 a GPU computes logits with its bfloat16 units all the same, and their gradients as sums of
-        three products (nn/half_matmul.py).
+        three products (devices/half_precision.py).
         """
         is_cuda = self.cluster.device_type == "cuda"
         if role.widens_head and not (is_cuda and role.dtype == "bfloat16"):

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.devices import chunk_sizes
 from realhf.layout import ParallelStrategy
 from realhf.planner.memory.shard import Widths, exchanged, float32_bytes, widths
 from realhf.planner.workload.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.sizes import chunk_sizes
 
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
@@ -142,7 +142,7 @@ class CallPieces:
         """Return the bytes that it takes to add a weight's gradient to the buffer; 0 where dtypes agree.
 
         A GPU computes a part of the gradient in float32, and a CPU parts of its operands (`add_product` in
-        nn/half_matmul.py).
+        devices/half_precision.py).
         """
         if self.role.itemsize == self.role.wide_itemsize:
             return 0.0
@@ -212,7 +212,7 @@ class CallPieces:
         return self.role.wide_itemsize if self.role.widens_head else self.role.itemsize
 
     def widened_head_bytes(self, tokens: float, *, backward: bool) -> float:
-        """Return the bytes of what nn/half_matmul.py has in float32 at a time for the head.
+        """Return the bytes of what devices/half_precision.py has in float32 at a time for the head.
 
         These are parts of the hidden states and of the head's weight. On a GPU they exist only in the
         backward pass, beside parts of the gradient.

@@ -8,14 +8,13 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from realhf.attention.page_sizes import page_tokens
+from realhf.models.kv_blocks import padded_size, page_tokens, tokens_for
 from realhf.plan import CallPlan
 from realhf.planner.memory.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.memory.model_states import weights_bytes
 from realhf.planner.memory.shard import num_params
 from realhf.planner.memory.train_memory import TrainMoments
 from realhf.planner.workload.problem import PlannedCall, Problem
-from realhf.sizes.kv_blocks import padded_size, tokens_for
 
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.

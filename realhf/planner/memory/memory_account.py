@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.layout import MAX_RANKS, Layout
-from realhf.models.megatron_config import MegatronConfig
+from realhf.models.engine_configs import MegatronConfig
+from realhf.models.kv_blocks import cache_limit
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner.memory import model_states
 from realhf.planner.memory.activation_memory import CallMemory
 from realhf.planner.memory.call_memory import RunningMemory
 from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.workload.problem import PlannedCall, Problem
-from realhf.sizes.kv_blocks import cache_limit
 
 _STATES = {
     "weights": model_states.base_weights_bytes, "adapters": model_states.adapter_bytes,

@@ -8,14 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
+from realhf.models.kv_blocks import cached_heads
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import chunk_body, region_size
 from realhf.planner.workload.problem import parameter_table
-from realhf.sizes.chunk_sizes import SMALL_PRODUCT
-from realhf.sizes.kv_blocks import cached_heads
 
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 
@@ -61,7 +61,7 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
     """Return the elements of queries, keys and values that a token sends to the ranks over cp, itself
     included.
 
-    Key-value heads go to every rank that has one of their query heads (nn/context_parallel.py).
+    Key-value heads go to every rank that has one of their query heads (nn/attention.py).
     """
     query_heads = config.num_heads // tp
     queries_per_kv = 1

@@ -6,11 +6,11 @@ is the number of bytes of an element that needs precision.
 
 from functools import cached_property
 
+from realhf.data.micro_batch import passes_in_flight
+from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.planner.memory.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.memory.model_states import num_states, trained_params
 from realhf.planner.memory.shard import held_params, in_section
-from realhf.sizes.chunk_sizes import OPTIMIZER_SLICE_NUMEL
-from realhf.sizes.micro_batch import passes_in_flight
 
 
 class TrainMoments:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.data.micro_batch import balance
 from realhf.layout import ParallelStrategy
 from realhf.planner.workload.lengths import Lengths
 from realhf.planner.workload.problem import Workload
-from realhf.sizes.micro_batch import balance
 
 _DRAWN = 2048  # Sequences that are drawn, in several mini-batches.
 _LEAST_DRAWS = 3

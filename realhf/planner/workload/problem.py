@@ -10,18 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.data.micro_batch import attention_share
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import MegatronConfig, TransformersConfig
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.megatron_config import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.workload.lengths import Lengths, geometric
 from realhf.planner.workload.rounds import RoundStatistics, steady_round
 from realhf.planner.workload.scoring_time import ScoringTime
-from realhf.sizes.micro_batch import attention_share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

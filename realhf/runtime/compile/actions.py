@@ -11,10 +11,10 @@ from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, is_sharded, model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
-from realhf.checkpoint.read import check_tensors, open_checkpoint
+from realhf.checkpoint.tensor_files import check_tensors, open_checkpoint
 from realhf.data.dataset import DatasetConfig, column_of, load_rows, reads_pairs
 from realhf.data.rows import MissingColumnError, RowFault
 from realhf.data.sequence_tokens import end_of_turn
@@ -16,8 +16,8 @@ from realhf.data.token_texts import token_bytes, word_tokens
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.models.engine_configs import check_installed
 from realhf.models.lora import adapter_spec
-from realhf.models.megatron_config import check_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program

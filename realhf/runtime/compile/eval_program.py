@@ -3,12 +3,11 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 from realhf.data.dataset import reads_pairs
-from realhf.evaluation.metrics import doubt_of_limit
-from realhf.evaluation.sets import Evaluation, metric_prefix, set_field
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Evaluation, Experiment, Role, metric_prefix, set_field
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
@@ -208,3 +207,24 @@ def _naming_own(own_plans: Mapping[str, CallPlan]) -> Iterator[None]:
         if text.startswith("calls.") and call in own_plans:
             text = f"calls.{_PLAN}{text.removeprefix('calls.')}"
         raise ValueError(text) from error
+
+
+def doubt_of_limit(
+    values: Iterable[float | None], correct_above: float, *, is_chosen: bool
+) -> str | None:
+    """Return in words why `correct_above` seems not to tell right answers, judged by values of a reward.
+
+    Return None if nothing is wrong with it. If the user has chosen it, it may be far below the highest value.
+    """
+    known = sorted(set(known_values(values)))
+    right = [value for value in known if value > correct_above]
+    if known and not right and (len(known) > 1 or known[0] > 0):
+        return f"the highest value is {known[-1]:g}, so that no answer counts as right"
+    if len(right) > 1 and not is_chosen and (right[-1] > 1 or len(right) == len(known)):
+        return f"answers with values from {right[0]:g} to {right[-1]:g} all count as right"
+    return None
+
+
+def known_values(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are neither None nor NaN."""
+    return [value for value in values if value is not None and not isnan(value)]

@@ -7,8 +7,8 @@ from typing import Any
 from realhf.calls import HostFunction, answer_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
 from realhf.data.responses import response_lengths
+from realhf.experiment import RolloutLog
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.settings.rollout_log import RolloutLog
 
 RECORD = "eval_record"
 """The call that keeps the answers."""

@@ -7,20 +7,25 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realhf.calls import Generate, OptimizerConfig, SamplingConfig, answer_keys, longest_response
+from realhf.calls import (
+    Generate,
+    OptimizerConfig,
+    SamplingConfig,
+    answer_keys,
+    default_rates,
+    longest_response,
+)
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.checkpoint.read import SCORE, open_checkpoint
+from realhf.checkpoint.tensor_files import SCORE, open_checkpoint
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns, reads_pairs
 from realhf.data.light_tokenizer import chat_template_of, special_tokens
 from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
-from realhf.evaluation.sets import named_sets
-from realhf.experiment import Role, optimizer_steps
+from realhf.experiment import Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.learning_rates import default_rates
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.runtime.compile.program import Program, leaves, to_json

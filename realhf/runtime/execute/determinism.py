@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from realhf.errors import UserError
+from realhf.models.kv_blocks import padded_size
 from realhf.runtime.compile.program import Program
-from realhf.sizes.kv_blocks import padded_size
 from realhf.user_input.files import read_object
 
 RECORD = "determinism.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from realhf.checkpoint.write import memory_of
+from realhf.checkpoint.hf import memory_of
 from realhf.data.batch import Batch
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
-from realhf.engine.protocol import CallResult
+from realhf.engine.base import CallResult
 from realhf.errors import UserError, warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

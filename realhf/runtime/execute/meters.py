@@ -17,9 +17,9 @@ from realhf.distributed.world import World
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
+from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_flops import ModelFlops, TokenSpan
 from realhf.models.param_spec import model_spec
-from realhf.models.transformers_config import TransformersConfig
 from realhf.runtime.compile.actions import Run
 from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.records.recorder import StepRecord

@@ -9,15 +9,14 @@ import torch
 
 from realhf.calls import OptimizerConfig
 from realhf.distributed.group import PeerError
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.base import Engine, GeneratingEngine
+from realhf.engine.base import DTYPES, Engine, GeneratingEngine
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.models.region import region_size
-from realhf.realloc.pieces import Shards
 from realhf.runtime.compile.actions import Action, Run, adapters_of
 from realhf.runtime.weights.parameter_catalog import ParameterCatalog
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.checkpoint.run_state import Saved, SavedTensors
+from realhf.distributed.pieces import Shards
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import Layout
 from realhf.models.param_spec import ModelSpec, Placement
 from realhf.models.region import Region
 from realhf.realloc.bundles import disjoint
-from realhf.realloc.pieces import Shards
 
 _KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
 """Whether the set is trained -> names of the tensors that a checkpoint holds of every parameter."""

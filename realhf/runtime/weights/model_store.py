@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from realhf.checkpoint.write import Beside
+from realhf.checkpoint.hf import Beside
 from realhf.distributed.world import World
 from realhf.models.param_spec import Placement
 from realhf.models.region import Region

@@ -14,13 +14,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
-from realhf.engine.protocol import DTYPES
+from realhf.engine.base import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
 from realhf.realloc.links import Links
-from realhf.realloc.pieces import Shards
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.runtime.compile.actions import Reallocate, role_of
 from realhf.runtime.compile.equal_programs import require_equal_schedules

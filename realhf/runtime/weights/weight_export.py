@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realhf.checkpoint.write import Beside, CheckpointWriter
+from realhf.checkpoint.hf import Beside, CheckpointWriter
 from realhf.distributed.world import World
+from realhf.engine.base import DTYPES
 from realhf.engine.hf_factory import file_spec
-from realhf.engine.protocol import DTYPES
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.models.model_config import ModelConfig
@@ -22,7 +22,7 @@ from realhf.runtime.weights.parameter_catalog import ParameterCatalog
 from realhf.user_input.hub import TERMS_FILES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from realhf.checkpoint.write import Beside
+    from realhf.checkpoint.hf import Beside
 
 
 @dataclass(frozen=True)

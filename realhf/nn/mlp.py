@@ -1,4 +1,7 @@
-"""The activations between the up- and down-projections of MLPs and experts, with their gradients."""
+"""Mlp: a gated or plain MLP, and the activations of MLPs and experts, with their gradients.
+
+Shape suffixes: T tokens, H hidden, F width of the MLP on this rank.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.devices import half_precision
+from realhf.devices.chunk_sizes import PART_NUMEL
+from realhf.distributed.autograd import copy_to_group, sum_over_group
+from realhf.distributed.group import Group
 from realhf.models.model_config import ModelConfig
 from realhf.models.region import row_blocks
-from realhf.nn import half_matmul
-from realhf.nn.grad_accumulation import collects
-from realhf.nn.lora import Adapter, adapted_linear
-from realhf.sizes.chunk_sizes import PART_NUMEL
+from realhf.nn.linear import add_bias, collects
+from realhf.nn.lora import Adapted, Adapter, adapted_linear
+from realhf.nn.parameters import Weights
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
@@ -34,6 +40,28 @@ ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
     "relu": ElementwiseFunction(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
 }
+
+
+class Mlp:
+    """A gated or plain MLP, split by width. Its weights' names begin with `prefix`."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
+    ) -> None:
+        self.tp = tp
+        self.config = config
+        up = f"{prefix}{'gate_up' if config.gated else 'up'}"
+        self.up = weights[f"{up}.weight"]
+        self.up_bias = weights.get(f"{up}.bias")
+        self.down = weights[f"{prefix}down.weight"]
+        self.down_bias = weights.get(f"{prefix}down.bias")
+        self.up_adapter = adapters.get(f"{up}.weight")
+        self.down_adapter = adapters.get(f"{prefix}down.weight")
+
+    def __call__(self, x_TH: Tensor, _: object = None) -> Tensor:
+        up_TF = adapted_linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
+        y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
+        return add_bias(sum_over_group(y_TH, self.tp), self.down_bias)
 
 
 def activation(config: ModelConfig) -> Activation:
@@ -119,11 +147,11 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
         ctx.settings = function, gated
-        return half_matmul.affine(_activate(up_TF, function, gated), weight_HF)
+        return half_precision.affine(_activate(up_TF, function, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = half_matmul.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
+        hidden_TF = half_precision.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
         grad_TF = _gradient(hidden_TF, *ctx.saved_tensors, *ctx.settings, recompute=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

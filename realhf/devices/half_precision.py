@@ -1,22 +1,46 @@
-"""Matrix products of 16-bit operands that are computed in float32.
+"""16-bit numbers: products that are computed in float32, and float32 values kept as sums of 16-bit terms.
 
 A CPU without units for 16-bit numbers multiplies them one by one, which is far slower than float32. So the
 operands are converted to float32, as many rows at a time as fit a core's cache, and the results are rounded.
 The head of a model with `float32_head` computes in float32 on every device, and does not round. Nor do the
 gradients of weights, which are added up in float32 (see `add_product`).
 
+The terms of `split_into` are stored, moved and averaged like all other parameters. In bfloat16, three terms
+together hold all 24 bits of a float32; in a wider dtype, the first term alone does. In float16, bits below
+2^-25 are lost.
+
 Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.half_precision import needs_float32
+from realhf.devices.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL, block_numel
 from realhf.models.region import row_blocks
-from realhf.sizes.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL, block_numel
+
+
+def needs_float32(x: Tensor) -> bool:
+    """Return whether products of this tensor's dtype are slow on its device."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _has_units(x.dtype)
+
+
+@cache
+def _has_units(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies this dtype on this CPU; ONEDNN_MAX_CPU_ISA can forbid it."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return the tensor in float32 if products of its dtype are slow, else unchanged; keeps gradients."""
+    return x.float() if needs_float32(x) else x
 
 
 def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -116,3 +140,21 @@ def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
     share = WIDENED_TOKENS_NUMEL // WIDENED_WEIGHT_NUMEL
     numel = WIDENED_WEIGHT_NUMEL * (CUDA_PARTS if weight_OI.is_cuda else 1)
     return row_blocks(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), numel)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which terms of this dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def joined(terms: Tensor) -> Tensor:
+    """Return the float32 values that terms add up to over their first dim, which is exact."""
+    return terms.sum(0, dtype=sum_dtype(terms.dtype))
+
+
+def split_into(terms: Tensor, values: Tensor) -> None:
+    """Set terms, along their first dim, so that they add up to these values."""
+    remainder = values.to(terms.device, sum_dtype(terms.dtype), copy=True)
+    for term in terms:
+        term.copy_(remainder)
+        remainder -= term

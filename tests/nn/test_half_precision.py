@@ -5,9 +5,9 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf import half_precision
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices import half_precision
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
@@ -15,7 +15,6 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.nn import half_matmul
 from tests.engine.training import CALL, minibatch
 from tests.families import CASES, MOE_CASES
 from tests.realloc.test_memory import Storages
@@ -43,22 +42,22 @@ def _is_rounded(found, exact):
 @pytest.mark.parametrize("numel", [1, 40, 1 << 19])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_products_in_parts(monkeypatch, without_units, tokens, numel):
-    monkeypatch.setattr(half_matmul, "WIDENED_WEIGHT_NUMEL", numel)
-    monkeypatch.setattr(half_matmul, "WIDENED_TOKENS_NUMEL", numel)
+    monkeypatch.setattr(half_precision, "WIDENED_WEIGHT_NUMEL", numel)
+    monkeypatch.setattr(half_precision, "WIDENED_TOKENS_NUMEL", numel)
     x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
     weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
     wide = x.double() @ weight.double().T
-    _is_rounded(half_matmul.affine(x, weight), wide)
-    _is_rounded(half_matmul.affine(x, weight, bias), wide + bias.double())
-    _is_rounded(half_matmul.product(grad, weight), grad.double() @ weight.double())
-    torch.testing.assert_close(half_matmul.affine_float32(x, weight).double(), wide, rtol=1e-5, atol=1e-5)
+    _is_rounded(half_precision.affine(x, weight), wide)
+    _is_rounded(half_precision.affine(x, weight, bias), wide + bias.double())
+    _is_rounded(half_precision.product(grad, weight), grad.double() @ weight.double())
+    torch.testing.assert_close(half_precision.affine_float32(x, weight).double(), wide, rtol=1e-5, atol=1e-5)
     _is_rounded(
-        half_matmul.product(grad.float() / 3, weight, out=torch.empty_like(x)),
+        half_precision.product(grad.float() / 3, weight, out=torch.empty_like(x)),
         (grad.float() / 3).double() @ weight.double())
     total, product = torch.full((12, 16), torch.nan), grad.double().T @ x.double()
-    half_matmul.add_product(total, grad, x, is_empty=True)
+    half_precision.add_product(total, grad, x, is_empty=True)
     torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-5)
-    half_matmul.add_product(total, grad, x, is_empty=False)
+    half_precision.add_product(total, grad, x, is_empty=False)
     torch.testing.assert_close(total.double(), 2 * product, rtol=1e-5, atol=1e-5)
 
 
@@ -71,9 +70,9 @@ def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, 
     x, weight = torch.zeros(tokens, width, dtype=BF16), torch.zeros(outputs, width, dtype=BF16)
     grad, total = torch.zeros(tokens, outputs, dtype=BF16), torch.zeros(outputs, width)
     for run, held in (
-        (lambda: half_matmul.affine(x, weight), grad.nbytes),
-        (lambda: half_matmul.product(grad, weight), x.nbytes),
-        (lambda: half_matmul.add_product(total, grad, x, is_empty=False), 0),
+        (lambda: half_precision.affine(x, weight), grad.nbytes),
+        (lambda: half_precision.product(grad, weight), x.nbytes),
+        (lambda: half_precision.add_product(total, grad, x, is_empty=False), 0),
     ):  # fmt: skip
         with Storages() as storages:
             run()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, Sequences, nothing_attended
 from realhf.attention.reference import ReferenceAttention
-from realhf.half_precision import needs_float32, widened
+from realhf.devices.half_precision import needs_float32, widened
 
 _FEW_QUERIES = 4
 """Up to so many queries per head, torch's CPU kernel is faster in bfloat16 if each query is its own head."""
@@ -22,7 +22,7 @@ _MIN_BFLOAT16_NUMEL = 1 << 15
 bfloat16 it compiles and keeps kernels for every length."""
 
 
-class CpuAttention(ReferenceAttention):
+class DenseAttention(ReferenceAttention):
     """Packed attention with one call of torch's kernel per run of consecutive sequences of equal length.
 
     `paged` is the reference's. Decoding on CPU does not use it: it reads shared blocks once (inference/).
