@@ -36,10 +36,10 @@ from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role,
 from realhf.cli.planning_problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
-from realhf.planner.cost.parameter_boxes import ContiguousLayout  # noqa: E402
-from realhf.planner.cost.rates import Rates  # noqa: E402
+from realhf.planner.links import ContiguousLayout  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
-from realhf.planner.search.search_space import SearchSpace  # noqa: E402
+from realhf.planner.rates import Rates  # noqa: E402
+from realhf.planner.search_space import SearchSpace  # noqa: E402
 
 GAP = 0.001  # The search ends at this gap.
 NO_SLOWER = 1 - 1e-6

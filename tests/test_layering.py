@@ -35,8 +35,15 @@ LAYERS = {
 """Layer of every module or subpackage directly under realhf."""
 RUNTIME_LAYERS = {"compile": 0, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
 """The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
-PLANNER_LAYERS = {"workload": 0, "memory": 1, "cost": 2, "search": 3}
-"""The same of the subpackages of realhf.planner, whose own modules, such as make, are above them."""
+PLANNER_ORDER = (
+    ("lengths", "slowest_replica", "problem", "micro_batches"),  # The work of each call.
+    ("shard", "activation_memory", "call_memory", "communicator_memory", "memory_account"),  # Bytes of ranks.
+    ("efficiencies", "links", "rates", "shared_cores", "call_cost", "reallocation", "step_time"),  # Seconds.
+    ("profile", "profiled_rates"),  # Measured ones.
+    ("candidates", "call_group", "memory_bounds", "search_space", "local_search", "tree_search"),
+    ("reasons", "make", "comparisons", "report"))
+"""The modules of realhf.planner: a module imports only those before it."""
+SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for name in names]
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [
@@ -125,10 +132,8 @@ def test_imports_go_strictly_downward():
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("package", "layers"), [("realhf.runtime", RUNTIME_LAYERS), ("realhf.planner", PLANNER_LAYERS)]
-)
-def test_subpackages_are_layered_too(package, layers):
+def test_subpackages_are_layered_too():
+    package, layers = "realhf.runtime", RUNTIME_LAYERS
     wrong, top = [], 1 + max(layers.values())
     for module, tree in modules().items():
         for name in imports(tree, functions=True, type_checking=True):
@@ -136,6 +141,17 @@ def test_subpackages_are_layered_too(package, layers):
                 here, there = (layers.get(part(one, depth=2), top) for one in (module, name))
                 if part(module, depth=2) != part(name, depth=2) and there >= here != top:
                     wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def test_modules_of_the_planner_are_in_order():
+    order = [f"realhf.planner.{name}" for names in PLANNER_ORDER for name in names]
+    assert {*order, "realhf.planner"} == {one for one in modules() if within(one, "realhf.planner")}
+    wrong = []
+    for position, module in enumerate(order):
+        for name in imports(modules()[module], functions=True, type_checking=True):
+            if within(name, "realhf.planner") and name not in order[:position]:
+                wrong.append(f"{module} imports {name}")
     assert wrong == []
 
 

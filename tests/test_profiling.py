@@ -18,9 +18,9 @@ from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.cost.call_cost import CallCost
-from realhf.planner.cost.profile import COLLECTIVES
-from realhf.planner.cost.rates import Rates
+from realhf.planner.call_cost import CallCost
+from realhf.planner.profile import COLLECTIVES
+from realhf.planner.rates import Rates
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import DecodingRows, prompts

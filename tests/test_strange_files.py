@@ -34,7 +34,7 @@ from realhf.errors import UserError
 from realhf.job_process import JobEnded, JobProcess
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost.profile import Profile
+from realhf.planner.profile import Profile
 from realhf.user_input.files import (
     MAX_ROW_BYTES,
     open_regular,

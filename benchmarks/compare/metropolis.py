@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.search_space import SearchSpace
 
 _COLDEST, _HOTTEST = 3000.0, 10.0  # beta, relative to 1 / (seconds of the first plan).
 _PENALTY = 10.0  # Added for a plan that does not fit, relative to the seconds of the first plan.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from realhf.models.model_config import ModelConfig
-from realhf.planner.cost.engine_paths import EnginePath
+from realhf.planner.efficiencies import EnginePath
 
 NEMO = EnginePath(
     kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded=True, gathers=False,

@@ -3,7 +3,7 @@
     python benchmarks/compare/published_steps.py
     python benchmarks/compare/published_steps.py --no-plans --json
 
-All rows share the efficiencies of `h100` (planner/cost/efficiencies.py) and the description of NeMo RL's
+All rows share the efficiencies of `h100` (planner/efficiencies.py) and the description of NeMo RL's
 engine (published_rows.py); nothing is set for a single row. The exit code is 1 if a goal was missed.
 """
 
@@ -37,14 +37,13 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.efficiencies import EFFICIENCIES, Efficiencies
-from realhf.planner.cost.rates import Rates
+from realhf.planner.call_cost import call_cost
+from realhf.planner.efficiencies import EFFICIENCIES, Efficiencies
+from realhf.planner.lengths import Lengths
 from realhf.planner.make import make_plan
-from realhf.planner.memory.model_states import weights_bytes
-from realhf.planner.memory.shard import widths
-from realhf.planner.workload.lengths import Lengths
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.shard import weights_bytes, widths
 
 _TRAINING = ("actor_forward", "ref_forward", "actor_train")
 LENGTHS_DEVIATION = 0.6

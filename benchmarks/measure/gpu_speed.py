@@ -42,7 +42,7 @@ from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.planner.memory.memory_check import check_memory
+from realhf.planner.memory_account import check_memory
 
 DTYPE = "bfloat16"
 PINNED_BYTES = 1 << 28

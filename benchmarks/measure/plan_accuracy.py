@@ -30,12 +30,12 @@ from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.experiment import Experiment
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.profile import Profile
-from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.cost.rates import Rates
 from realhf.planner.make import make_plan
-from realhf.planner.workload.problem import Problem
+from realhf.planner.problem import Problem
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.rates import Rates
+from realhf.planner.step_time import predict
 
 THE_PLANNERS = "the planner's"
 

@@ -1,6 +1,6 @@
 """Schedules the movements of RLHF on 8 to 1024 H100s: ratio to the bound, and time to compute the schedule.
 
-The planner's estimate of each schedule (planner/cost/transfer.py) is compared with it, too.
+The planner's estimate of each schedule (planner/reallocation.py) is compared with it, too.
 
     python benchmarks/measure/realloc_schedule.py
     python benchmarks/measure/realloc_schedule.py --models deepseek-v3 --only growing disjoint
@@ -25,8 +25,8 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.models.region import region_size
-from realhf.planner.cost.parameter_boxes import ContiguousLayout, MovedModel
-from realhf.planner.cost.transfer import estimate_movement
+from realhf.planner.links import ContiguousLayout
+from realhf.planner.reallocation import MovedModel, estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 

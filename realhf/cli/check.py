@@ -14,8 +14,7 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
 from realhf.experiment import Experiment
-from realhf.planner.memory import memory_report
-from realhf.planner.memory.memory_check import MemoryCheck, require_fit
+from realhf.planner.memory_account import MemoryCheck, require_fit
 from realhf.user_input.units import format_bytes
 
 HELP = "find what is wrong with an experiment and a plan, without running it"
@@ -58,7 +57,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             answer["first_prompt"] = trial.first_prompt._asdict()
         if trial.first_learned is not None:
             answer["first_learned"] = trial.first_learned._asdict()
-        print(json.dumps(answer | ({"memory": memory_report.document(proof)} if proof is not None else {})))
+        print(json.dumps(answer | ({"memory": proof.document()} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
     for call in program.graph.order:
@@ -78,5 +77,5 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         fits = f"it fits{place}, but is tight" if proof.is_tight else f"it fits{place}"
         print(f"{fits}: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
     if proof is not None and cluster is not None:
-        Console().print(memory_report.render(proof), soft_wrap=True)
+        Console().print(proof.render(), soft_wrap=True)
     return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.checkpoint.names import find_checkpoints
-from realhf.planner.workload.problem import Problem
+from realhf.planner.problem import Problem
 from realhf.runtime.compile.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"

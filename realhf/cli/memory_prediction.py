@@ -5,8 +5,7 @@ from realhf.cli.plan import cluster_at_hand, this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.planner.memory.memory_account import MemoryAccount
-from realhf.planner.memory.memory_check import MemoryCheck, require_fit
+from realhf.planner.memory_account import MemoryAccount, MemoryCheck, require_fit
 from realhf.runtime.compile.program import PredictedMemory, Program
 
 _FEW_RANKS = 8

@@ -23,15 +23,14 @@ from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
-from realhf.planner.changes import change
-from realhf.planner.cost.profile import Profile
-from realhf.planner.cost.profiled_rates import ProfiledRates, not_measured
-from realhf.planner.cost.rates import Rates
-from realhf.planner.lag import LagComparison
+from realhf.planner.comparisons import LagComparison, SearchLimits, what_if
+from realhf.planner.comparisons import render as render_changes
 from realhf.planner.make import Planned, make_plan
-from realhf.planner.what_if import SearchLimits, what_if
-from realhf.planner.what_if import render as render_changes
-from realhf.planner.workload.problem import Problem
+from realhf.planner.problem import Problem
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates, not_measured
+from realhf.planner.rates import Rates
+from realhf.planner.reasons import change
 from realhf.user_input.files import require_output
 from realhf.user_input.units import format_seconds
 

@@ -11,7 +11,7 @@ from realhf.errors import UserError, naming
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.workload.problem import ITEMSIZE
+from realhf.planner.problem import ITEMSIZE
 from realhf.realloc import explain
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule

@@ -7,7 +7,7 @@ from typing import Any
 from realhf.data.dataset import IS_CHOSEN, completion_columns, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.experiment import Expected, Experiment
-from realhf.planner.workload.lengths import Lengths, alike_share, long_tail, observed
+from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
 from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.user_input.field_types import require
 from realhf.user_input.files import read_json_lines

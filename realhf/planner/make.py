@@ -1,30 +1,56 @@
-"""Make a plan: search for it, describe it, and explain why there is none."""
+"""Make a plan: search for it, simulate its step, and explain why there is none.
+
+On a cluster with several kinds of hosts, the search begins from plans on hosts of one kind alone.
+"""
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost.call_cost import CallCost
-from realhf.planner.cost.rates import Rates
-from realhf.planner.memory.memory_check import MemoryCheck, check_memory, require_fit
-from realhf.planner.memory.model_states import available_bytes
+from realhf.planner.call_cost import CallCost
+from realhf.planner.local_search import LocalSearch, leanest
+from realhf.planner.memory_account import MemoryCheck, check_memory, require_fit
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
-from realhf.planner.search.local_search import LocalSearch, leanest
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.simulate import Simulation, simulate
-from realhf.planner.search.starts_by_kind import starts_by_kind
-from realhf.planner.search.tree_search import ReportProgress, SearchResult, search
-from realhf.planner.workload.problem import Problem
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.shard import available_bytes
+from realhf.planner.step_time import first_starts, have_common_ranks
+from realhf.planner.tree_search import ReportProgress, SearchResult, search
 from realhf.user_input.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
+
+
+@dataclass(frozen=True)
+class TimelineEntry:
+    """A call, or the reallocation of a role for a call, on `num_ranks` ranks from `first_rank` on.
+
+    Seconds count from the start of the first call of a step; the end may lie in the next step.
+    """
+
+    name: str
+    kind: str
+    first_rank: int
+    num_ranks: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of the steady state. `idle` is the fraction of the step in which each device runs no call."""
+
+    step_seconds: float
+    timeline: tuple[TimelineEntry, ...]
+    idle: np.ndarray
 
 
 class Heuristic(NamedTuple):
@@ -121,6 +147,93 @@ def _heuristic_on(space: SearchSpace, everywhere: range) -> Heuristic | None:
         return Heuristic(local.best.tolist(), local.best_score, True)
     fastest = [int(indices[0]) for indices in allowed]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
+
+
+def starts_by_kind(
+    space: SearchSpace, *, time_limit: float, gap: float, max_iterations: int | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """Return a plan on each kind of hosts that has one, found in an equal share of the time; none if there
+    is one kind. Each search has the other limits to itself (see `search`)."""
+    kinds = space.problem.cluster.ranks_by_kind
+    if len(kinds) == 1:
+        return []
+    starts = []
+    for ranks, _ in kinds:
+        if (problem := _alone(space.problem, ranks)) is None:
+            continue
+        alone = SearchSpace(problem, space.rates.at(ranks))
+        if not all(group.candidates for group in alone.groups):
+            continue
+        found = search(
+            alone, time_limit=time_limit / len(kinds), gap=gap, max_iterations=max_iterations,
+            should_stop=should_stop)
+        if found is not None:
+            starts.append(_located(space, alone, found.chosen, ranks.start))
+    return starts
+
+
+def _alone(problem: Problem, ranks: range) -> Problem | None:
+    """Return the problem on the hosts with these ranks only, None if a call is pinned to other hosts."""
+    if any(rank not in ranks for layout in problem.pins.values() for rank in layout.ranks):
+        return None
+    index = problem.cluster.kind_index(ranks)
+    assert index is not None
+    pins = {
+        name: Layout(layout.strategy, DeviceMesh(tuple(rank - ranks.start for rank in layout.ranks)))
+        for name, layout in problem.pins.items()}
+    return replace(problem, cluster=problem.cluster.kinds[index], pins=pins)
+
+
+def _located(space: SearchSpace, alone: SearchSpace, chosen: tuple[int, ...], first_rank: int) -> list[int]:
+    """Return a plan for hosts of one kind as candidates of the whole space, in which their first rank is
+    `first_rank`."""
+    located = []
+    for whole, group, index in zip(space.groups, alone.groups, chosen, strict=True):
+        layout, variants = group.candidates[index]
+        layout = layout._replace(first_rank=layout.first_rank + first_rank)
+        plans = [variant.call_plan for variant in variants]
+        located.append(next(
+            i for i, other in enumerate(whole.candidates)
+            if other.layout == layout and [variant.call_plan for variant in other.variants] == plans))
+    return located
+
+
+def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
+    """Return a step of a plan (one candidate per call group), late enough that the start has no effect."""
+    plans = np.asarray(chosen)[None]
+    period = float(space.exact_periods(plans)[0])
+    moving = space.moving(plans)
+    times = space.call_times(plans)
+    busy = space.needs.busy(moving, times.first, times.stop)[0]
+    durations = space.needs.durations(moving)[0]
+    seconds, first, stop = (array[0] for array in times)
+    shares = have_common_ranks(times.first, times.stop)[0]
+    num_steps = 4 * len(space.calls) + 4
+    starts = first_starts(space.needs, seconds, shares, moving[0], busy, num_steps=num_steps)[-1]
+    starts = starts - starts.min()
+    idle = np.ones(space.problem.cluster.num_devices)
+    timeline = []
+    for i, call in enumerate(space.calls):
+        first_rank = int(first[i])
+        num_ranks = int(stop[i]) - first_rank
+        idle[first_rank : first_rank + num_ranks] -= seconds[i] / period
+        end = starts[i] + seconds[i]
+        timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
+    for (i, j, lag), arrived, amount in zip(space.needs.weights, moving[0], durations, strict=True):
+        if amount > 0:
+            ends = [starts[j] + seconds[j]]
+            if lag and space.needs.in_place:
+                ends += [starts[other] + seconds[other] for other in range(j) if shares[i, other]]
+            start = max(ends) + arrived - amount - lag * period
+            start += period if start < 0 else 0.0
+            num_ranks = int(stop[i] - first[i])
+            name = f"{space.calls[j].role} for {space.calls[i].name}"
+            timeline.append(TimelineEntry(name, "realloc", int(first[i]), num_ranks, start, start + amount))
+    return Simulation(period, tuple(timeline), np.clip(idle, 0.0, 1.0))
+
+
+# Problems without a plan
 
 
 def _require_supported(problem: Problem, rates: Rates) -> None:

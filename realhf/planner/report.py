@@ -9,10 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from realhf.planner.make import Planned
-from realhf.planner.memory import memory_report
-from realhf.planner.search.enumeration import pins_outside
-from realhf.planner.search.simulate import TimelineEntry
+from realhf.planner.candidates import pins_outside
+from realhf.planner.make import Planned, TimelineEntry
 from realhf.user_input.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
@@ -43,7 +41,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
         "calls": {name: calls[name] for name in planned.plan.calls},
-        "memory": memory_report.document(planned.memory),
+        "memory": planned.memory.document(),
         "timeline": {
             "activities": [vars(entry) for entry in planned.simulation.timeline],
             "idle": planned.simulation.idle.tolist(),
@@ -69,7 +67,7 @@ def render(planned: Planned, *, columns: int) -> Group:
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
-        table, Text(), memory_report.render(planned.memory), Text(), *_summary(planned), Text(),
+        table, Text(), planned.memory.render(), Text(), *_summary(planned), Text(),
         *timeline(planned, columns=columns), Text(),
         *(Text(line) for line in explanation(planned, columns=columns)))
 

@@ -16,8 +16,8 @@ from realhf.engine.native import NativeEngine
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.cost.dependencies import SAMPLE_BYTES
-from realhf.planner.cost.profile import COLLECTIVES, LinkTables, Table
+from realhf.planner.profile import COLLECTIVES, LinkTables, Table
+from realhf.planner.step_time import SAMPLE_BYTES
 from realhf.profiling.clock import Clock, nothing
 from realhf.profiling.sizes import Sizes
 from realhf.profiling.surroundings import device_bytes

@@ -9,9 +9,9 @@ from typing import Any
 from realhf.distributed.world import World
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
-from realhf.planner.cost.profile import SHAPE, ModelTables, Profile, Table, shape_of
-from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.workload.problem import Problem
+from realhf.planner.problem import Problem
+from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.profiling.clock import Clock
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench

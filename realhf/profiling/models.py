@@ -15,8 +15,7 @@ from realhf.calls import OptimizerConfig
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.models.kv_blocks import shared_tokens
-from realhf.planner.cost.profile import CALLS, OF_MODEL, Table
+from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import DecodingRows, cached_tokens, most_rows
 from realhf.profiling.engine_calls import EngineCalls

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.rates import Rates
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.call_cost import call_cost
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates
 from realhf.profiling.clock import Clock
 from realhf.profiling.engine_calls import EngineCalls
 from realhf.profiling.models import MANY

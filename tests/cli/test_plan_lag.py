@@ -12,11 +12,11 @@ from realhf.cli.main import main
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.layout import Layout
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.rates import Rates
-from realhf.planner.lag import LagComparison
+from realhf.planner.comparisons import LagComparison
 from realhf.planner.make import make_plan
-from realhf.planner.search.tree_search import SearchResult
+from realhf.planner.rates import Rates
+from realhf.planner.step_time import predict
+from realhf.planner.tree_search import SearchResult
 from tests.cli_tools import REPO, write_experiment
 from tests.samples import marked
 

@@ -164,7 +164,7 @@ def test_the_planner_counts_the_buffers(pool, text, section_numel):
         pieces = CallPieces(
             role, Workload(8, 8, 8), layout.strategy, micro_batch_tokens=40, recompute=False, fused=True)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(train_memory, "OPTIMIZER_SLICE_NUMEL", window)
+            patched.setattr(call_memory, "OPTIMIZER_SLICE_NUMEL", window)
             counted = TrainMoments(pieces)._optimizer_buffers(pieces.stage(0))
         assert max(found) <= 1.02 * counted <= 2.1 * max(found), (window, found, counted)
 

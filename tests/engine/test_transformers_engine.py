@@ -30,7 +30,7 @@ from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.plan import ExecutionPlan
-from realhf.planner.search.enumeration import find_strategies
+from realhf.planner.candidates import find_strategies
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan

@@ -10,10 +10,10 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.models.engine_configs import MegatronConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost.engine_paths import MEGATRON, OUR_CUDA
-from realhf.planner.memory.memory_account import MemoryAccount
-from realhf.planner.search.enumeration import find_strategies
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.candidates import find_strategies
+from realhf.planner.efficiencies import MEGATRON, OUR_CUDA
+from realhf.planner.memory_account import MemoryAccount
+from realhf.planner.problem import ModelRole, Problem, Workload
 from tests.megatron.test_curves import hf_config
 from tests.planner.problems import peak_memory
 

@@ -21,7 +21,7 @@ from realhf.devices import half_precision
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.problem import ModelRole, Workload
 from tests.realloc.test_memory import Storages
 
 

@@ -9,11 +9,11 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, MoeConfig
-from realhf.planner.cost.dependencies import host_anchor
-from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.call_memory import CallPeaks
-from realhf.planner.search.enumeration import find_meshes
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.call_memory import CallPeaks
+from realhf.planner.candidates import find_meshes
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.step_time import host_anchor
 
 SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1), (9, 1))
 

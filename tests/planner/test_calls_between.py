@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import Dependencies
-from realhf.planner.search.calls_between import find_calls_between, seconds_between, tables_between
-from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import Dependencies
+from realhf.planner.tree_search import find_calls_between, seconds_between, tables_between
 from tests.planner.problems import random_lagged_problem, random_problem
 from tests.planner.test_memory_account import unfinished
 from tests.samples import marked

@@ -152,8 +152,8 @@ def test_an_offloaded_optimizer_leaves_its_memory_to_the_device():
 def test_offloaded_optimizers_need_room_in_the_host_and_are_shown():
     """A host with 100 GB has 80 GB for them, and the state takes a little more."""
     check = _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True)
-    assert host_sentences(check) == ["actor's optimizer is in host memory between steps: 80.9 GB for a rank"]
-    assert memory_report.document(check)["on_host"] == {"actor": 12 * LLAMA.parameters}
+    assert check.host_sentences() == ["actor's optimizer is in host memory between steps: 80.9 GB for a rank"]
+    assert memory_account.document(check)["on_host"] == {"actor": 12 * LLAMA.parameters}
     small = replace(H100, host_memory_bytes=100 * GB)
     message = r"actor\.optimizer\.offload: the state takes 80\.9 GB of a host, and 80 GB are available there"
     with pytest.raises(ValueError, match=message):

@@ -11,12 +11,12 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.cost.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
-from realhf.planner.cost.parameter_boxes import ContiguousLayout
-from realhf.planner.cost.rank_groups import Span
-from realhf.planner.cost.rates import Rates
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.links import ContiguousLayout, Span
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.reallocation import arrivals, reallocation_seconds
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import busy_shares, dependencies
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.compile.actions import ParameterSet, _copies

@@ -11,19 +11,18 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.changes import change, current_values
-from realhf.planner.cost.dependencies import reallocation_seconds
-from realhf.planner.cost.parameter_boxes import ContiguousLayout
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import shared_core_seconds
-from realhf.planner.make import heuristic, make_plan
-from realhf.planner.memory.memory_check import check_memory
-from realhf.planner.search.enumeration import find_meshes
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.starts_by_kind import starts_by_kind
-from realhf.planner.search.tree_search import search
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.candidates import find_meshes
+from realhf.planner.links import ContiguousLayout
+from realhf.planner.make import heuristic, make_plan, starts_by_kind
+from realhf.planner.memory_account import check_memory
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.reallocation import reallocation_seconds
+from realhf.planner.reasons import change, current_values
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.shared_cores import SharedCores
+from realhf.planner.step_time import predict
+from realhf.planner.tree_search import search
 from tests.planner.problems import random_problem
 from tests.planner.test_search import agrees
 
@@ -219,4 +218,4 @@ def test_shared_cores_are_those_of_the_kind():
     cpu = replace(FAST, device_type="cpu", accelerator="cpu", cores_per_host=1)
     cluster = join_kinds([cpu, replace(cpu, cores_per_host=2)])
     seconds, first = np.array([[6.0], [6.0]]), np.array([[0], [2]])
-    assert shared_core_seconds(cluster, seconds, first, first + 1).tolist() == [6.0, 3.0]
+    assert SharedCores(cluster).busiest_host(seconds, first, first + 1).tolist() == [6.0, 3.0]

@@ -16,13 +16,12 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.rates import Rates
-from realhf.planner.workload.lengths import alike_share, geometric, long_tail, observed
-from realhf.planner.workload.micro_batches import mean_micro_batch
-from realhf.planner.workload.problem import ModelRole, Workload
-from realhf.planner.workload.scoring_time import ScoringTime
-from realhf.planner.workload.slowest_replica import Rollout, decode_steps
+from realhf.planner.call_cost import call_cost
+from realhf.planner.lengths import alike_share, geometric, long_tail, observed
+from realhf.planner.micro_batches import mean_micro_batch
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.slowest_replica import Rollout, ScoringTime, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.sample_ids import groups_of
 from tests.planner.problems import quantile

@@ -12,11 +12,11 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.rates import Rates
-from realhf.planner.memory.memory_check import check_memory
-from realhf.planner.memory.model_states import training_bytes, weights_bytes
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.call_cost import call_cost
+from realhf.planner.memory_account import check_memory
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.shard import training_bytes, weights_bytes
 
 LLAMA = ModelRole(ModelConfig.load("llama-7b"), trainable=True)
 ADAPTED = replace(LLAMA, lora=LoraConfig(rank=16))

@@ -15,12 +15,11 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.models.region import region_size
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.call_memory import GenerationMoments
-from realhf.planner.memory.memory_check import check_memory
-from realhf.planner.memory.model_states import available_bytes, training_bytes, weights_bytes
-from realhf.planner.memory.shard import num_params
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.call_memory import GenerationMoments
+from realhf.planner.memory_account import check_memory
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.shard import available_bytes, num_params, training_bytes, weights_bytes
 from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
 from tests.planner.problems import peak_memory

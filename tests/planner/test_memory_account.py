@@ -14,14 +14,13 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.rates import Rates
-from realhf.planner.memory import memory_report
-from realhf.planner.memory.communicator_memory import CommunicatorMemory, Use, groups_of, use_of
-from realhf.planner.memory.memory_check import check_memory, require_fit
-from realhf.planner.memory.model_states import available_bytes, fixed_reserve, weights_bytes
-from realhf.planner.search.call_group import OPEN
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.call_group import OPEN
+from realhf.planner.communicator_memory import CommunicatorMemory, Use, groups_of, use_of
+from realhf.planner.memory_account import check_memory, require_fit
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.shard import available_bytes, fixed_reserve, weights_bytes
 from tests.planner.problems import random_problem
 from tests.planner.test_memory import HF
 from tests.samples import marked
@@ -228,9 +227,9 @@ def test_a_kept_cache_rests_while_other_calls_run():
 
 def test_the_table_adds_up():
     check = check_memory(_generation(80e9), _plan(max_rows=16))
-    sizes = memory_report.columns(check, check.fullest)
+    sizes = check.columns(check.fullest)
     assert sum(sizes.values()) == pytest.approx(check.share(check.fullest) * 80e9)
     assert sizes["reserve"] == 2**30 + 2**28 and sizes["cache"] == 16 * 1024 * 2**19
     assert available_bytes(Cluster.load("h100-1x8")) == pytest.approx(0.95 * 80e9 - sizes["reserve"])
-    assert "context 1.07 GB, staging 268 MB" in memory_report.reserve_sentence(check)
-    assert "4 GB (5%) stay free for fragmentation" in memory_report.reserve_sentence(check)
+    assert "context 1.07 GB, staging 268 MB" in check.reserve_sentence()
+    assert "4 GB (5%) stay free for fragmentation" in check.reserve_sentence()

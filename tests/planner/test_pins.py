@@ -13,14 +13,14 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost.rates import Rates
+from realhf.planner.candidates import COMPLETE, find_meshes, find_strategies, pins_outside
 from realhf.planner.make import make_plan
-from realhf.planner.memory.memory_check import check_memory
-from realhf.planner.memory.model_states import FRAGMENTATION
-from realhf.planner.search.enumeration import COMPLETE, find_meshes, find_strategies, pins_outside
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.tree_search import search
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.memory_account import check_memory
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.shard import FRAGMENTATION
+from realhf.planner.tree_search import search
 from tests.planner.problems import (
     random_lagged_problem,
     random_pins,

@@ -7,9 +7,9 @@ import pytest
 
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.rates import Rates
 from realhf.planner.make import make_plan
+from realhf.planner.rates import Rates
+from realhf.planner.step_time import predict
 from tests.planner.problems import random_problem
 from tests.samples import drawn
 

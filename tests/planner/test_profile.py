@@ -15,13 +15,13 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.efficiencies import Efficiencies
-from realhf.planner.cost.profile import COLLECTIVES, Profile, Table
-from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.cost.rank_groups import Span
-from realhf.planner.cost.rates import Rates, SharedPrompts
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.call_cost import call_cost
+from realhf.planner.efficiencies import Efficiencies
+from realhf.planner.links import Span
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.profile import COLLECTIVES, Profile, Table
+from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.rates import Rates, SharedPrompts
 from tests.cli_tools import REALHF, Command, write_experiment
 
 CONFIG = ModelConfig.load("tiny")

@@ -8,6 +8,7 @@ from benchmarks.compare import published_rows, published_steps
 from realhf.planner.cost.efficiencies import EFFICIENCIES
 from realhf.planner.cost.rates import Rates
 from realhf.planner.make import make_plan
+from realhf.planner.rates import Rates
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,23 @@ import pytest
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
-from realhf.planner.changes import change, current_values
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.profile import Profile
-from realhf.planner.cost.profiled_rates import ProfiledRates
-from realhf.planner.cost.rates import Rates
+from realhf.planner.comparisons import SearchLimits, what_if
+from realhf.planner.lengths import observed
 from realhf.planner.make import make_plan
-from realhf.planner.reasons import explain_difference, find_reasons
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.tree_search import search
-from realhf.planner.sensitivity import WIDEST, Sensitivity
-from realhf.planner.what_if import SearchLimits, what_if
-from realhf.planner.workload.lengths import observed
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.rates import Rates
+from realhf.planner.reasons import (
+    WIDEST,
+    Sensitivity,
+    change,
+    current_values,
+    explain_difference,
+    find_reasons,
+)
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import predict
+from realhf.planner.tree_search import search
 from tests.cli.test_plan_lag import ppo
 from tests.planner.problems import quantile, random_problem
 from tests.samples import marked

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from realhf.planner.cost.rates import Rates
-from realhf.planner.search.local_search import LocalSearch
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.tree_search import search
+from realhf.planner.local_search import LocalSearch
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.tree_search import search
 from tests.planner.problems import random_problem
 from tests.samples import drawn, marked
 

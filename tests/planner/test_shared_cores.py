@@ -8,12 +8,10 @@ import pytest
 
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
-from realhf.planner.cost.call_cost import CallCost, on_shared_cores
-from realhf.planner.cost.neighbours import seconds_with_neighbours
-from realhf.planner.cost.predict import predict
-from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import Dependencies
-from realhf.planner.search.search_space import SearchSpace
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.shared_cores import SharedCores
+from realhf.planner.step_time import Dependencies, delays, have_common_ranks, predict
 from tests.planner.problems import random_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn, marked
@@ -48,13 +46,14 @@ def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_
     assert alone == num_stages + num_micro_batches - 1
     parts = {"compute": float(num_micro_batches), "pipeline": num_stages - 1.0}
     crowding = max(1.0, num_stages / num_cores)
-    cost = on_shared_cores(CallCost(alone, parts), [crowding])
+    seconds, by_cause = SharedCores.of_call(
+        alone, parts, waiting="pipeline", crowding=[crowding], mean_share=1.0)
     taken = take_turns(num_stages, num_micro_batches, num_cores)
-    assert cost.seconds <= taken * (1 + 1e-9)
-    assert cost.seconds >= 0.65 * taken
+    assert seconds <= taken * (1 + 1e-9)
+    assert seconds >= 0.65 * taken
     if crowding == 1 or num_stages == 1 or num_cores == 1:
-        assert cost.seconds == pytest.approx(taken)
-    assert sum(cost.seconds_by_cause.values()) == pytest.approx(cost.seconds)
+        assert seconds == pytest.approx(taken)
+    assert sum(by_cause.values()) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 4])
@@ -70,10 +69,11 @@ def test_the_slowest_replica_has_the_cores_for_itself_in_the_end(replicas, tp, n
         taken += least * max(1.0, len(left) / num_cores)
         left = [each - least for each in left if each > least + 1e-12]
     mean_share = (3.0 + sum(others)) / replicas / 3.0
-    cost = CallCost(3.0, {"compute": 3.0}, mean_share=mean_share)
-    found = on_shared_cores(cost, [max(1.0, k * tp / num_cores) for k in range(1, replicas + 1)])
-    assert found.seconds == pytest.approx(taken)
-    assert sum(found.seconds_by_cause.values()) == pytest.approx(taken)
+    seconds, by_cause = SharedCores.of_call(
+        3.0, {"compute": 3.0}, waiting="pipeline", mean_share=mean_share,
+        crowding=[max(1.0, k * tp / num_cores) for k in range(1, replicas + 1)])
+    assert seconds == pytest.approx(taken)
+    assert sum(by_cause.values()) == pytest.approx(taken)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,9 @@ def test_calls_on_other_ranks_use_the_same_cores(ranks, num_cores, expected):
     nothing = np.full((3, 3), -np.inf)
     needs = Dependencies(nothing, nothing, (), np.zeros(3))
     first, stop = np.array([0, ranks[0], 0]), np.array([ranks[0], num_ranks, num_ranks])
-    found = seconds_with_neighbours(
-        cluster, needs, np.array([1.0, 3.0, 5.0]), first, stop, moving=np.zeros(0), busy=np.zeros((3, 3)))
+    shares = have_common_ranks(first[None], stop[None])[0]
+    waits = delays(needs, shares, np.zeros(0), np.zeros((3, 3)))
+    found = SharedCores(cluster).among_neighbours(np.array([1.0, 3.0, 5.0]), first, stop, waits)
     assert found == pytest.approx([*expected, 5.0])
 
 

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from realhf.planner.cost.rates import Rates
-from realhf.planner.cost.throughput import first_starts
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.simulate import simulate
+from realhf.planner.make import simulate
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import first_starts
 from tests.planner.problems import random_problem, ranks_and_seconds
 from tests.samples import drawn
 

@@ -11,8 +11,8 @@ from realhf.models.engine_configs import MegatronConfig
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.cost.parameter_boxes import ContiguousLayout, MovedModel
-from realhf.planner.cost.transfer import estimate_movement
+from realhf.planner.links import ContiguousLayout
+from realhf.planner.reallocation import MovedModel, estimate_movement
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 

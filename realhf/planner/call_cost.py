@@ -1,0 +1,402 @@
+"""Seconds of one call on a mesh, added up from the seconds of decoder blocks.
+
+The pipeline schedule is 1F1B (Narayanan et al. 2021): the first micro-batch passes all stages, then one
+finishes per slot of the slowest stage. Gradients are assumed to be reduced, and the parameters of ZeRO-1
+gathered, after the backward pass. For large models the engine reduces most gradients during that pass
+(ModelSpec.sections); how much this saves depends on the links. `EnginePath.overlap` is for engines whose
+overlap is known.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy, even_split
+from realhf.plan import CallPlan
+from realhf.planner.links import RankGroups, rank_groups
+from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
+from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
+from realhf.planner.shared_cores import SharedCores
+from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
+from realhf.sizes.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
+
+_WAITING = "pipeline"  # The cause of the seconds in which ranks wait for others.
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Seconds of one call, also by cause: `compute`, `tensor parallel`, `pipeline`, and so on.
+
+    They are those of the slowest replica; the mean over replicas is `mean_share` times as long.
+    """
+
+    seconds: float
+    seconds_by_cause: Mapping[str, float] = field(default_factory=dict)
+    num_micro_batches: int = 1
+    mean_share: float = 1.0
+
+    @property
+    def limit(self) -> str:
+        """The cause of most seconds."""
+        return max(self.seconds_by_cause, key=self.seconds_by_cause.__getitem__, default="nothing")
+
+    def plus(self, cause: str, seconds: float) -> "CallCost":
+        """Return the cost with the seconds of one more cause."""
+        by_cause = {**self.seconds_by_cause, cause: seconds} if seconds > 0 else self.seconds_by_cause
+        return CallCost(self.seconds + seconds, by_cause, self.num_micro_batches, self.mean_share)
+
+
+def call_cost(
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan,
+    *, per_host: int,
+) -> CallCost:
+    """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
+    strategy = call_plan.layout.strategy
+    workload = workload.with_rows(call_plan.max_rows)
+    estimate = _Estimate(rates, role, workload, call_plan, strategy, rank_groups(strategy, per_host))
+    by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
+    num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
+    host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
+    cost = by_kind[call.kind]().plus("host", host)
+    if (cores := SharedCores(rates.cluster)).are_shared:
+        on_host = min(strategy.num_ranks, per_host)
+        busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
+        seconds, by_cause = cores.of_call(
+            cost.seconds, cost.seconds_by_cause, waiting=_WAITING, mean_share=cost.mean_share,
+            crowding=[rates.crowding(call.kind, num_busy) for num_busy in busy])
+        cost = replace(cost, seconds=seconds, seconds_by_cause=by_cause)
+    scale = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
+    by_cause = {cause: seconds * scale for cause, seconds in cost.seconds_by_cause.items() if seconds > 0}
+    cost = CallCost(cost.seconds * scale, by_cause, cost.num_micro_batches, cost.mean_share)
+    return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
+
+
+def offloaded(
+    cost: CallCost, rates: Rates, role: ModelRole, workload: Workload, strategy: ParallelStrategy
+) -> CallCost:
+    """Return the cost of a call whose weights must first be loaded from host memory."""
+    weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
+    return cost.plus("offload", rates.host_copy(weights) * workload.runs)
+
+
+def update_seconds(rates: Rates, role: ModelRole, *, owned: float) -> float:
+    """Return the seconds of an optimizer step on the owned parameters.
+
+    With an offloaded optimizer, the states of one slice are updated while PCIe brings those of the next to
+    the device and takes those of the previous back to the host, both at once. Where devices are processes,
+    the memory that updates read and write also carries these copies, so the seconds add up.
+    """
+    update = rates.update(role, owned=owned)
+    if not role.offloads_optimizer:
+        return update
+    states = owned * num_states(role) * role.wide_itemsize
+    if rates.cluster.host_memory is None:
+        return update + rates.traffic(4 * states)
+    return max(update, rates.host_copy(states))
+
+
+class _EqualStages(NamedTuple):
+    """Stages that have the same work as `stage`, each with `num_layers` blocks."""
+
+    stage: int
+    num_layers: int
+    num_stages: int
+
+
+@lru_cache(maxsize=1 << 12)
+def _equal_stages(num_layers: int, pp: int, num_dense: int) -> tuple[_EqualStages, ...]:
+    """Return the stages of a pipeline in order, those with the same work as one entry.
+
+    The first and the last stage are by themselves. The first `num_dense` blocks differ from the others.
+    """
+    by_work: dict[tuple[int, int, int], list[int]] = {}
+    for stage in range(pp):
+        first, stop = even_split(num_layers, pp, stage)
+        dense = max(0, min(num_dense, stop) - first)
+        by_work.setdefault((stage if stage in (0, pp - 1) else -1, stop - first, dense), []).append(stage)
+    return tuple(sorted(
+        _EqualStages(stages[0], work[1], len(stages)) for work, stages in by_work.items()))
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """The estimated costs of a call, one method for each kind."""
+
+    rates: Rates
+    role: ModelRole
+    work: Workload
+    call_plan: CallPlan
+    strategy: ParallelStrategy
+    groups: RankGroups
+
+    def forward(self) -> CallCost:
+        micro = self._micro_batch
+        head = self.rates.head(
+            self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output)
+        stage_costs = [self._block().times(stages.num_layers) for stages in self._stages]
+        stage_costs[-1] = stage_costs[-1].plus(head)
+        return self._pipelined(
+            stage_costs, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1, largest=micro.largest,
+            mean_share=micro.mean_share)
+
+    def train(self) -> CallCost:
+        rates = self.rates
+        role = self.role
+        strategy = self.strategy
+        micro = self._micro_batch
+        block = self._block().times(2 if self.call_plan.recompute else 1).plus(self._block(backward=True))
+        stage_costs = []
+        for stages in self._stages:
+            gradients = rates.accumulate(role, trained_params(role, strategy, stages.stage))
+            stage_costs.append(block.times(stages.num_layers).plus(Cost(gradients)))
+        for backward in (False, True):
+            head = rates.head(
+                role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
+                backward=backward)
+            stage_costs[-1] = stage_costs[-1].plus(head)
+        passes = self._pipelined(
+            stage_costs, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2, largest=micro.largest)
+        ends = {0, strategy.pp - 1}
+        held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
+        steps = self.work.minibatches * self.work.epochs
+        # Parameters are gathered between optimizer steps. After the last one, reallocations bring them.
+        gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
+        data = 0.0
+        owned = 0.0
+        for numel, span in zip(held, (self.groups.replicas, self.groups.expert_replicas), strict=True):
+            if numel:
+                data += rates.reduce_scatter(numel * role.wide_itemsize, span)
+                data += gathers * rates.all_gather(numel * role.itemsize, span)
+                owned += numel / span.size
+        data = max(0.0, data - rates.path.overlap * passes.seconds)
+        update = update_seconds(rates, role, owned=owned)
+        by_cause = {cause: seconds * steps for cause, seconds in passes.seconds_by_cause.items()}
+        by_cause |= {"data parallel": data * steps, "optimizer": update * steps}
+        step_seconds = passes.seconds + data + update
+        mean_share = 1 - (1 - micro.mean_share) * passes.seconds / step_seconds
+        return CallCost(steps * step_seconds, by_cause, passes.num_micro_batches, mean_share)
+
+    def generate(self) -> CallCost:
+        """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
+
+        Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
+        samples then finish one by one. The call ends with the slowest replica.
+        """
+        work = self.work
+        pp = self.strategy.pp
+        samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
+        live = samples * work.round.num_rows
+        slots = min(live, work.max_rows)
+        cohorts = min(pp, math.ceil(slots))
+        waves = live / slots  # How often all slots are filled.
+        tokens, squared = prefilled(work, slots / cohorts)
+        passes = max(1.0, tokens / work.prefill_tokens)
+        block = self.rates.block(
+            self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
+        ).times(passes)
+        stage_costs = [block.times(stages.num_layers) for stages in self._stages]
+        prefill = waves * self._pipelined(stage_costs, cohorts, tokens=tokens, hops_per_slot=1).seconds
+        steps = self._decode_steps(live, slots)
+        compute_K, communication_K, step_K = self._decode(steps, slots, cohorts)
+        decode, num_steps_K = steps.of_slowest(step_K)
+        scale = decode / max(1e-30, float(step_K @ num_steps_K))
+        by_cause = {
+            "prefill": prefill,
+            "decode": scale * float(compute_K @ num_steps_K),
+            self.groups.within: scale * float(communication_K @ num_steps_K)}
+        seconds = prefill + decode
+        by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
+        mean = prefill + steps.of_mean(step_K)
+        mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
+        return CallCost(seconds, by_cause, mean_share=mean / seconds)
+
+    def _decode_steps(self, live: float, slots: float) -> DecodeSteps:
+        """Return the decode steps of a replica that has `live` rows at most.
+
+        If replicas take waiting prompts from each other, each has the mean number of rows.
+        """
+        work = self.work
+        replicas = self.strategy.dp * self.strategy.cp
+        shared = work.work_stealing and live > slots and replicas > 1
+        if shared:
+            live = max(slots, work.num_samples * work.round.num_rows / replicas)
+        return decode_steps(Rollout(
+            work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt, work.alike))
+
+    def _decode(
+        self, steps: DecodeSteps, slots: float, cohorts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds of computation, of communication and of all together of each kind of step."""
+        rates = self.rates
+        tp = self.groups.tp
+        alike_rows = steps.ending.alike_rows
+        deepest = max(stages.num_layers for stages in self._stages)
+        running = np.minimum(cohorts, steps.rows_K)  # Cohorts that still have rows.
+        rows = steps.rows_K / running
+        busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, alike_rows)
+        context = self.work.prompt_tokens + steps.context_K
+        longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
+        if rates.path.reads_blocks:
+            context = cache_tokens_read(self.work, context, longest, rows, slots / cohorts, alike_rows)
+
+        def block(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return rates.decode_block(
+                self.role, tp, self.groups.ep, rows=rows, context=context, longest=longest,
+                shared=shared_prompts(self.work, slots / cohorts, rows))
+
+        compute, communication = block(rows)
+        head = rates.decode_head(self.role, tp, rows=rows)
+        if self.strategy.pp > 1:
+            head = head + rates.decode_hop(self.role, rows=rows)
+        step = ((compute + communication) * deepest + head) * running
+        if self.strategy.pp > 1:  # The busiest cohort passes all stages in a step.
+            whole = sum(block(busiest)) * self.role.config.num_layers
+            whole = whole + rates.decode_head(self.role, tp, rows=busiest)
+            whole = whole + self.strategy.pp * rates.decode_hop(self.role, rows=busiest)
+            step = np.maximum(step, whole + self.strategy.pp * self._hop(slots / cohorts))
+        return (compute * deepest + head) * running, communication * deepest * running, step
+
+    @cached_property
+    def _micro_batch(self) -> MeanMicroBatch:
+        limit = self.call_plan.micro_batch_tokens
+        micro = mean_micro_batch(
+            self.work, self.strategy, limit, attention=self.role.attention_share)
+        if self.rates.path.of_role(self.role.config).pads_stages and self.strategy.pp > 1:
+            micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
+        if self.strategy.vp > 1:  # Empty micro-batches are added.
+            micro = micro._replace(num_micro_batches=max(micro.num_micro_batches, self.strategy.pp))
+        return micro
+
+    @cached_property
+    def _stages(self) -> tuple[_EqualStages, ...]:
+        config = self.role.config
+        num_dense = config.moe.num_dense_layers if config.moe else 0
+        return _equal_stages(config.num_layers, self.strategy.pp, num_dense)
+
+    def _block(self, *, backward: bool = False) -> Cost:
+        """Return the cost of a block on one micro-batch.
+
+        Costs are remembered, since strategies that differ only in dp and pp ask for the same ones.
+        """
+        rates = self.rates
+        role = self.role
+        tp, cp, ep = self.groups.tp, self.groups.cp, self.groups.ep
+        tokens = self._micro_batch.tokens
+        squared = self._micro_batch.squared_tokens
+        key = (role.config, role.dtype, role.lora, tp, cp, ep, tokens, squared, backward)
+        if key not in rates.known_blocks:
+            cost = rates.block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
+            rates.known_blocks[key] = cost.plus(Cost(0.0, self._exchanges(tokens)))
+        return rates.known_blocks[key]
+
+    def _exchanges(self, tokens: float) -> float:
+        """Return the seconds of a block's two all-to-alls over cp, one before and one after attention."""
+        config = self.role.config
+        tp = self.groups.tp.size
+        cp = self.groups.cp
+        if cp.size == 1:
+            return 0.0
+        back = config.num_heads // tp * (config.head_dim if config.mla is None else config.mla.v_head_dim)
+        elements = (exchanged(config, tp, cp.size), back)
+        return sum(self.rates.all_to_all(tokens * width * self.role.itemsize, cp) for width in elements)
+
+    def _hop(self, tokens: float) -> float:
+        """Return the seconds to send hidden states to the next stage."""
+        num_bytes = tokens * self.role.config.hidden_size * self.role.itemsize
+        return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
+
+    def _pipelined(
+        self, stage_costs: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0,
+        mean_share: float = 1.0,
+    ) -> CallCost:
+        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
+
+        `stage_costs` are those of a mean micro-batch, one for each of `_stages`. The largest micro-batch,
+        which takes `largest` times as long, fills and drains the pipeline (a proportionate flow shop, Pinedo
+        2016, 6.1).
+        """
+        pp = self.strategy.pp
+        chunks = self.strategy.vp
+        hop = self._hop(tokens) if pp > 1 else 0.0
+        pairs = zip(stage_costs, self._stages, strict=True)
+        through_all = sum(cost.seconds * stages.num_stages for cost, stages in pairs)
+        through_all += hops_per_slot * (pp * chunks - 1) * hop
+        slowest = max(stage_costs, key=lambda cost: cost.seconds)
+        # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
+        slot = max(slowest.seconds, through_all / pp, chunks * hop)
+        # Interleaved chunks fill and drain the pipeline in a fraction of the time.
+        seconds = (through_all - slot) / chunks * largest + count * slot
+        busy = slowest.times(count)
+        by_cause = {
+            "compute": busy.compute, self.groups.within: busy.communication, _WAITING: seconds - busy.seconds}
+        return CallCost(seconds, by_cause, count, mean_share)
+
+
+# Rows of a generation
+
+
+def prefilled(work: Workload, rows: float) -> tuple[float, float]:
+    """Return the tokens to prefill for rows of all ages, and the sum of their squared lengths.
+
+    In the first round, the samples of a prompt share its prefill. In each later round, a row is prefilled
+    with its prompt and the tokens of its earlier rounds.
+    """
+    rows_by_age = rows * (work.round.ages / work.round.num_rows)
+    tokens = max(1.0, rows_by_age[0] / work.samples_per_prompt) * work.prompt_tokens
+    squared = tokens * work.prompt_tokens
+    lengths = work.prompt_tokens + work.round_tokens * np.arange(1, work.rounds)
+    tokens += float(rows_by_age[1:] @ lengths)
+    return tokens, squared + float(rows_by_age[1:] @ lengths**2)
+
+
+def in_busiest_cohort(rows: np.ndarray, slots: float, cohorts: int, alike_rows: float) -> np.ndarray:
+    """Return the expected rows of the cohort that has most, if each has `rows` of its `slots` on average.
+
+    The rows of a cohort are taken to be binomial, in groups of `alike_rows` that end together.
+    """
+    if cohorts == 1:
+        return rows
+    deviation = np.sqrt(np.maximum(0.0, rows * (1 - rows / slots)) * alike_rows)
+    return np.minimum(slots, rows + expected_maximum(cohorts) * deviation)
+
+
+def cache_tokens_read(
+    work: Workload, context: np.ndarray, longest: np.ndarray, rows: np.ndarray, slots: float,
+    alike_rows: float,
+) -> np.ndarray:
+    """Return the tokens of the cache that are read for each running row of decode steps.
+
+    A step reads the blocks of all slots from the first running row to the last, also those of ended rows in
+    between. If less than DENSE of these slots have running rows, the blocks of those are first copied
+    together. Running rows are taken to have random slots, in groups of `alike_rows` that end together.
+    """
+    prompt = math.floor(work.longest_prompt)
+    size = block_size([(prompt, work.samples_per_prompt)], max_new_tokens=work.max_new_tokens)
+    shared = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+    longest = longest + work.longest_prompt - work.prompt_tokens
+    own = tokens_read(context - shared, longest - shared, size)
+    running = np.maximum(1.0, rows / alike_rows)  # In groups of neighbours, as are the next two.
+    places = np.maximum(running, slots / alike_rows)
+    span = 1 + (places + 1) * (running - 1) / (running + 1)  # The mean from the first to the last place.
+    return shared + own * np.minimum(1 / DENSE, span / running)
+
+
+def shared_prompts(work: Workload, rows: float, running: np.ndarray) -> SharedPrompts | None:
+    """Return the prompts that `running` of `rows` read from the cache; None if no prompt fills a block."""
+    tokens = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+    if not tokens:
+        return None
+    first_share = work.round.ages[0] / work.round.num_rows  # Rows in their first round share prompts.
+    first_rows = rows * first_share
+    num_prompts = max(1.0, first_rows / work.samples_per_prompt)
+    ended = np.maximum(0.0, 1 - running / rows)  # The chance of a row to have ended.
+    # A prompt is read until all of its rows have ended: together if they are alike, else one by one.
+    is_read = 1 - work.alike * ended - (1 - work.alike) * ended ** (first_rows / num_prompts)
+    return SharedPrompts(num_prompts * is_read + (1 - first_share) * running, tokens)

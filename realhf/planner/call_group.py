@@ -1,0 +1,373 @@
+"""Call groups: calls that must share a layout, with all their candidate layouts as arrays.
+
+A candidate is a layout with one variant for each call of the group. A choice is a number in an array of
+plans: the index of a candidate, or of a mesh, or OPEN.
+"""
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from realhf.cluster import Cluster
+from realhf.graph import FunctionCall
+from realhf.layout import Layout, ParallelStrategy
+from realhf.plan import CallPlan
+from realhf.planner.candidates import PLACES, Held, Variant, find_meshes, find_variants, is_no_worse
+from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
+from realhf.planner.links import ContiguousLayout, ranks_per_host
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+
+OPEN = -1
+"""The choice of a group about which nothing is decided yet."""
+
+
+def placeholder_ranks(owner: int) -> range:
+    """Return the ranks below 0 that stand for those of an owner (a group or a call) while they are undecided.
+
+    They overlap neither a device nor the placeholder of another owner.
+    """
+    return range(-owner - 1, -owner)
+
+
+class Candidate(NamedTuple):
+    """A layout that a call group can take, with one variant for each call of the group."""
+
+    layout: ContiguousLayout
+    variants: tuple[Variant, ...]
+
+
+class CallGroup:
+    """Calls that share a layout, and the candidates for it as arrays with one entry per candidate.
+
+    A role in `homes` keeps its parameters, gradients and optimizer in this group's layout. A role in `copies`
+    lives in another group's layout, and this group holds a copy of its weights.
+
+    A choice for the group is the index of a candidate; or, if only the mesh is decided, one of
+    `mesh_choices`; or OPEN. The arrays of `with_open_choices` have an entry for each of them.
+
+    `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
+    roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
+    Arrays that begin with `least_` are for the bounds of memory_bounds.py: the least of a rank at each of the
+    `PLACES`. `connected` are the least bytes of communicators.
+    """
+
+    def __init__(
+        self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
+    ) -> None:
+        self.calls = list(calls)
+        self._call_plans: dict[int, list[CallPlan]] = {}
+        roles = {call.role: column for column, call in enumerate(calls.values()) if call.role is not None}
+        self.homes = tuple(role for role in roles if role in homes)
+        self.copies = tuple(role for role in roles if role not in homes)
+        self.candidates = sorted(candidates, key=lambda c: sum([v.cost.seconds for v in c.variants]))
+        # Candidates on meshes of one shape have the same variants.
+        distinct = {id(c.variants): (c.layout.strategy, c.variants) for c in self.candidates}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        rows = np.array([numbers[id(c.variants)] for c in self.candidates], int)
+        strategies = [strategy for strategy, _ in distinct.values()]
+        shape = (len(distinct), len(self.calls))
+        variants = [v for _, some in distinct.values() for v in some]
+
+        def column(values: list[Any], dtype: type = float) -> np.ndarray:
+            return np.array(values, dtype)[rows]
+
+        def table(values: list[Any], *last: int) -> np.ndarray:
+            return np.array(values, float).reshape(*shape, *last)[rows]
+
+        self.first = np.array([c.layout.first_rank for c in self.candidates])
+        self.stop = self.first + column([s.num_ranks for s in strategies], int)
+        self.seconds = table([v.cost.seconds for v in variants])
+        self.running = table([v.call_bytes for v in variants]).max(axis=1)
+        # The first rank of the last pipeline stage, which owns the results.
+        self.result_first = self.stop - column([s.num_ranks // s.pp for s in strategies], int)
+        self.replicas = column([s.dp for s in strategies], int)
+        self.is_sharded = column([s.num_replicas > 1 for s in strategies], bool)
+        of_homes = [roles[role] for role in self.homes]
+        of_copies = [roles[role] for role in self.copies]
+        self.resting = table([v.home_bytes for v in variants])[:, of_homes].sum(axis=1)
+        self.copied = list(table([v.copy_bytes for v in variants]).T[of_copies])
+        connected = table([v.communicators for v in variants], len(CommunicatorBytes._fields))
+        self.connected = CommunicatorBytes(*connected.max(axis=1).T)
+        held = table([v.by_place for v in variants], len(Held._fields), PLACES)
+        home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
+        self.least_resting = home[:, of_homes].sum(axis=1)
+        self.least_running = running.max(axis=1)
+        self.least_copied = [copied[:, number] for number in of_copies]
+
+    def call_plans(self, index: int) -> list[CallPlan]:
+        """Return the plan of each call under a candidate."""
+        if index not in self._call_plans:
+            candidate = self.candidates[index]
+            layout = candidate.layout.as_layout
+            self._call_plans[index] = [replace(v.call_plan, layout=layout) for v in candidate.variants]
+        return self._call_plans[index]
+
+    @cached_property
+    def device_seconds(self) -> np.ndarray:
+        """Device seconds of each candidate: its time multiplied by its number of ranks."""
+        return self.seconds.sum(axis=1) * (self.stop - self.first)
+
+    @cached_property
+    def by_mesh(self) -> list[np.ndarray]:
+        """Indices of the candidates on each mesh; the meshes are in the order of their fastest candidate."""
+        indices: dict[range, list[int]] = {}
+        for i, candidate in enumerate(self.candidates):
+            indices.setdefault(candidate.layout.ranks, []).append(i)
+        return [np.array(on_mesh) for on_mesh in indices.values()]
+
+    @property
+    def mesh_choices(self) -> np.ndarray:
+        """The choices that decide only the mesh, in the order of `by_mesh`."""
+        return len(self.candidates) + np.arange(len(self.by_mesh))
+
+    def is_mesh(self, choice: np.ndarray) -> np.ndarray:
+        """Return which choices decide only the mesh."""
+        return choice >= len(self.candidates)
+
+    def mesh_index(self, mesh_choice: np.ndarray) -> np.ndarray:
+        """Return the indices in `by_mesh` of choices that decide only the mesh."""
+        return mesh_choice - len(self.candidates)
+
+    def is_candidate(self, choice: np.ndarray) -> np.ndarray:
+        """Return which choices are candidates, rather than meshes or open."""
+        return (choice >= 0) & (choice < len(self.candidates))
+
+    def left_by(self, choice: int) -> np.ndarray:
+        """Return the indices of the candidates that a choice leaves open."""
+        if choice == OPEN:
+            return np.arange(len(self.candidates))
+        is_candidate = choice < len(self.candidates)
+        return np.array([choice]) if is_candidate else self.by_mesh[choice - len(self.candidates)]
+
+    def varied(self) -> np.ndarray:
+        """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
+        varied = []
+        for on_mesh in self.by_mesh:
+            copied = sum(array[on_mesh] for array in self.copied)
+            memory = self.resting[on_mesh] + self.running[on_mesh] + copied
+            least = np.inf
+            for i in np.lexsort((memory, self.seconds[on_mesh].sum(axis=1))):
+                if memory[i] < least * 0.95:
+                    varied.append(on_mesh[i])
+                    least = memory[i]
+        return np.array(varied)
+
+    def tiers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each mesh, how fast the calls can be in a given amount of memory at each place.
+
+        The first array holds rising amounts of memory (resting and running), shape (meshes, PLACES, tiers).
+        The second holds the least seconds of each call among the candidates that need no more, shape
+        (meshes, PLACES, tiers, calls).
+        """
+        found = []
+        needed = self.least_resting + self.least_running
+        for on_mesh in self.by_mesh:
+            for memory in needed[on_mesh].T:
+                order = np.argsort(memory, kind="stable")
+                least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
+                is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
+                found.append((memory[order][is_faster], least[is_faster]))
+        num_tiers = max(len(memory) for memory, _ in found)
+        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in found]
+        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in found]
+        shape = (len(self.by_mesh), PLACES, num_tiers)
+        return np.stack(needs).reshape(shape), np.stack(seconds).reshape(*shape, len(self.calls))
+
+    def with_open_choices(self, owner: int) -> "CallGroup":
+        """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
+        `by_mesh`, and a last one for the OPEN choice.
+
+        Each stands for several candidates: it takes the least time of each call and the least memory. The
+        last one is on the placeholder ranks of `owner`, the group's number, and takes no memory.
+        """
+        extended_group = copy.copy(self)
+        extended_group.__dict__.pop("device_seconds", None)
+        nowhere = placeholder_ranks(owner)
+
+        def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
+            by_mesh = [array[on_mesh].min(axis=0) for on_mesh in self.by_mesh]
+            return np.concatenate([array, by_mesh, np.broadcast_to(last, (1, *array.shape[1:]))])
+
+        extended_group.first = extended(self.first, nowhere.start)
+        extended_group.stop = extended(self.stop, nowhere.stop)
+        extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
+        extended_group.is_sharded = extended(self.is_sharded).astype(bool)
+        extended_group.connected = CommunicatorBytes(*map(extended, self.connected))
+        for prefix in ("", "least_"):
+            for name in (f"{prefix}resting", f"{prefix}running"):
+                setattr(extended_group, name, extended(getattr(self, name)))
+            copied = [extended(array) for array in getattr(self, f"{prefix}copied")]
+            setattr(extended_group, f"{prefix}copied", copied)
+        return extended_group
+
+
+class _Shape(NamedTuple):
+    """The properties of a mesh on which the price of a call depends."""
+
+    kind: int  # The index of the kind of hosts.
+    size: int
+    per_host: int  # See `ranks_per_host`.
+
+
+_ByShape = dict[_Shape, list[Candidate]]
+"""The candidates of a call group on meshes of each shape, as if these began at rank 0."""
+
+
+class _GroupCandidates(NamedTuple):
+    """The meshes that a call group may use, and its candidates on those of each shape."""
+
+    meshes: list[range]
+    by_shape: _ByShape
+
+
+def _shape(cluster: Cluster, mesh: range) -> _Shape:
+    kind = cluster.kind_index(mesh)
+    assert kind is not None, "meshes and pins are on hosts of one kind"
+    return _Shape(kind, len(mesh), ranks_per_host(cluster, mesh))
+
+
+def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
+    """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
+    calls = problem.calls
+    positions = {call.name: i for i, call in enumerate(calls)}
+    ties = nx.Graph()
+    ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
+    for names in problem.together:
+        nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
+    owners = {}
+    for role in problem.roles:
+        of_role = [positions[call.name] for call in problem.graph.of_role(role)]
+        training = [i for i in of_role if calls[i].kind == "train_step"]
+        nx.add_path(ties, training)
+        owners[role] = (training or of_role)[0]
+    communicators: dict[tuple[int, int, int], CommunicatorMemory] = {}
+    members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
+    members.sort(key=list)
+    found = [_group_candidates(problem, rates, list(tied.values()), communicators) for tied in members]
+    kept = _without_useless_cp([of_group.by_shape for of_group in found])
+    groups = []
+    for tied, (meshes, _), by_shape in zip(members, found, kept, strict=True):
+        candidates = [
+            Candidate(layout._replace(first_rank=mesh.start), variants)
+            for mesh in meshes for layout, variants in by_shape[_shape(problem.cluster, mesh)]]
+        homes = [role for role, owner in owners.items() if owner in tied]
+        groups.append(CallGroup(tied, candidates, homes=homes))
+    return groups
+
+
+def _group_candidates(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
+    known: dict[tuple[int, int, int], CommunicatorMemory],
+) -> _GroupCandidates:  # fmt: skip
+    """Return the meshes of a group, all of the cluster or the pinned one, and its candidates there.
+
+    `known` are the communicators of meshes by kind of host, size and first rank; what they count serves all
+    groups.
+    """
+    if (layout := _pinned(problem, calls)) is not None:
+        meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
+    else:
+        meshes = find_meshes(problem.cluster)
+    only = None if layout is None else layout.strategy
+    cluster = problem.cluster
+    placements: dict[_Shape, list[CommunicatorMemory]] = {}
+    shapes = [_shape(cluster, mesh) for mesh in meshes]
+    for mesh, shape in zip(meshes, shapes, strict=True):
+        first = mesh.start % cluster.devices_per_host
+        place = (shape.kind, len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
+        if place not in known:
+            known[place] = CommunicatorMemory(cluster.kinds[shape.kind], len(mesh), first_rank=place[2])
+        of_shape = placements.setdefault(shape, [])
+        if known[place] not in of_shape:
+            of_shape.append(known[place])
+    by_shape = {}
+    for shape, communicators in placements.items():
+        there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
+        mesh = meshes[shapes.index(shape)]
+        by_shape[shape] = _candidates(there, rates.at(mesh), calls, communicators, shape.per_host, only=only)
+    return _GroupCandidates(meshes, by_shape)
+
+
+def _candidates(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
+    communicators: Sequence[CommunicatorMemory], per_host: int, *, only: ParallelStrategy | None,
+) -> list[Candidate]:  # fmt: skip
+    """Return the candidates of a group on a mesh with these communicators (one for each placement on
+    hosts), `per_host` of its ranks on each host, as if it began at rank 0."""
+    of_calls = [
+        find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls]
+    return [
+        Candidate(ContiguousLayout(strategy, 0), variants)
+        for strategy in of_calls[0]
+        for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))]
+
+
+def _without_useless_cp(groups: Sequence[_ByShape]) -> list[_ByShape]:
+    """Return the candidates of all groups except those with cp > 1 that are better in no group than cp = 1.
+
+    Both have the same pp and tp and no ep, hence the same shard on every rank, and the one with cp = 1 has
+    no group of ranks that the other one lacks. So no reallocation, memory or call beside them tells them
+    apart, with one exception: groups with equal layouts share communicators, and copies of weights. So a
+    strategy that serves one group stays in all, and if it serves none, all groups change to cp = 1 at once.
+    """
+    useful: dict[_Shape, set[ParallelStrategy]] = {}
+    for by_shape in groups:
+        for shape, candidates in by_shape.items():
+            useful.setdefault(shape, set()).update(_useful_strategies(candidates))
+    return [
+        {shape: [c for c in candidates if c.layout.strategy in useful[shape]]
+         for shape, candidates in by_shape.items()}
+        for by_shape in groups]
+
+
+def _useful_strategies(candidates: Sequence[Candidate]) -> set[ParallelStrategy]:
+    """Return the strategies with a candidate that is no worse than all those with cp = 1 instead."""
+    without_cp: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for (strategy, _), variants in candidates:
+        if strategy.cp == strategy.ep == 1:
+            without_cp.setdefault((strategy.pp, strategy.tp), []).append(_costs(variants))
+
+    def is_useless(candidate: Candidate) -> bool:
+        s = candidate.layout.strategy
+        if s.cp == 1 or s.ep > 1:
+            return False
+        costs = _costs(candidate.variants)
+        return any(is_no_worse(other, costs) for other in without_cp.get((s.pp, s.tp), ()))
+
+    return {candidate.layout.strategy for candidate in candidates if not is_useless(candidate)}
+
+
+def _costs(variants: Sequence[Variant]) -> tuple[float, ...]:
+    return tuple(itertools.chain(*(variant.costs for variant in variants)))
+
+
+def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
+    """Return the layout that the user has fixed for these calls, if any.
+
+    Raises ValueError if the calls cannot all have it.
+    """
+    pins = {name: problem.pins[name] for call in calls if (name := call.name) in problem.pins}
+    if not pins:
+        return None
+    (name, layout), *others = pins.items()
+    if any(other != layout for _, other in others):
+        raise ValueError(f"--pin: {' and '.join(pins)} must share a layout: pin them alike")
+    if layout.ranks != tuple(range(layout.ranks[0], layout.ranks[0] + len(layout.ranks))):
+        raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
+    for call in calls:
+        try:
+            problem.model_role(call).config.check_layout(layout)
+        except ValueError as error:
+            raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
+        max_dp = problem.workloads[call.name].most_replicas(call.kind)
+        if layout.dp > max_dp:
+            complaint = f"the {max_dp} samples of call {call.name} cannot be split over dp={layout.dp}"
+            raise ValueError(f"--pin {name}={layout}: {complaint}")
+    return layout

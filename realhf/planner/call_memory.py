@@ -1,0 +1,451 @@
+"""Bytes that a rank needs for a call at the moment of its peak, besides the model's states.
+
+The formulas follow `nn` and `engine` operator by operator, with the pieces of `activation_memory.py`;
+tests/planner/test_memory.py compares them with what real processes allocate. Comments in a train step say
+what runs at a moment: an operator of `nn`, or a sum of gradients. There, w is the number of bytes of an
+element that needs precision.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+from realhf.attention.page_sizes import page_tokens
+from realhf.plan import CallPlan
+from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
+from realhf.planner.problem import PlannedCall, Problem
+from realhf.planner.shard import (
+    held_params,
+    in_section,
+    num_params,
+    num_states,
+    trained_params,
+    weights_bytes,
+)
+from realhf.sizes.chunk_sizes import OPTIMIZER_SLICE_NUMEL
+from realhf.sizes.kv_blocks import padded_size, tokens_for
+from realhf.sizes.micro_batch import passes_in_flight
+
+_ID_BYTES = 8  # Bytes of a token's id.
+_RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
+_SAMPLING_BYTES = 24  # Bytes of a logit's scaled value, exponential and running sum, in float64 each.
+_TOP_COPIES = 2.75
+"""Finding the most probable tokens takes a copy of the logits, running counts (int32) and three masks (bool):
+so many times the bytes of float32 logits."""
+
+
+class RunningMemory:
+    """The memory that ranks need only while a call runs.
+
+    The cache of a generation has room for all rows that decode at once.
+    """
+
+    def __init__(self, problem: Problem, planned: PlannedCall, call_plan: CallPlan) -> None:
+        self._role = role = problem.roles[planned.role]
+        self._strategy = call_plan.layout.strategy
+        self._offloads = call_plan.offload
+        self._peaks = CallPeaks(planned.kind, CallPieces(
+            role, planned.workload.with_rows(call_plan.max_rows), self._strategy,
+            call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
+
+    def on(self, stage: int) -> CallMemory:
+        """Return the memory of a rank of a stage."""
+        memory = self._peaks.on(stage)
+        if self._offloads:
+            memory = memory._replace(loaded_weights=weights_bytes(self._role, self._strategy, stage))
+        return memory
+
+
+class CallPeaks:
+    """The memory that a call adds on the fullest rank of each stage, at the moment when it adds most.
+
+    Top-p sampling is not counted. If sequences differ in length, micro-batches are assumed to hold up to
+    their limit or the longest sequence. All rows that decode at once are assumed to have the longest prompt.
+    """
+
+    def __init__(self, kind: str, pieces: CallPieces) -> None:
+        self._pieces = pieces
+        self._moments: Callable[[Stage], list[CallMemory]] = _MOMENTS[kind](pieces).on
+
+    def on(self, stage: int) -> CallMemory:
+        return max(self._moments(self._pieces.stage(stage)), key=sum)
+
+
+class ForwardMoments:
+    """The moments of a pass without autograd."""
+
+    def __init__(self, pieces: CallPieces) -> None:
+        self._pieces = pieces
+        self._inputs = pieces.inputs(top_copies=1)
+        self._block = pieces.forward_temporaries(pieces.micro_batch.tokens)
+
+    def on(self, stage: Stage) -> list[CallMemory]:
+        """Return what a rank of a stage needs at each moment: in a block, for logits, and for results."""
+        pieces = self._pieces
+        num_micro_batches, tokens, response_tokens = pieces.micro_batch
+        base = self._inputs
+        if pieces.strategy.pp > 1:  # A send of hidden states is waited for two micro-batches later.
+            has_chunks = pieces.strategy.vp > 1  # Then the last stage sends to the first one, too.
+            num_sends = min(num_micro_batches, 3) if has_chunks or not stage.is_last else 0
+            messages = pieces.hidden_bytes(tokens) * (num_sends + (has_chunks or not stage.is_first))
+            base = base._replace(messages=messages)
+        moments = [base._replace(activations=self._block)]
+        if stage.is_last and pieces.computes_logits:
+            states = pieces.hidden_bytes(tokens + response_tokens)
+            numel = response_tokens * pieces.widths.vocabulary
+            widened = pieces.widened_head_bytes(response_tokens, backward=False)
+            chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
+            copies = _TOP_COPIES if pieces.workload.top_k else 0
+            logits = max(pieces.logits_bytes(numel, copies=copies), chunk + widened)
+            moments.append(base._replace(activations=states, logits=logits))
+            if pieces.workload.top_k:  # Columns of micro-batches, joined, and in the order of samples.
+                moments.append(pieces.inputs(top_copies=3))
+        return moments
+
+
+class GenerationMoments:
+    """The moments of generation: the largest pass of prompts and decoding rows, and sampling.
+
+    Each pipeline stage works on one cohort of samples at a time, of which `rows` decode at once. With several
+    rounds, no sample is assumed to end before its last one.
+    """
+
+    def __init__(self, pieces: CallPieces) -> None:
+        self._pieces = pieces
+        work = pieces.workload
+        strategy = pieces.strategy
+        self._samples = -(-work.rounds * work.most_samples("generate", strategy.dp) // strategy.cp)
+        self._num_cohorts = max(1, min(strategy.pp, self._samples, work.max_rows))
+        self._cohort = max(1, -(-self._samples // self._num_cohorts))
+        self._rows = min(self._cohort, -(-work.max_rows // self._num_cohorts))
+
+    def on(self, stage: Stage) -> list[CallMemory]:
+        """Return what a rank of a stage needs at each moment."""
+        pieces = self._pieces
+        role = pieces.role
+        merged = 0.0
+        if role.lora is not None and role.lora.merge:  # Assumed for all weights.
+            merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
+        base = self._base._replace(kv_cache=self._cache_bytes(stage), merged=merged)
+        moments = [base._replace(activations=self._block)]
+        if stage.is_last:
+            moments.append(base._replace(logits=self._logits, activations=pieces.hidden_bytes(self._rows)))
+        return moments
+
+    @cached_property
+    def _base(self) -> CallMemory:
+        """The results, the indices and the messages."""
+        work = self._pieces.workload
+        answers = self._samples * max(work.max_new_tokens, 1)
+        results = _RESULT_BYTES * answers + _ID_BYTES * self._samples * work.prompt_tokens
+        messages = 0.0 if self._pieces.strategy.pp == 1 else self._pieces.hidden_bytes(self._pass_tokens) * 2
+        return CallMemory(samples=results + INDEX_BYTES * self._prefill_tokens[0], messages=messages)
+
+    @cached_property
+    def _block(self) -> float:
+        # Decoding gathers the rows of all ranks that share experts (nn/moe.py). Even short prompts are
+        # continued: after a turn, or when a row is computed again.
+        work = self._pieces.workload
+        ep = self._pieces.strategy.ep
+        gathered = padded_size(self._rows) * ep if ep > 1 else 0
+        earlier = self._cohort * (work.longest_prompt + work.max_new_tokens)
+        return self._pieces.forward_temporaries(max(self._pass_tokens, gathered), earlier=earlier)
+
+    @cached_property
+    def _prefill_tokens(self) -> tuple[float, float]:
+        """Tokens in the largest pass of prompts, and in all of them."""
+        work = self._pieces.workload
+        prompts = -(-self._rows // work.samples_per_prompt) + (self._rows % work.samples_per_prompt > 0)
+        longest = work.longest_prompt
+        all_tokens = prompts * longest
+        if work.rounds > 1:  # Most rows are prefilled with what they have so far.
+            all_tokens = self._rows * (longest + (work.rounds - 1) * work.round_tokens)
+        tokens = min(all_tokens, work.prefill_tokens)
+        if not self._pieces.fused:  # A CPU attends to what precedes a piece of a prompt with copies of it.
+            tokens = max(longest, tokens)
+        return tokens, all_tokens
+
+    @cached_property
+    def _pass_tokens(self) -> float:
+        """Tokens of the largest pass; all passes of prompts except the first also decode rows."""
+        tokens, all_tokens = self._prefill_tokens
+        is_single = self._cohort == self._rows and all_tokens <= self._pieces.workload.prefill_tokens
+        return max(tokens, self._rows) if is_single else tokens + self._rows
+
+    @cached_property
+    def _logits(self) -> float:
+        """Bytes of logits in a wide dtype, and of what sampling computes from them."""
+        pieces = self._pieces
+        widths = pieces.widths
+        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + _SAMPLING_BYTES))
+        # Copies of operands in float32 are freed before the logits exist.
+        return max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], self._rows))
+
+    def _cache_bytes(self, stage: Stage) -> float:
+        """Return the bytes of the caches of all cohorts."""
+        pieces = self._pieces
+        limit = pieces.workload.kv_cache_gib
+        token_bytes = pieces.widths.cached * pieces.role.itemsize * stage.num_layers
+        needed = float(self._num_cohorts * self._cached_tokens * token_bytes)
+        return needed if limit is None else min(needed, limit * 2**30)
+
+    @cached_property
+    def _cached_tokens(self) -> int:
+        """Tokens in the cache of a cohort, whose slots have the longest rows.
+
+        The rows of each age have what they got in earlier rounds, and room for this one. A cache that is kept
+        between rounds holds all rows at once, as far as they can grow.
+        """
+        pieces = self._pieces
+        work = pieces.workload
+        samples = -(-self._cohort // work.rounds)
+        rows = self._cohort if work.keeps_cache else self._rows
+        cached_tokens = 0
+        for age in reversed(range(work.num_ages)):
+            had = age * work.round_tokens
+            slots = min(rows, samples)
+            rows -= slots
+            if slots:
+                cached_tokens += tokens_for(
+                    math.ceil(work.longest_prompt) + had, work.samples_per_prompt if age == 0 else 1,
+                    num_slots=slots, num_samples=samples,
+                    max_new_tokens=work.max_new_tokens - had if work.keeps_cache
+                    else min(work.max_new_tokens - had, work.round_tokens),
+                    page_tokens=page_tokens(pieces.role.config, pieces.role.dtype) if pieces.fused else None)
+        return cached_tokens
+
+
+class TrainMoments:
+    """The moments of a train step: a micro-batch's passes beside others in flight (1F1B), and the optimizer.
+
+    Properties are the same on all stages, so that they are computed once.
+    """
+
+    def __init__(self, pieces: CallPieces) -> None:
+        self.pieces = pieces
+        self.role = pieces.role
+        self.strategy = pieces.strategy
+        self.tokens = pieces.micro_batch.tokens
+        self.hidden = pieces.hidden_bytes(self.tokens)
+
+    def on(self, stage: Stage) -> list[CallMemory]:
+        """Return what a rank of a stage needs at each moment."""
+        in_flight = self._in_flight(stage)
+
+        def beside(*, activations: float, gradients: float, logits: float = 0.0) -> CallMemory:
+            activations += in_flight.activations
+            return in_flight._replace(activations=activations, gradients=gradients, logits=logits)
+
+        moments = [beside(activations=self._block_recomputed, gradients=self._block_gradients)]
+        if stage.is_first:  # The embedding; the micro-batch's own activations are free by then.
+            moments.append(beside(activations=-self._saved(stage), gradients=self._embedding_gradients))
+        if stage.is_last:
+            saved = self._after_last_block
+            moments.append(beside(activations=saved, gradients=self.hidden + self._norm))
+            if self.pieces.computes_logits:
+                moments += [
+                    beside(activations=saved, gradients=gradients, logits=logits)
+                    for gradients, logits in self._head]
+        moments += self._sums_of_sections(stage, in_flight)
+        optimizer = max(self._optimizer_temporaries(stage), self._optimizer_buffers(stage))
+        return [*moments, self._inputs._replace(optimizer=optimizer)]
+
+    # What is alive between the operators
+
+    @cached_property
+    def _inputs(self) -> CallMemory:
+        return self.pieces.inputs()
+
+    @cached_property
+    def _saved_by_layer(self) -> float:
+        return self.hidden if self.pieces.recompute else self.pieces.block_saved_bytes(self.tokens)
+
+    def _saved(self, stage: Stage) -> float:
+        """Return the bytes that a micro-batch keeps from its forward to its backward pass through a chunk."""
+        angles = self.role.itemsize * self.pieces.widths.head_dim * self.tokens
+        num_layers = stage.num_layers // self.strategy.vp
+        return num_layers * self._saved_by_layer + angles + INDEX_BYTES * self.tokens
+
+    def _in_flight(self, stage: Stage) -> CallMemory:
+        """Return the samples, and the activations and messages of all micro-batches in flight."""
+        pieces = self.pieces
+        num_micro_batches = pieces.micro_batch.num_micro_batches
+        num_in_flight = passes_in_flight(self.strategy, stage.number, num_micro_batches)
+        has_previous = not stage.is_first or self.strategy.vp > 1
+        has_next = not stage.is_last or self.strategy.vp > 1
+        messages = 0.0
+        if self.strategy.pp > 1:
+            # Hidden states sent, and received ones unless a layer saves them anyway.
+            is_narrow = self.role.itemsize < self.role.wide_itemsize
+            copied = is_narrow and not pieces.fused and not pieces.recompute
+            messages += num_in_flight * self.hidden * ((has_previous and copied) + has_next)
+            # A gradient received, and gradients sent for up to two micro-batches before.
+            messages += self.hidden * (has_next + min(num_micro_batches - 1, 2) * has_previous)
+        return self._inputs._replace(activations=num_in_flight * self._saved(stage), messages=messages)
+
+    # Ends of the model
+
+    @cached_property
+    def _embedding_gradients(self) -> float:
+        w = self.role.wide_itemsize
+        # Weight.add_rows copies the gradients of rows to the dtype of the gradient buffer.
+        widened_rows = w * self.pieces.widths.hidden * self.tokens if self.role.itemsize < w else 0.0
+        return 2 * self.hidden + widened_rows
+
+    @cached_property
+    def _after_last_block(self) -> float:
+        """Bytes that the last norm saves, and those of its output at the positions that the head reads."""
+        norm = self.tokens * self.pieces.norm_saved(self.pieces.widths.hidden)
+        return norm + self.pieces.hidden_bytes(self.pieces.micro_batch.response_tokens)
+
+    @cached_property
+    def _norm(self) -> float:
+        """Bytes in the backward pass of a norm."""
+        return self.pieces.norm_temporaries(self.pieces.widths.hidden * self.tokens, backward=True)
+
+    @cached_property
+    def _head(self) -> list[tuple[float, float]]:
+        """Bytes of gradients and of logits, when the logits' gradient exists, and when the weight's does."""
+        pieces = self.pieces
+        response_tokens = pieces.micro_batch.response_tokens
+        vocabulary = pieces.widths.vocabulary
+        numel = response_tokens * vocabulary
+        states = pieces.hidden_bytes(response_tokens)  # The gradient of the head's input.
+        logits = pieces.logits_bytes(numel, copies=int(pieces.workload.entropy))
+        chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
+        tokens_at_once = pieces.logits_at_once(numel) / max(1, vocabulary)
+        weight_gradient = pieces.weight_gradient(pieces.widths.hidden, vocabulary, tokens_at_once)
+        widened = pieces.widened_head_bytes(response_tokens, backward=True)
+        if self.role.widens_head or self.role.lora is not None:
+            weight_gradient = 0.0  # Products in float32 are added to the gradient buffer directly.
+        return [(states, max(logits, chunk + widened)), (weight_gradient + states, chunk + widened)]
+
+    # A decoder block: the last one of the stage, since then all activations are alive
+
+    @cached_property
+    def _block_recomputed(self) -> float:
+        """Bytes of the activations of the layer that is recomputed; 0 without recompute."""
+        return self.pieces.block_saved_bytes(self.tokens) if self.pieces.recompute else 0.0
+
+    @cached_property
+    def _mlp(self) -> float:
+        """Bytes of a tensor of the MLP's width."""
+        return self.role.itemsize * self.tokens * self.pieces.widths.mlp
+
+    @cached_property
+    def _gate_and_up(self) -> float:
+        return (2 if self.role.config.gated else 1) * self._mlp
+
+    def _weight_gradient(self, inputs: int, outputs: int) -> float:
+        """Return the bytes that it takes to add the gradient of such a weight of a block to the buffer."""
+        if self.role.lora is not None:
+            return self.pieces.weight_gradient(max(inputs, outputs), self.role.lora.rank, self.tokens)
+        return self.pieces.weight_gradient(inputs, outputs, self.tokens)
+
+    @cached_property
+    def _activated_linear(self) -> float:
+        """Bytes in the backward pass of activation and down projection, besides their output's gradient."""
+        # The activation works on a part of the tokens at a time.
+        temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
+        if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
+            return max(3 * self._mlp, self._gate_and_up + temporaries)
+        widths = self.pieces.widths
+        return self._mlp + self._gate_and_up + max(
+            temporaries, self._weight_gradient(widths.mlp, widths.hidden))
+
+    @cached_property
+    def _block_gradients(self) -> float:
+        """The most bytes of gradients in a block: at the end of its forward pass, or in its backward pass."""
+        pieces = self.pieces
+        hidden = self.hidden
+        sum_over_tp = pieces.sum_temporaries(hidden)
+        qkv = self.role.itemsize * self.tokens * pieces.widths.qkv
+        freed = pieces.num_mlp_saved * self._mlp  # Activations of the MLP, once they are used.
+        return max(
+            # The sum over the tp group in the MLP's forward pass: the output of the down projection.
+            hidden + sum_over_tp,
+            # activated_linear, backward: the gradients of output, down projection's input, gate and up.
+            hidden + self._activated_linear,
+            # Gate and up, backward: the gradients of the output, of gate and up, and of the MLP's input,
+            # which is computed last.
+            hidden - freed + self._gate_and_up + max(hidden, self._weight_gradient(
+                pieces.widths.hidden, (2 if self.role.config.gated else 1) * pieces.widths.mlp)),
+            # The MLP's norm, backward: the gradient of its output; that of its input is a temporary.
+            hidden - freed + self._norm,
+            # copy_to_group, backward, of the MLP: the gradients of the output and of the MLP's input.
+            2 * hidden - freed + sum_over_tp,
+            # Attention, backward: the gradients of the block's output and of attention's output, and of
+            # queries, keys and values before and after rotation.
+            2 * hidden - freed + 2 * qkv)
+
+    # Sums of gradients over ranks
+
+    def _sums_of_sections(self, stage: Stage, in_flight: CallMemory) -> list[CallMemory]:
+        """Return the moments in which gradients of 1 or 2 sections are summed; their activations are free."""
+        all_received = self._received(stage)
+        if all_received == 0:
+            return []
+        trained = trained_params(self.role, self.strategy, stage.number)
+        section_share = self.role.trained_spec.section_numel / trained  # The least share of a section.
+        moments = []
+        activations = in_flight.activations + self._block_recomputed
+        for num_sections in (1, 2):
+            share_left = 1 - num_sections * section_share
+            if share_left > 0:
+                received = all_received * num_sections / 2
+                gradients = self.hidden + self._activated_linear + received
+                moments.append(in_flight._replace(activations=share_left * activations, gradients=gradients))
+        return moments
+
+    def _received(self, stage: Stage) -> float:
+        """Return the bytes that other replicas send over gloo for two sections of the gradients
+        (ModelSpec.sections)."""
+        if self.pieces.fused:
+            return 0.0
+        s = self.strategy
+        shard = (self.role.config, s, stage.number, self.role.lora)
+        held_by_kind = held_params(*shard)
+        section_by_kind = in_section(*shard, self.role.trained_spec.section_numel)
+        kinds = zip(held_by_kind, section_by_kind, (s.num_replicas, s.num_expert_replicas), strict=True)
+        w = self.role.wide_itemsize
+        return max(w * min(held, 2 * section) * (1 - 1 / replicas) for held, section, replicas in kinds)
+
+    def _optimizer_buffers(self, stage: Stage) -> float:
+        """Return the bytes of the two buffers through which an offloaded optimizer's states pass."""
+        if not self.role.offloads_optimizer:
+            return 0.0
+        s = self.strategy
+        shard = (self.role.config, s, stage.number, self.role.lora)
+        replicas = (s.num_replicas, s.num_expert_replicas)
+        sections = in_section(*shard, self.role.trained_spec.section_numel)
+        held = sum(numel / num for numel, num in zip(held_params(*shard), replicas, strict=True))
+        largest = max(numel / num for numel, num in zip(sections, replicas, strict=True))
+        buffers = min(held, 2 * min(largest, OPTIMIZER_SLICE_NUMEL))
+        return num_states(self.role) * self.role.wide_itemsize * buffers
+
+    def _optimizer_temporaries(self, stage: Stage) -> float:
+        """Return the peak bytes of gradient sums over ranks that share parameters.
+
+        They are the sums over tp ranks (key-value heads, adapters), and over gloo those of a tied embedding
+        on its two stages and of this replica's slices.
+        """
+        pieces = self.pieces
+        s = self.strategy
+        w = self.role.wide_itemsize
+        config = self.role.config
+        shared = 0.0
+        sharers = s.tp // config.num_kv_heads
+        if sharers > 1:
+            weights = stage.num_layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
+            shared = w * weights * pieces.sum_copies(sharers)
+        if self.role.lora is not None:  # The bound assumes that all adapters have a shared side.
+            trained = trained_params(self.role, s, stage.number)
+            shared = w * trained * pieces.sum_copies(s.tp) if s.tp > 1 else 0.0
+        is_end = s.pp > 1 and (stage.is_first or stage.is_last)
+        is_tied = config.tied and is_end and self.role.lora is None and not pieces.fused
+        tied = 2.0 * w * pieces.widths.vocabulary * pieces.widths.hidden if is_tied else 0.0
+        return max(shared, tied, self._received(stage))
+
+
+_MOMENTS: dict[str, type[ForwardMoments] | type[GenerationMoments] | type[TrainMoments]] = {
+    "generate": GenerationMoments, "forward": ForwardMoments, "train_step": TrainMoments}

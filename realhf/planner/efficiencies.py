@@ -1,0 +1,154 @@
+"""What accelerators reach, and what engines launch: the figures by which costs differ from a roofline.
+
+Efficiencies of accelerators are the shares of their peaks that kernels and links reach, and host times. A
+cluster file names its `accelerator`; the table here has the figures for it, each with its source. They hold
+for all models, layouts and engines. A profile replaces the rates that it has measured.
+
+Engine paths are what an engine launches, reads and pads in its passes. Engines on the same accelerator differ
+in these counts only. Ours are counted from the code of `nn` and `inference`; the path of another engine,
+counted from its code, prices its steps by the same efficiencies.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from realhf.cluster import Cluster
+from realhf.models.megatron_config import MegatronConfig
+from realhf.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """The figures of one accelerator. The defaults describe a device that reaches all of its peaks."""
+
+    matmul: float = 1.0  # Share of peak FLOP/s in a product of many tiles.
+    grouped_matmul: float = 1.0  # The same in a grouped product, of the rows of several experts.
+    attention: float = 1.0  # Share of peak FLOP/s in causal attention over packed sequences.
+    memory: float = 1.0  # Share of memory bandwidth.
+    link: float = 1.0  # Share of a link's bandwidth.
+    tile: int = 1  # Rows and columns of the part of a product that one unit computes at a time.
+    units: int = 0  # Units that compute tiles side by side; 0: time is proportional to the FLOPs.
+    kernel_seconds: float = 0.0  # Least time of a kernel on the device: its start and its end.
+    launch_seconds: float = 0.0  # Host time to launch a kernel.
+    pass_seconds: float = 0.0  # Host time of a micro-batch besides its blocks: split, head, loss.
+    step_seconds: float = 0.0  # Host time of a decode step: scheduling, tables of blocks, drawn tokens.
+    row_seconds: float = 0.0  # The same for each row of the step.
+    call_seconds: float = 0.0  # Host time around a call: distributing samples, packing columns.
+    message_seconds: float = 0.0  # Time to send a message to one more peer of an all-to-all.
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Efficiencies":
+        """Return the figures of a cluster's accelerator."""
+        return EFFICIENCIES[cluster.accelerator_name]
+
+
+_MAMF = "in the best of shapes (ML Engineering, maximum achievable matmul FLOPS), less in others"
+_GRAPHS = "NVIDIA, Getting Started with CUDA Graphs"
+_GUESS = "estimate; a quarter more or less moves the mean of the published steps by at most 3 %"
+_MEASURE = "estimate, which `realhf profile` replaces by the machine's own rates"
+_GPU: Mapping[str, tuple[float, str]] = {
+    "grouped_matmul": (0.55, f"{_GUESS}: tiles of one expert end before the next begins"),
+    "memory": (0.8, "copies reach 0.9 (arXiv:2402.13499); decoding kernels read less evenly"),
+    "link": (0.8, "370 of 450 GB/s after NVLink's protocol: github.com/NVIDIA/nccl-tests/issues/212"),
+    "tile": (128, "rows and columns of the tiles of large products in cuBLAS and CUTLASS"),
+    "kernel_seconds": (3.4e-6, f"short kernels in a recorded graph follow in 3.4 us: {_GRAPHS}"),
+    "launch_seconds": (1e-5, f"the launch alone 3.8 us ({_GRAPHS}); the rest is torch's dispatch: {_GUESS}"),
+    "pass_seconds": (5e-4, f"50 launches; {_GUESS}"),
+    "step_seconds": (2e-3, f"scheduler, tables and 35 launches for a draw; {_GUESS}"),
+    "row_seconds": (1e-5, f"Python's work for a row; {_GUESS}"),
+    "call_seconds": (0.02, f"messages of the controller, measured with gloo; {_GUESS}"),
+    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}")}
+_HOPPER: Mapping[str, tuple[float, str]] = {
+    "matmul": (0.7, f"0.80 {_MAMF}"),
+    "attention": (0.35, "FlashAttention-2, which torch runs, on H100: arXiv:2407.08608, abstract"),
+    "units": (132, "streaming multiprocessors: vendor"),
+    **_GPU}
+TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
+    "h100": _HOPPER,
+    "h200": _HOPPER,  # The same chip with more memory, which the cluster file says.
+    "a100": {
+        "matmul": (0.75, f"0.86 {_MAMF}"),
+        "attention": (0.6, "FlashAttention-2, 0.5 to 0.73: arXiv:2307.08691, abstract"),
+        "units": (108, "streaming multiprocessors: vendor"),
+        **_GPU,
+    },
+    "cpu": {
+        "matmul": (0.7, _MEASURE),
+        "grouped_matmul": (0.7, "one product after the other (nn/moe.py)"),
+        "attention": (0.4, _MEASURE),
+        "memory": (0.8, _MEASURE),
+        "link": (0.8, _MEASURE),
+        "launch_seconds": (9e-6, f"0.2 ms for the operators of a block; {_MEASURE}"),
+        "pass_seconds": (1.5e-3, _MEASURE),
+        "step_seconds": (4e-4, _MEASURE),
+        "call_seconds": (0.02, _MEASURE),
+        "message_seconds": (1e-4, "gloo on one machine: 0.15 ms for an exchange of small messages"),
+    },
+}
+"""Accelerator -> field of Efficiencies -> figure and source. Fields that a CPU lacks have no effect there."""
+EFFICIENCIES = {
+    name: Efficiencies(**{field: value for field, (value, _) in figures.items()})  # type: ignore[arg-type]
+    for name, figures in TABLE.items()}
+
+
+@dataclass(frozen=True)
+class EnginePath:
+    """The passes of an engine. Numbers of kernels are those of one block in the forward direction."""
+
+    kernels: int  # In training and prefill.
+    expert_kernels: int  # Those that experts add: router, permutations, grouped products.
+    decode_kernels: int
+    decode_expert_kernels: int
+    kernels_per_expert: int = 0  # Those of each expert that runs by itself, in training and prefill.
+    recorded: bool = False  # Whether decode steps replay recorded kernels, so that the host launches none.
+    gathers: bool = True
+    """Whether decode steps gather the tokens of all ranks that share experts, so that their shapes are known;
+    else tokens go to the ranks of their experts."""
+    gathered_kernels: int = 8  # Those that gathering adds to `decode_expert_kernels`, besides collectives.
+    shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
+    reads_blocks: bool = False
+    """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
+    between the blocks of running ones."""
+    sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
+    expert_passes: int = 9
+    """Reads and writes of the experts' rows: permutations before and after the exchange, sums of outputs."""
+    pads_stages: bool = False  # Under a pipeline, micro-batches are padded to the limit of their tokens.
+    splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
+    overlap: float = 0.0
+    """Fraction of a mini-batch's passes beside which gradients are reduced and parameters gathered."""
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "EnginePath":
+        """Return the path of this engine on a cluster's devices."""
+        return OUR_CPU if cluster.device_type == "cpu" else OUR_CUDA
+
+    def of_role(self, config: ModelConfig) -> "EnginePath":
+        """Return the path of the engine that trains a model, if this is that of the native engine."""
+        return MEGATRON if isinstance(config, MegatronConfig) else self
+
+
+OUR_CUDA = EnginePath(
+    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True)
+"""Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
+Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
+OUR_CPU = EnginePath(
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
+    reads_blocks=True)
+"""Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
+
+
+MEGATRON = EnginePath(
+    kernels=25, expert_kernels=38, kernels_per_expert=6, decode_kernels=26, decode_expert_kernels=18,
+    pads_stages=True)
+"""Megatron-Core's local layers with our norms and attention, counted as above
+(tests/megatron/test_planner.py). The native engine decodes."""
+
+
+def padded_sizes(counts: Any) -> Any:
+    """Return the sizes to which recorded passes round up (kv_blocks.padded_size), for an array of counts."""
+    whole = np.maximum(1.0, np.ceil(counts))
+    step = np.where(whole <= 256, 32.0, 64.0)
+    return np.where(whole <= 32, np.exp2(np.ceil(np.log2(whole))), np.ceil(whole / step) * step)

@@ -1,0 +1,386 @@
+"""Seconds of a step in the steady state, which are called the period: of many plans, or of a given one.
+
+Ranks run their calls in one order, step after step without a barrier. A call starts when its ranks are free
+and its inputs and weights have arrived. Such a system is linear in the max-plus algebra: its period is the
+largest mean weight of a cycle of constraints, that is weight over the number of steps that the cycle spans
+(Baccelli et al. 1992).
+
+Shapes: K plans, N calls in the order in which ranks run them. A constraint `wait[i, j, k]` says that in plan
+k call i starts at least that many seconds after call j starts; -inf means no constraint. Plans are the last
+axis, so that operations on all of them read contiguous memory.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from realhf.cluster import Cluster
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.planner.activation_memory import top_bytes
+from realhf.planner.call_cost import CallCost, call_cost
+from realhf.planner.links import ContiguousLayout, ranks_per_host
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+from realhf.planner.reallocation import arrivals
+from realhf.planner.shared_cores import SharedCores
+
+NEVER = -np.inf
+SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
+_RANK_0 = Layout.parse("d1@0")
+
+
+# What calls wait for
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The outputs and weights that calls wait for.
+
+    `data[i, j]` are the seconds from the end of call j until its outputs reach call i of the same step, -inf
+    where i reads nothing of j; `late_data` is the same for outputs that call i reads in the next step.
+    `weights` lists (i, j, lag): call i uses the weights that call j trains, in the same step (lag 0) or in
+    the one before (lag 1). Copies of one trainer are next to each other, in the order in which they are made.
+    `receiving[i]` are the seconds in which the ranks of call i exchange its inputs before it starts.
+
+    With `in_place`, the weights of the step before replace those with which other calls may still run. So
+    they move only when the calls before call j that share ranks with call i have ended, and call j waits
+    until they have moved. Without it, calls wait for each other's outputs anyway.
+    """
+
+    data: np.ndarray
+    late_data: np.ndarray
+    weights: tuple[tuple[int, int, int], ...]
+    receiving: np.ndarray
+    busy_shares: tuple[float, float] = (0.0, 0.0)
+    """The shares of a reallocation's seconds in which a rank that only sends, or one that receives, computes
+    nothing."""
+    in_place: bool = False
+
+    @property
+    def copies(self) -> dict[int, list[int]]:
+        """Return trainer -> the numbers of the `weights` that it trains, in the order of their copies."""
+        copies: dict[int, list[int]] = {}
+        for number, (_, trainer, _) in enumerate(self.weights):
+            copies.setdefault(trainer, []).append(number)
+        return copies
+
+    def durations(self, moving: np.ndarray) -> np.ndarray:
+        """Return how long each reallocation takes by itself, as copies of one trainer are made in turn."""
+        durations = np.zeros_like(moving)
+        for numbers in self.copies.values():
+            arrived = np.maximum.accumulate(moving[:, numbers], axis=1)
+            durations[:, numbers] = np.diff(arrived, axis=1, prepend=0.0)
+        return durations
+
+    def busy(self, moving: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Return the seconds that reallocations take from ranks between two calls that share them.
+
+        Calls run on ranks from `first` to `stop` (K, N). In the result (K, N, N), call i comes after call j.
+        A rank that only sends does so directly after the trainer; one that receives does so before the user.
+        """
+        sending, receiving = (share * self.durations(moving) for share in self.busy_shares)
+        busy = np.zeros((*first.shape, first.shape[1]))
+        for number, (user, _, _) in enumerate(self.weights):
+            busy[:, user] += receiving[:, number, None]
+        for j, numbers in self.copies.items():
+            users = [self.weights[number][0] for number in numbers]
+            low = np.maximum(first, first[:, j, None])
+            high = np.minimum(stop, stop[:, j, None])
+            most = np.zeros(low.shape)
+            # A rank that sends most is the first shared one, or the one where some target stops.
+            for rank in (low, *(np.broadcast_to(stop[:, user, None], low.shape) for user in users)):
+                sent = np.zeros(low.shape)
+                for number, user in zip(numbers, users, strict=True):
+                    outside = (rank < first[:, user, None]) | (rank >= stop[:, user, None])
+                    sent += np.where(outside, sending[:, number, None], 0.0)
+                most = np.maximum(most, np.where((low <= rank) & (rank < high), sent, 0.0))
+            busy[:, :, j] += most
+        return busy
+
+
+def dependencies(problem: Problem, rates: Rates) -> Dependencies:
+    """Return the dependencies among the calls, in the order in which ranks run them."""
+    calls = problem.calls
+    index = {call.name: i for i, call in enumerate(calls)}
+    data, late_data = (np.full((len(calls), len(calls)), NEVER) for _ in range(2))
+    receiving = np.zeros(len(calls))
+    for i, call in enumerate(calls):
+        work = problem.workloads[call.name]
+        token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
+        num_bytes = work.num_samples * work.tokens * token_bytes
+        for producer in filter(None, map(problem.graph.producer, call.inputs)):
+            j = index[producer.name]
+            is_late = producer.name in problem.ahead and call.name not in problem.ahead
+            (late_data if is_late else data)[i, j] = rates.sending(num_bytes)
+            receiving[i] = rates.samples(num_bytes)  # All at once: some ranks get them, and deal them out.
+        if call.kind == "generate" and work.rounds > 1:
+            num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
+            late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)
+    weights = []
+    for trainer, call in enumerate(calls):
+        if call.kind == "train_step":
+            weights += [(user, trainer, 0 if trainer < user else 1) for user in _users(problem, trainer)]
+    return Dependencies(
+        data, late_data, tuple(weights), receiving, busy_shares(rates.cluster), in_place=bool(problem.ahead))
+
+
+def _users(problem: Problem, trainer: int) -> list[int]:
+    """Return the calls that use what a call trains, the role's next train step last.
+
+    That step needs the weights at home: where replicas share the optimizer, each has updated only a shard.
+    """
+    role = problem.calls[trainer].role
+    users = []
+    trainers = []
+    for i, call in enumerate(problem.calls):
+        if call.kind == "train_step":
+            trainers += [i] if call.role == role else []
+        elif call.role is not None and role in (call.role, problem.model_role(call).follows):
+            users.append(i)
+    next_trainer = trainers[(trainers.index(trainer) + 1) % len(trainers)]
+    return [*users, next_trainer]
+
+
+def busy_shares(cluster: Cluster) -> tuple[float, float]:
+    """Return the shares of a reallocation's seconds in which a sending and a receiving rank compute nothing.
+
+    A GPU gives some of its multiprocessors to communication: 20 of 132 in DeepSeek-V3's training
+    (arXiv:2412.19437, section 3.2.2). On CPU the receiver copies from the sender's memory with the cores that
+    would compute; between hosts the sender packs and sends with its cores, too.
+    """
+    if cluster.device_type == "cpu":
+        return float(cluster.num_hosts > 1), 1.0
+    return 20 / 132, 20 / 132
+
+
+def moving_seconds(
+    rates: Rates, problem: Problem, needs: Dependencies, layouts: Mapping[int, ContiguousLayout]
+) -> np.ndarray:
+    """Return the seconds from the end of training until each copy of the weights is complete in one plan,
+    shape (1, number of `needs.weights`); `layouts` are those of calls by their position."""
+    moving = np.zeros((1, len(needs.weights)))
+    for trainer, numbers in needs.copies.items():
+        users = [needs.weights[number][0] for number in numbers]
+        copies = [(problem.calls[user], layouts[user]) for user in users]
+        moving[0, numbers] = arrivals(rates, problem, problem.calls[trainer], layouts[trainer], copies)
+    return moving
+
+
+def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
+    """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
+    them.
+
+    A call that can be split runs with the call that makes its inputs. Any other runs with the call that reads
+    its outputs. If there is no such model call, the name is None and it runs on rank 0. If some calls run
+    ahead, the others do not run with one of them, but with a call that trains a role.
+    """
+    graph = problem.graph
+    is_ahead = call.name in problem.ahead
+    model_calls = [c for c in graph.order if c.role is not None and (c.name in problem.ahead) == is_ahead]
+    producers = filter(None, map(graph.producer, call.inputs))
+    before = [producer.name for producer in producers if producer in model_calls]
+    after = [c.name for c in model_calls if set(c.inputs) & set(call.outputs)]
+    if problem.ahead and not is_ahead:
+        after += [c.name for c in model_calls if c.kind == "train_step"]
+    is_split = getattr(call.work, "splittable", False) and bool(before or problem.ahead)
+    anchors = [*before, *after] if is_split else [*after, *before]
+    return next(iter(anchors), None), is_split
+
+
+# Periods of many plans
+
+
+def periods(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
+    *, moving: np.ndarray | None = None, busy: np.ndarray | None = None, exact: bool = True,
+) -> np.ndarray:
+    """Return the periods of K plans, shape (K,).
+
+    `seconds` (K, N) are those of calls, `shares` (K, N, N) tells whether two calls have a device in common,
+    and `moving` (K, number of `needs.weights`) are the seconds from the end of training until weights have
+    arrived; `busy` is that of `Dependencies.busy`. Without `exact` the result is a lower bound from cycles of
+    at most two steps.
+    """
+    step = _one_step(*_waits(needs, seconds, shares, moving, busy))
+    diagonal = np.arange(len(needs.data))
+    there_and_back = (step + step.transpose(1, 0, 2)).max(axis=(0, 1)) / 2
+    best = np.maximum(step[diagonal, diagonal].max(axis=0), there_and_back)
+    power = step
+    for length in range(2, len(needs.data) + 1 if exact else 0):
+        power = _product(power, step)
+        best = np.maximum(best, power[diagonal, diagonal].max(axis=0) / length)
+    return np.maximum(best, 0.0)
+
+
+def one_step_periods(needs: Dependencies, seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Return lower bounds of the periods, from cycles of one step without reallocations."""
+    same, before = _waits(needs, seconds, shares, None, None)
+    bounds: np.ndarray = (_closure(same) + before.transpose(1, 0, 2)).max(axis=(0, 1), initial=0.0)
+    return bounds
+
+
+def step_periods(
+    cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
+    *, moving: np.ndarray | None = None, exact: bool = True,
+) -> np.ndarray:
+    """Return the periods of plans whose calls run on ranks from `first` to `stop`, shape (K, N) each.
+
+    Reallocations take time from ranks (`Dependencies.busy`), and devices may share cores.
+    """
+    busy = None if moving is None else needs.busy(moving, first, stop)
+    period = periods(needs, seconds, have_common_ranks(first, stop), moving=moving, busy=busy, exact=exact)
+    return np.maximum(period, SharedCores(cluster).busiest_host(seconds, first, stop))
+
+
+def have_common_ranks(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return whether two calls have a device in common, for each plan; shape (K, N, N)."""
+    return (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
+
+
+def first_starts(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray,
+    *, num_steps: int,
+) -> np.ndarray:
+    """Return when each call starts in the first `num_steps` steps of one plan, shape (num_steps, N)."""
+    same, before = _waits(needs, seconds[None], shares[None], moving[None], busy[None])
+    step = _one_step(same, before)[..., 0]
+    closure = _closure(same)[..., 0]
+    starts = [np.maximum(closure.max(axis=1), 0.0)]
+    for _ in range(num_steps - 1):
+        starts.append((step + starts[-1]).max(axis=1))
+    return np.array(starts)
+
+
+def delays(
+    needs: Dependencies, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds from the end of call j until call i of the same step can start, and until call i of
+    the next step can, in one plan; shape (N, N) each."""
+    same, before = _waits(needs, np.zeros((1, len(shares))), shares[None], moving[None], busy[None])
+    return same[..., 0], before[..., 0]
+
+
+def _waits(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
+    busy: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the constraints between calls of one step, and those from the step before, (N, N, K) each."""
+    num = len(needs.data)
+    call_seconds = np.ascontiguousarray(seconds.T)  # (N, K)
+    same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
+    shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
+    for i in range(num):
+        for j in range(num):
+            matrix = same if j < i else before
+            released = call_seconds[j] + needs.receiving[i]
+            occupied = released if busy is None else released + busy[:, i, j]
+            matrix[i, j] = np.where(shared[i, j], occupied, NEVER)
+            if np.isfinite(needs.data[i, j]):
+                np.maximum(same[i, j], released + needs.data[i, j], out=same[i, j])
+            if np.isfinite(needs.late_data[i, j]):
+                np.maximum(before[i, j], released + needs.late_data[i, j], out=before[i, j])
+    for number, (i, j, lag) in enumerate(needs.weights):
+        seconds_moving = 0.0 if moving is None else moving[:, number]
+        matrix = before if lag else same
+        np.maximum(matrix[i, j], call_seconds[j] + seconds_moving, out=matrix[i, j])
+        if lag and needs.in_place:
+            np.maximum(before[j, j], call_seconds[j] + seconds_moving, out=before[j, j])
+            for other in range(j):
+                wait = np.where(shared[i, other], call_seconds[other] + seconds_moving, NEVER)
+                np.maximum(before[i, other], wait, out=before[i, other])
+                np.maximum(before[j, other], wait, out=before[j, other])
+    return same, before
+
+
+def _closure(same: np.ndarray) -> np.ndarray:
+    """Return the longest waits along chains inside a step; calls wait only for earlier ones."""
+    closure = np.full_like(same, NEVER)
+    for i in range(len(same)):
+        closure[i, i] = 0.0
+        for j in range(i):
+            np.maximum(closure[i], same[i, j] + closure[j], out=closure[i])
+    return closure
+
+
+def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Return the longest wait, along all chains, between each call of a step and each of the step before."""
+    return _product(_closure(same), before)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return max-plus matrix products."""
+    out = a[:, 0, None] + b[None, 0]
+    for k in range(1, a.shape[1]):
+        np.maximum(out, a[:, k, None] + b[None, k], out=out)
+    return out
+
+
+# One given plan
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step in the steady state, and the cost of each call alone.
+
+    `call_seconds` are those of calls among their neighbours, with which they may share cores.
+    """
+
+    step_seconds: float
+    calls: Mapping[str, CallCost]
+    call_seconds: Mapping[str, float]
+
+
+def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
+    """Return the prediction for a plan whose layouts are on contiguous ranks."""
+    costs = {
+        call.name: cost_of(problem, rates, call, plan[call.name], plan[call.name].layout.ranks)
+        for call in problem.model_calls}
+    alone = {name: cost.seconds for name, cost in costs.items()}
+    step, among_others = _step_and_call_seconds(problem, rates, plan, alone)
+    return Prediction(step, costs, {name: among_others[name] for name in costs})
+
+
+def cost_of(
+    problem: Problem, rates: Rates, call: FunctionCall, call_plan: CallPlan, ranks: Collection[int]
+) -> CallCost:
+    """Return the cost of a call alone on some ranks."""
+    return call_cost(
+        rates.at(ranks), call, problem.model_role(call), problem.workloads[call.name], call_plan,
+        per_host=ranks_per_host(problem.cluster, ranks))
+
+
+def step_seconds(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> float:
+    """Return the seconds of a step in the steady state if calls take `call_seconds`."""
+    return _step_and_call_seconds(problem, rates, plan, call_seconds)[0]
+
+
+def _step_and_call_seconds(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and of each call among its neighbours.
+
+    Calls in plain Python that the plan leaves out run on rank 0, as in a run.
+    """
+    left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
+    plan = ExecutionPlan({**left_out, **plan.calls})
+    calls = problem.calls
+    needs = dependencies(problem, rates)
+    layouts = [plan[call.name].layout for call in calls]
+    ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
+    moving = moving_seconds(rates, problem, needs, dict(enumerate(ranges)))
+    first = np.array([[min(layout.ranks) for layout in layouts]])
+    stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
+    host = {
+        call.name: problem.workloads[call.name].seconds_on(plan[call.name].layout.dp)
+        for call in calls if call.role is None}
+    seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
+    step = float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])
+    shares = have_common_ranks(first, stop)[0]
+    waits = delays(needs, shares, moving[0], needs.busy(moving, first, stop)[0])
+    among_others = SharedCores(problem.cluster).among_neighbours(seconds[0], first[0], stop[0], waits)
+    return step, dict(zip((call.name for call in calls), among_others.tolist(), strict=True))

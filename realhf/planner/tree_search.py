@@ -1,0 +1,414 @@
+"""Search for the plan with the shortest step among those enumerated, and a lower bound over them.
+
+Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
+chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Three trees
+take turns, which differ in the order of these steps; all bounds hold, so the highest counts. The search is
+anytime: the least bound among the plans that are not explored yet holds for every plan.
+
+The bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of
+their own, that the step is no shorter than the sum of all device seconds over the number of devices, and that
+calls between two others need their share of all devices there. That last bound is this: if some calls read
+what call a makes, and call b reads what they make, they all run between the end of a and the start of b. All
+devices together need their device seconds for that, so b starts at least these over the number of devices
+after a has ended. If the next a waits for b, as generation waits for new weights, then the step takes at
+least as long as a, these calls and b.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from realhf.planner.call_group import OPEN, CallGroup
+from realhf.planner.local_search import SAME, LocalSearch, heavy_groups, least_device_seconds
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import Dependencies
+
+_CHILDREN = 12_000  # The number of plans to evaluate at once.
+_DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
+_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found no better plan.
+_TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
+_AIMS = (1.0, 0.4, 0.15)
+"""How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
+_BEAM = 24  # The width of a beam search.
+_DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
+_SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
+_MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
+ReportProgress = Callable[[float, float, float], None]
+"""Called with the best step seconds, the lower bound and the seconds spent."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan found (one candidate per call group) and the lower bound over the plans enumerated."""
+
+    chosen: tuple[int, ...]
+    step_seconds: float
+    lower_bound_seconds: float
+    num_expanded: int
+
+    @property
+    def gap(self) -> float:
+        return (self.step_seconds - self.lower_bound_seconds) / self.step_seconds
+
+
+def search(
+    space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
+    max_iterations: int | None = None, progress: ReportProgress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> SearchResult | None:  # fmt: skip
+    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or
+    when there is a plan and `should_stop` returns True.
+
+    The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
+    says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
+    the same every time unless `time_limit` or `should_stop` ends the search.
+    """
+    began = time.monotonic()
+    local = LocalSearch(space)
+    for start in starts:
+        local.improve(np.array(start))
+    local.start_from_common_layouts()
+    for start in local.starts():
+        if local.best_score == np.inf:
+            local.improve(np.array(start))
+    trees = [_Tree(space, local, steps) for steps in _orders(space)]
+    num_iterations = 0
+    while not any(tree.is_finished(gap) for tree in trees):
+        if (spent := time.monotonic() - began) >= time_limit:
+            break
+        if progress is not None:
+            progress(local.best_score, max(tree.bound for tree in trees), spent)
+        if max_iterations is not None and num_iterations >= max_iterations:
+            break
+        if should_stop is not None and local.best is not None and should_stop():
+            break
+        by_bound = sorted(trees, key=lambda tree: tree.bound)
+        tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
+        tree.expand()
+        tree.dive(by_bound[-1].bound)
+        num_iterations += 1
+    if local.best is None:
+        return None
+    best = local.polished()
+    bound = max(tree.bound for tree in trees)
+    return SearchResult(tuple(best.tolist()), local.best_score, bound, sum(t.num_expanded for t in trees))
+
+
+class _Step(NamedTuple):
+    """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
+
+    group_index: int
+    is_last: bool
+
+
+def _orders(space: SearchSpace) -> list[list[_Step]]:
+    """Return up to three orders of steps, all with the groups with the most work first.
+
+    The first decides all meshes and then all candidates, which soon shows how calls share the devices. The
+    others decide heavy groups wholly before the rest, which soon shows how much memory is left; one of them
+    then decides those that hold memory between their calls before those that do not.
+    """
+    order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
+    heavy = heavy_groups(space)
+    light = [index for index in order if index not in heavy]
+    holding = [index for index in light if _holds_memory(space.groups[index])]
+    rest = [index for index in light if index not in holding]
+    orders = (_steps([order]), _steps([heavy, holding, rest]), _steps([heavy, holding + rest]))
+    return [steps for i, steps in enumerate(orders) if steps not in orders[:i]]
+
+
+def _holds_memory(group: CallGroup) -> bool:
+    """Return whether a group holds memory between its calls, whichever candidate it has."""
+    return bool((group.resting + sum(group.copied)).min() > 0)
+
+
+def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
+    """Return the steps that decide groups part by part: first the meshes of a part, then its candidates."""
+    return [_Step(index, is_last) for part in parts for is_last in (False, True) for index in part]
+
+
+class _Tree:
+    """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
+
+    def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
+        """Set up a tree in which plans are decided in these steps.
+
+        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up.
+        """
+        self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
+        self._aim = np.inf  # Plans that take longer are of no interest to the beam search at hand.
+        self._space = space
+        self._local = local
+        self._groups = space.open_groups
+        self._num_devices = space.problem.cluster.num_devices
+        self._device_seconds = [  # Of every choice.
+            np.append(group.device_seconds[:-1], least)
+            for group, least in zip(self._groups, least_device_seconds(space), strict=True)]
+        self._calls_between = find_calls_between(space.needs)
+        self._tables_between = tables_between(self._calls_between, space.groups, self._num_devices)
+        self._steps = steps
+        self._leaf_depth = len(steps)
+        self._choices = np.full((1, len(self._groups)), OPEN)
+        self._bounds = self._bound(self._choices, np.zeros(1))
+        self._given_up = np.inf
+        self.num_expanded = self.num_iterations = 0
+        self._next_dive = 1  # The iteration from which on to dive.
+        self._patience = _DIVE_EVERY
+        self._num_failed = 0  # Beam searches that found no better plan.
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of the seconds per step over all plans of the space.
+
+        Plans that are shorter than the best one by a share of `SAME` may have been discarded.
+        """
+        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._goal)
+
+    def is_finished(self, gap: float) -> bool:
+        goal = self._local.best_score * (1 - max(gap, SAME))
+        return not len(self._choices) or self.bound >= goal
+
+    def expand(self) -> None:
+        """Replace the most promising plans, all at one depth, with their children."""
+        depths = self._depths
+        depth = int(depths[self._most_promising(depths)])
+        level = np.flatnonzero(depths == depth)
+        taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(depth)]]
+        children, bounds = self._children(self._choices[taken], self._bounds[taken], depth)
+        self._keep(np.setdiff1d(np.arange(len(depths)), taken))
+        self.num_expanded += len(taken)
+        self.num_iterations += 1
+        if depth + 1 == self._leaf_depth:
+            self._offer(children, bounds)
+        else:
+            self._choices = np.concatenate([self._choices, children])
+            self._bounds = np.concatenate([self._bounds, bounds])
+        self._keep(self._bounds < self._goal)
+        if len(self._choices) > _MOST_NODES:
+            order = np.argsort(self._bounds, kind="stable")
+            self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
+            self._keep(order[: _MOST_NODES // 2])
+
+    def _width(self, depth: int) -> int:
+        """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
+        step = self._steps[depth]
+        group = self._groups[step.group_index]
+        num_meshes = len(group.by_mesh)
+        num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
+        return max(1, int(_CHILDREN / num_children))
+
+    def dive(self, bound: float) -> None:
+        """Complete the most promising plans by a beam search, and improve the outcome by local search.
+
+        This is due in every few iterations, and less often while it finds nothing better. The beam search
+        aims at plans between the lower bound and the best one. The closer it aims, the fewer plans are left,
+        and half of those that it keeps are those with the most memory to spare.
+        """
+        if not len(self._choices) or self.num_iterations < self._next_dive:
+            return
+        before = self._local.best_score
+        share = _AIMS[self._num_failed % len(_AIMS)]
+        if share < 1 and before < np.inf:
+            self._aim = bound + share * (before - bound)
+        self._complete()
+        self._aim = np.inf
+        has_found = self._local.best_score < before
+        self._num_failed += not has_found
+        self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
+        self._next_dive = self.num_iterations + self._patience
+
+    def _complete(self) -> None:
+        depths = self._depths
+        first_depth = int(depths[self._most_promising(depths)])
+        rows = np.flatnonzero(depths == first_depth)
+        rows = rows[np.argsort(self._bounds[rows], kind="stable")[:_BEAM]]
+        choices, bounds = self._choices[rows], self._bounds[rows]
+        for depth in range(first_depth, self._leaf_depth):
+            if not len(choices):
+                return
+            choices, bounds = self._children(choices, bounds, depth, most_plans=_DIVE_CHECKS)
+            lacking = self._space.estimated_excess_bytes(choices)
+            num_lean = 0 if self._aim == np.inf else _BEAM // 2
+            fastest = np.lexsort((bounds, lacking > 0))[: _BEAM - num_lean]
+            leanest = np.argsort(lacking, kind="stable")[:num_lean]
+            rows = np.array(list(dict.fromkeys([*fastest.tolist(), *leanest.tolist()])), int)
+            choices, bounds = choices[rows], bounds[rows]
+            if depth + 1 == len(self._groups) and (choices != OPEN).all():
+                for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
+                    self._local.improve_within(choices[row])
+        self._offer(choices, bounds)
+        if len(choices):
+            self._local.improve(choices[0])
+        self._local.refine()
+
+    def _offer(self, plans: np.ndarray, seconds: np.ndarray) -> None:
+        for i in np.argsort(seconds, kind="stable"):
+            self._local.offer(plans[i], seconds[i])
+
+    @property
+    def _depths(self) -> np.ndarray:
+        """Number of steps that have been decided in each plan."""
+        return (self._choices != OPEN).sum(axis=1) + self._space.is_decided(self._choices).sum(axis=1)
+
+    def _most_promising(self, depths: np.ndarray) -> int:
+        return int(np.lexsort((-depths, self._bounds))[0])
+
+    @property
+    def _goal(self) -> float:
+        return min(self._local.best_score * (1 - SAME), self._aim)
+
+    def _keep(self, rows: np.ndarray) -> None:
+        self._choices, self._bounds = self._choices[rows], self._bounds[rows]
+
+    def _children(
+        self, choices: np.ndarray, bounds: np.ndarray, depth: int, *, most_plans: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return every plan with every mesh, or every candidate on its mesh, for the group of this step, if
+        it may still become the best.
+
+        If this completes the plans, return only the best one that fits, among the first `most_plans`.
+        """
+        step = self._steps[depth]
+        group = self._groups[step.group_index]
+        if step.is_last:
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, step.group_index])]
+        else:
+            next_choices = [group.mesh_choices] * len(choices)
+        counts = [len(of_plan) for of_plan in next_choices]
+        children = np.repeat(choices, counts, axis=0)
+        children[:, step.group_index] = np.concatenate(next_choices)
+        bounds = self._bound(children, np.repeat(bounds, counts))
+        alive = bounds < self._goal
+        children, bounds = children[alive], bounds[alive]
+        if step.is_last and len(children):
+            are_finished = depth + 1 == self._leaf_depth
+            moving = self._space.moving(children) if are_finished or self._prices_moves else None
+            exact = self._space.periods(children, moving=moving, exact=are_finished)
+            bounds = np.maximum(bounds, exact)
+            rows = np.flatnonzero(bounds < self._goal)
+            if are_finished:
+                rows = rows[np.argsort(bounds[rows], kind="stable")]
+                rows = self._best_fitting(children, rows[:most_plans])
+            children, bounds = children[rows], bounds[rows]
+        return children, bounds
+
+    def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Return the first row in this order whose plan fits; none if no plan does."""
+        for row in order:
+            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+                return np.array([row])
+        return order[:0]
+
+    def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Return lower bounds over all completions of unfinished plans; infinity for those that cannot fit.
+
+        Each bound costs more than the one before, and is computed only where the plan may still become the
+        best: all work spread over all devices; calls between two others; cycles of one step; memory. Memory
+        also says how long calls take at least, and the last bounds are the first three with these seconds.
+        """
+        columns = zip(self._device_seconds, choices.T, strict=True)
+        work = np.sum([table[choice] for table, choice in columns], axis=0)
+        bounds = np.maximum(bounds, work / self._num_devices)
+        if self._calls_between:
+            columns = zip(self._tables_between, choices.T, strict=True)
+            seconds_inside = np.sum([table[choice] for table, choice in columns], axis=0)
+            bounds = np.maximum(bounds, seconds_inside.max(axis=1))
+        rest = np.flatnonzero(bounds < self._goal)
+        bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
+        rest = rest[bounds[rest] < self._goal]
+        excess, min_seconds = self._space.memory_limits(choices[rest])
+        fits = excess <= 0
+        bounds[rest[~fits]] = np.inf
+        rest = rest[fits]
+        if len(rest):
+            kept = choices[rest]
+            min_seconds = min_seconds[fits]
+            crowded = self._crowded(kept, min_seconds) / self._num_devices
+            bounds[rest] = np.maximum(bounds[rest], crowded)
+            alive = bounds[rest] < self._goal
+            rest = rest[alive]
+            kept = kept[alive]
+            min_seconds = min_seconds[alive]
+            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
+            bounds[rest] = np.maximum(bounds[rest], periods)
+            if self._calls_between:
+                seconds, first, stop = self._space.call_times(kept)
+                seconds = np.maximum(seconds, min_seconds)
+                seconds_inside = seconds_between(self._calls_between, seconds, first, stop, self._num_devices)
+                bounds[rest] = np.maximum(bounds[rest], seconds_inside)
+        return bounds
+
+    def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the device seconds of unfinished plans whose calls take at least
+        `min_seconds`."""
+        total = np.zeros(len(choices))
+        for group, table, choice in zip(self._groups, self._device_seconds, choices.T, strict=True):
+            total += table[choice]
+            longer = group.is_mesh(choice) & (min_seconds[:, group.calls] > 0).any(axis=1)
+            rows = np.flatnonzero(longer)
+            at = choice[rows]
+            seconds = np.maximum(group.seconds[at], min_seconds[rows[:, None], group.calls]).sum(axis=1)
+            total[rows] += seconds * (group.stop[at] - group.first[at]) - table[at]
+        return total
+
+
+# Calls between two others
+
+
+class CallsBetween(NamedTuple):
+    """The positions of the call before, of the calls inside, and of the call after."""
+
+    before: int
+    inside: tuple[int, ...]
+    after: int
+
+
+def find_calls_between(needs: Dependencies) -> list[CallsBetween]:
+    """Return all pairs of calls of a step that have two calls or more between them."""
+    num_calls = len(needs.data)
+    same_step = nx.DiGraph()
+    same_step.add_nodes_from(range(num_calls))
+    same_step.add_edges_from((j, i) for i, j in np.argwhere(np.isfinite(needs.data)).tolist())
+    same_step.add_edges_from((j, i) for i, j, lag in needs.weights if lag == 0)
+    return [between for between in _all_calls_between(needs, same_step) if len(between.inside) > 1]
+
+
+def _all_calls_between(needs: Dependencies, same_step: nx.DiGraph) -> Iterator[CallsBetween]:
+    next_step = {(i, j) for i, j, lag in needs.weights if lag == 1}
+    next_step |= {(i, j) for i, j in np.argwhere(np.isfinite(needs.late_data)).tolist()}
+    for before, after in sorted(next_step):
+        inside = nx.descendants(same_step, before) & nx.ancestors(same_step, after)
+        yield CallsBetween(before, tuple(sorted(inside)), after)
+
+
+def tables_between(
+    all_between: list[CallsBetween], groups: list[CallGroup], num_devices: int
+) -> list[np.ndarray]:
+    """Return for each group the seconds that each choice adds to each CallsBetween, (choices, rows)."""
+    tables = []
+    for group in groups:
+        width = (group.stop - group.first) / num_devices
+        values = np.zeros((len(group.candidates), len(all_between)))
+        for column, between in zip(values.T, all_between, strict=True):
+            for seconds, call in zip(group.seconds.T, group.calls, strict=True):
+                at_ends = call in (between.before, between.after)
+                column += seconds * (width * (call in between.inside) + at_ends)
+        by_mesh = [values[on_mesh].min(axis=0) for on_mesh in group.by_mesh]
+        tables.append(np.concatenate([values, by_mesh, values.min(axis=0, keepdims=True)]))
+    return tables
+
+
+def seconds_between(
+    all_between: list[CallsBetween], seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
+    num_devices: int,
+) -> np.ndarray:  # fmt: skip
+    """Return a lower bound of the step of each plan, (K,), from the seconds and ranks of calls, (K, N)."""
+    work = seconds * (stop - first) / num_devices
+    ends = [seconds[:, [between.before, between.after]].sum(axis=1) for between in all_between]
+    inside = [work[:, between.inside].sum(axis=1) for between in all_between]
+    return np.max([a + b for a, b in zip(ends, inside, strict=True)], axis=0, initial=0.0)
