@@ -3,6 +3,9 @@
     python benchmarks/planner.py --no-metropolis
     python benchmarks/planner.py --only ppo-70b --devices 64
     python benchmarks/planner.py --write scenarios
+    python benchmarks/planner.py --no-metropolis --cpu-seconds 8 --without beams
+
+With `--without`, the search does without some of its parts (see WITHOUT), to tell what they are worth.
 
 Only the search runs: seconds per step are those of the cost model. Plans are compared with
 
@@ -21,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +39,11 @@ from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role,
 from realhf.cli.planning_problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
+from realhf.planner import make, tree_search  # noqa: E402
 from realhf.planner.links import ContiguousLayout  # noqa: E402
+from realhf.planner.local_search import LocalSearch  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
+from realhf.planner.memory_bounds import MemoryBounds  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
 from realhf.planner.search_space import SearchSpace  # noqa: E402
 
@@ -57,6 +63,87 @@ _CLUSTERS = {8: "h100-1x8", 16: "h100-2x8", 64: "h100-8x8", 128: "h100-16x8", 10
 _PROMPT_TOKENS = 1024
 _GROUP_SIZE = 8
 _RIVALS = {"heuristic": "(a) heuristic", "symmetric": "(b) one layout", "metropolis": "(c) Metropolis"}
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Stand in for a part of the search that changes only the best plan."""
+
+
+def _order_without(number: int) -> Callable[[], None]:
+    """Return what leaves out one of the trees, by its number."""
+    orders = tree_search._orders
+
+    def leave_out() -> None:
+        def others(space: SearchSpace) -> Any:
+            found = orders(space)
+            return [steps for i, steps in enumerate(found) if i != number or len(found) == 1]
+
+        tree_search._orders = others
+
+    return leave_out
+
+
+def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def _no_seconds_from_memory() -> None:
+    limits = MemoryBounds.limits
+
+    def excess_only(self: MemoryBounds, *arguments: Any) -> Any:
+        excess, seconds = limits(self, *arguments)
+        return excess, np.zeros_like(seconds)
+
+    MemoryBounds.limits = excess_only  # type: ignore[method-assign]
+
+
+def _no_memory_bounds() -> None:
+    """Let only the account of complete plans say what does not fit."""
+
+    def excess(self: MemoryBounds, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
+        found = np.full(len(choices), -1.0)
+        complete = [group.is_candidate(choice) for group, choice in zip(self._groups, choices.T, strict=True)]
+        for k in np.flatnonzero(np.all(complete, axis=0)) if exact else ():
+            found[k] = self.counted_excess(tuple(choices[k].tolist()))
+        return found
+
+    def limits(self: MemoryBounds, choices: np.ndarray, capacity: float, num_calls: int) -> Any:
+        return np.full(len(choices), -1.0), np.zeros((len(choices), num_calls))
+
+    MemoryBounds.excess = excess  # type: ignore[method-assign]
+    MemoryBounds.limits = limits  # type: ignore[method-assign]
+    MemoryBounds.estimate = lambda self, choices, _: np.zeros(len(choices))  # type: ignore[method-assign]
+
+
+WITHOUT: dict[str, Callable[[], None]] = {
+    "tree-meshes": _order_without(0),
+    "tree-holding": _order_without(1),
+    "tree-heavy": _order_without(2),
+    "beams": _replace(tree_search._Tree, "dive", _nothing),
+    "aims": _replace(tree_search, "_AIMS", (1.0,)),
+    "estimates": _replace(MemoryBounds, "estimate", lambda self, choices, _: np.zeros(len(choices))),
+    "settled": _replace(tree_search, "_SETTLED", 0),
+    "pairs": _replace(LocalSearch, "_best_of_pair", _nothing),
+    "common-starts": _replace(LocalSearch, "start_from_common_layouts", _nothing),
+    "simple-starts": _replace(LocalSearch, "starts", lambda self: []),
+    "heuristic-start": _replace(make, "heuristic", _nothing),
+    "kind-starts": _replace(make, "starts_by_kind", lambda *_, **__: []),
+    "calls-between": _replace(tree_search, "find_calls_between", lambda needs: []),
+    "crowded": _replace(tree_search._Tree, "_crowded", lambda self, choices, _: np.zeros(len(choices))),
+    "memory-seconds": _no_seconds_from_memory,
+    "memory-bounds": _no_memory_bounds,
+}
+"""Part of the search -> what makes searches do without it:
+
+- the tree that decides all meshes first, and those that decide heavy groups first (`tree-holding` then those
+  that hold memory between calls);
+- beam searches; their closer aims; their estimates of memory, by which they also keep lean plans; local
+  search within the meshes that they settle;
+- changes of two heavy groups at once; starts from common layouts, from simple plans, from the heuristic, and
+  from plans on one kind of hosts;
+- bounds from calls between two others; from device seconds of calls that memory makes longer; from the
+  seconds that memory leaves; all bounds of memory.
+"""
 
 
 class Scenario(NamedTuple):
@@ -141,10 +228,12 @@ class Stopwatch:
         return time.process_time() - self._began
 
 
-def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str, Any]:
+def run(
+    case: Scenario, *, most_seconds: float, write: Path | None, cpu_seconds: float = np.inf
+) -> dict[str, Any]:
     """Return the row of a scenario; if nothing fits, the row has the reason and no numbers.
 
-    The baseline (c) searches for at most `most_seconds`; 0: it does not run.
+    The search ends after `cpu_seconds`, and the baseline (c) after `most_seconds`; 0: it does not run.
     """
     cluster = Cluster.load(_CLUSTERS[case.devices])
     problem = problem_of(experiment_of(case), cluster)
@@ -154,7 +243,9 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     watch = Stopwatch(limit_for(case.devices, GAPS))
     limit = WALL_TIMES * limit_for(case.devices, SECONDS)
     try:
-        planned = make_plan(problem, rates, time_limit=limit, gap=GAP, progress=watch, explain=False)
+        planned = make_plan(
+            problem, rates, time_limit=limit, gap=GAP, progress=watch, explain=False,
+            should_stop=lambda: watch.spent > cpu_seconds)
     except ValueError as error:
         return {**row, "reason": str(error)}
     spent = watch.spent
@@ -313,12 +404,17 @@ def main() -> int:
     add("--no-metropolis", action="store_true", help="without baseline (c), which takes most of the time")
     text = "CPU seconds that baseline (c) gets at most (default: 120, as in its paper)"
     add("--most-seconds", type=float, default=120.0, metavar="S", help=text)
+    add("--cpu-seconds", type=float, default=np.inf, metavar="S", help="end searches after these")
+    add("--without", nargs="+", default=[], choices=list(WITHOUT), metavar="PART",
+        help=f"parts that the search does without: {', '.join(WITHOUT)}")
     add("--write", type=Path, metavar="DIR", help="write the plans there")
     add("--verbose", action="store_true", help="say why scenarios do not fit")
     add("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
     if args.write is not None:
         args.write.mkdir(parents=True, exist_ok=True)
+    for part in args.without:
+        WITHOUT[part]()
     hardware = machine()
     rows = list[dict[str, Any]]()
     starts = {f"realhf {words}": start_seconds(*words.split()) for words in ("--help", "plan --help")}
@@ -326,7 +422,7 @@ def main() -> int:
     for case in SCENARIOS:
         if case.devices not in args.devices or not any(text in case.name for text in args.only):
             continue
-        row = run(case, most_seconds=most_seconds, write=args.write)
+        row = run(case, most_seconds=most_seconds, write=args.write, cpu_seconds=args.cpu_seconds)
         rows.append(row)
         why = f": {row['reason']}" if args.verbose and not row["fits"] else ""
         progress(f"{case.name}: {_line(row)}{why}")

@@ -22,14 +22,10 @@ from realhf.planner.call_cost import CallCost
 from realhf.planner.profile import COLLECTIVES
 from realhf.planner.rates import Rates
 from realhf.profiling import clock
-from realhf.profiling.clock import Clock
-from realhf.profiling.decoding import DecodingRows, prompts
-from realhf.profiling.engine_calls import EngineCalls
+from realhf.profiling.clock import Clock, describe, measure_memory
+from realhf.profiling.engine_calls import DecodingRows, EngineCalls, MeasuredModel, Sizes, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.profiling.models import Bench
-from realhf.profiling.sizes import MeasuredModel, Sizes
-from realhf.profiling.surroundings import describe, measure_memory
-from realhf.profiling.whole_calls import whole_calls
+from realhf.profiling.measure import Bench, whole_calls
 from tests.models.test_shipped_models import NUM_PARAMS
 from tests.nn.tiny import build, hf_config
 from tests.samples import marked
@@ -217,7 +213,7 @@ def test_whole_calls_run_what_they_price(max_rows, second, monkeypatch):
     """A generation has no more rows than a replica decodes at once, and fewer if it takes too long."""
     priced, run = [], []
     monkeypatch.setattr(
-        "realhf.profiling.whole_calls.call_cost",
+        "realhf.profiling.measure.call_cost",
         lambda rates, call, role, work, plan, per_host: priced.append((call.kind, work)) or CallCost(second))
     monkeypatch.setattr(
         EngineCalls, "generate", lambda self, engine, rows, prompt, new, *, in_one_pass: run.append(

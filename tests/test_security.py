@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.distributed.message_size import MAX_MESSAGE_BYTES, checked_length
+from realhf.distributed.group import MAX_MESSAGE_BYTES, checked_length
 
 PACKAGE = Path(__file__).parent.parent / "realhf"
 RUNS_CODE = ("eval", "exec", "compile", "__import__")
@@ -49,7 +49,7 @@ OWN = (
     "cli/plan.py", "cluster.py", "inference/cache_memory.py", "profiling/surroundings.py",
     "runtime/execute/meters.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
-    "distributed/shared_memory.py", "distributed/gloo.py",  # Memory and ports of the same run.
+    "distributed/world.py", "distributed/communicators.py",  # Memory and ports of the same run.
 )
 
 

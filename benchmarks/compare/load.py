@@ -33,8 +33,7 @@ from safetensors.torch import load_file
 
 from benchmarks import harness
 from realhf.checkpoint.hf import load_weights, save_weights
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec

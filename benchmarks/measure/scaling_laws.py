@@ -21,7 +21,6 @@ from benchmarks.harness import Goal, machine, report
 from benchmarks.measure import algorithms
 from realhf.scaling.analysis import Amount, FitSettings, compare, fit_curve
 from realhf.scaling.picture import draw_fits
-from realhf.scaling.points import Curve, read_curve
 
 NAMES = ("GRPO", "ScaleRL")
 MARGIN = 0.03

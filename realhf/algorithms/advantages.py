@@ -24,11 +24,11 @@ from realhf.algorithms.responses import (
     standard_deviation,
 )
 from realhf.calls import KEEP
+from realhf.data.order import prompt_of
 from realhf.data.responses import response_lengths
 from realhf.errors import UserError, warn
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.shaping import ScoreShaping, name_of
-from realhf.sample_ids import prompt_of
 from realhf.user_input.field_types import require
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from math import isnan
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from realhf.data.order import prompt_of
 from realhf.data.responses import response_lengths
-from realhf.sample_ids import prompt_of
 
 if TYPE_CHECKING:
     from torch import Tensor

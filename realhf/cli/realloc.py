@@ -12,9 +12,8 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.problem import ITEMSIZE
-from realhf.realloc import explain
 from realhf.realloc.links import Links
-from realhf.realloc.schedule import make_schedule
+from realhf.realloc.schedule import make_schedule, schedule_document, schedule_table
 
 HELP = "explain one reallocation: what moves, how long it takes, what limits it"
 EXAMPLES = ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)
@@ -51,9 +50,9 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         model_spec(config).as_in_checkpoints(), source=source, target=target, itemsize=ITEMSIZE[dtype],
         links=Links.of_cluster(cluster) if cluster else None)
     if options.json:
-        print(json.dumps(explain.document(schedule, transfers=options.transfers)))
+        print(json.dumps(schedule_document(schedule, transfers=options.transfers)))
     else:
-        Console().print(explain.table(schedule, title=f"{options.model} in {dtype}"))
+        Console().print(schedule_table(schedule, title=f"{options.model} in {dtype}"))
     return 0
 
 

@@ -53,7 +53,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         legal = ", ".join(f"--{n.replace('_', '-')}" for n in vars(options) if n not in _POSITIONAL)
         raise UserError(f"realhf scaling has no option {options_given[0]}: legal are {legal}")
     # scipy and matplotlib take a second, so only this command loads them.
-    points = importlib.import_module("realhf.scaling.points")
+    points = importlib.import_module("realhf.scaling.analysis")
     analysis = importlib.import_module("realhf.scaling.analysis")
     settings = _settings(options, analysis)
     budgets = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]

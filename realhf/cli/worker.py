@@ -20,9 +20,8 @@ from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_
 from realhf.data.light_tokenizer import panics_as_errors
 from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import set_nccl_environment
-from realhf.distributed.failures import FailureBoard, write_error_file
+from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl, write_error_file
 from realhf.distributed.group import PeerError
-from realhf.distributed.heartbeat import Heartbeat, silence_over_nccl
 from realhf.distributed.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure

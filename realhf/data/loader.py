@@ -18,12 +18,12 @@ from realhf.data.order import (
     mixture_counts,
     mixture_position,
     row_order,
+    samples_of,
 )
 from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
 from realhf.data.tokenizer_process import try_tokenizer
 from realhf.errors import UserError
-from realhf.sample_ids import samples_of
 from realhf.user_input.files import require_regular_files
 
 if TYPE_CHECKING:

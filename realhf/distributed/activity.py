@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from realhf.distributed.communicators import Communicators, Operation
-from realhf.distributed.operation_watch import OperationLog
 
+_MAX_TEXT = 400
+"""Most characters of an operation's text that are kept."""
 RESCUE = "rescue"
 """Name of the store, and its key, by which a failing rank asks the others to save the state after a step."""
 Report = Callable[[str], None]
@@ -125,3 +126,30 @@ class Activity:
             return ""
         what, since = now
         return f"{self.step}: {what}, {time.monotonic() - since:.0f} s" + (f": {note}" if note else "")
+
+
+class OperationLog:
+    """The operations of this rank since they were last taken; the main thread adds, another thread takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[tuple[int, str, str]] = []
+        self._is_used = False
+
+    def add(self, number: int, text: str, digest: str) -> None:
+        """Add an operation, with the digest of all operations so far."""
+        self._is_used = True
+        with self._lock:
+            self._new.append((number, text[:_MAX_TEXT], digest[:16]))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this rank has ever added an operation."""
+        return self._is_used
+
+    def take(self) -> list[tuple[int, str, str]]:
+        """Return the operations since the last call."""
+        with self._lock:
+            new = self._new
+            self._new = []
+        return new

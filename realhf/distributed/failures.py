@@ -1,9 +1,15 @@
-"""Tells all ranks of a run why one of them stops, and prints each reason once per host."""
+"""How a run ends on all ranks: signs of life, operations that differ, and the reason that each host prints.
+
+A heartbeat distinguishes a busy rank from a dead one, and detects a run in which all ranks wait. It compares
+the operations of a step program between ranks. A failure board tells all ranks why one of them stops.
+"""
 
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -11,12 +17,33 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from realhf.distributed.activity import RESCUE, Activity, OperationLog
 from realhf.distributed.group import PeerError, name_ranks
 
 _EQUALS_SECONDS = 1.0
 """The first rank with a sentence waits this long for others with the same one, to name them all."""
 _PRINTING_SECONDS = 5.0
 """The others wait this long for it to print, because the launcher ends all workers as soon as one exits."""
+_MAX_INTERVAL_SECONDS = 5.0
+_OPERATIONS_SECONDS = 1.0
+"""Time between comparisons of the ranks' operations."""
+_GRACE_SECONDS = 4.0
+"""Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
+_ABORT_GRACE_SECONDS = 10.0
+"""The same time where operations of NCCL must first be aborted, so that the main thread can go on."""
+_SILENT_SHARE = 0.05
+"""Over NCCL, a rank counts as dead if it is silent for this share of the timeout."""
+_SHORTEST_SILENCE_SECONDS = 30.0
+"""The shortest such silence, unless the timeout is shorter."""
+_MAX_NAMED = 8
+"""Most ranks that the sentence about a standstill lists."""
+_USER_ERROR = 2
+"""Exit code of a run whose ranks execute different operations in the experiment's step()."""
+_FAILED = 1
+"""Exit code of a rank that stops because of a failure."""
+
+
+# Reasons to stop
 
 
 @dataclass(frozen=True)
@@ -117,3 +144,270 @@ def write_error_file(sentence: str) -> None:
         reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": reason}))
+
+
+# Signs of life
+
+
+def silence_over_nccl(timeout_seconds: float) -> float:
+    """Return the time without a sign of life after which a rank counts as dead over NCCL.
+
+    It is shorter than over gloo, where a connection that breaks tells of a dead rank, too.
+    """
+    return min(timeout_seconds, max(_SHORTEST_SILENCE_SECONDS, _SILENT_SHARE * timeout_seconds))
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life: its number and the main thread's Activity."""
+
+    number: int
+    doing: str
+    waits_for: tuple[int, ...] | None = None
+    num_waits: int = 0
+    unfinished: Sequence[tuple[str, float]] = ()
+    """Operations in which the rank waits, and the seconds since they were posted (Activity.unfinished)."""
+
+    def has_moved(self, before: "Beat") -> bool:
+        """Return whether the rank has made progress since an earlier beat, or waits for nobody."""
+        if self.waits_for is None and not self.unfinished:
+            return True
+        now, then = ([text for text, _ in beat.unfinished] for beat in (self, before))
+        return now != then or (self.doing, self.num_waits) != (before.doing, before.num_waits)
+
+    def __str__(self) -> str:
+        """Return in words where the rank waits, and for which ranks."""
+        ranks = "" if self.waits_for is None else f" for {name_ranks(self.waits_for)}"
+        oldest = [f": {text}, {seconds:.0f} s old" for text, seconds in self.unfinished[:1]]
+        return "".join([self.doing, ranks, *oldest])
+
+
+class Watch:
+    """A detector of silent ranks and of standstills, from the beats that one rank sees.
+
+    Times are in seconds of a monotonic clock.
+    """
+
+    def __init__(self, rank: int, *, timeout_seconds: float, silence_seconds: float | None = None) -> None:
+        self._rank = rank
+        self._timeout = timeout_seconds
+        self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)
+        self._last: dict[int, Beat] = {}
+        self._alive_at: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}
+
+    def find_fault(self, beats: Mapping[int, Beat | None], *, now: float) -> str:
+        """Record the newest beat of each rank (None if the rank has finished) and look for a fault.
+
+        Returns why the run cannot continue, or an empty string. Only rank 0, which sees all ranks, detects
+        standstills.
+        """
+        for rank, beat in beats.items():
+            self._note(rank, beat, now)
+        for rank, beat in self._last.items():
+            silence = now - self._alive_at[rank]
+            if rank != self._rank and silence > self._silence:
+                heard = time.strftime("%H:%M:%S", time.localtime(time.time() - silence))
+                is_own = self._silence == self._timeout
+                limit = "--timeout" if is_own else f"--timeout {self._timeout:g} allows {self._silence:g} s"
+                silent = f"has given no sign of life for {silence:.0f} s ({limit})"
+                return f"rank {rank} {silent}; the last was of {beat.doing}, at {heard}"
+        if self._rank == 0 and all(now - self._moved_at[rank] > self._timeout for rank in self._last):
+            return self._describe_standstill()
+        return ""
+
+    def _note(self, rank: int, beat: Beat | None, now: float) -> None:
+        before = self._last.pop(rank, None)
+        if beat is None:
+            return
+        self._last[rank] = beat
+        if before is None or beat.number != before.number:
+            self._alive_at[rank] = now
+        if before is None or beat.has_moved(before):
+            self._moved_at[rank] = now
+
+    def _describe_standstill(self) -> str:
+        waits = [f"rank {rank} in {beat}" for rank, beat in sorted(self._last.items())]
+        others = f"; and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
+        what = f"all ranks have waited for one another for {self._timeout:g} s (--timeout)"
+        return f"{what}: {'; '.join(waits[:_MAX_NAMED])}{others}"
+
+
+class Heartbeat:
+    """A thread that tells the other ranks that this process lives, and ends it when the run cannot continue.
+
+    Rank 0 watches all ranks, and the others watch rank 0. A rank that gives no sign for `timeout_seconds` is
+    dead; a rank that computes or waits for a reward still gives signs. A run is stuck if every rank has
+    waited for others for that long. (Over NCCL, a rank also waits while operations that it has posted stay
+    unfinished.) A rank that sees either fault posts it on the failure board, which all ranks read. In a run
+    over NCCL, each rank then aborts its communicators, so that its main thread can say why it ends.
+    """
+
+    def __init__(
+        self, store: dist.Store, board: FailureBoard, activity: Activity,
+        *, rank: int, size: int, timeout_seconds: float, silence_seconds: float | None = None,
+        grace_seconds: float | None = None,
+    ) -> None:
+        """`store` and `board` must have connections of their own, as the main thread may block on its own.
+
+        A rank is dead after `silence_seconds` (None: after the timeout). After a failure elsewhere, the main
+        thread has `grace_seconds` to end this process itself.
+        """
+        self._store = dist.PrefixStore("realhf/heartbeat", store)
+        self._rescues = dist.PrefixStore(f"realhf/{RESCUE}/", store)
+        self._board = board
+        self._activity = activity
+        self._rank = rank
+        self._timeout = timeout_seconds
+        self._watched = range(size) if rank == 0 else range(1)
+        self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)
+        self._grace = grace_seconds
+        self._watch = Watch(rank, timeout_seconds=timeout_seconds, silence_seconds=silence_seconds)
+        self._operations = OperationWatch(store, activity.operations, rank=rank, size=size)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._number = 0
+
+    def start(self) -> None:
+        """Start to give signs of life."""
+        self._give_sign()
+        self._activity.is_watched = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and tell the others that this rank has finished."""
+        self._ended.set()
+        self._thread.join()
+        with suppress(RuntimeError):  # The store may have ended with the process that kept it.
+            self._store.set(str(self._rank), json.dumps(None))
+
+    def _run(self) -> None:
+        interval = min(_MAX_INTERVAL_SECONDS, self._silence / 8)
+        next_sign = time.monotonic() + interval
+        try:
+            while not self._ended.wait(min(interval, _OPERATIONS_SECONDS)):
+                if difference := self._operations.exchange():
+                    self._activity.leave_record(self._rank, difference)
+                    self._board.report(difference, code=_USER_ERROR, names_rank=True)
+                    self._leave(difference)
+                self._rescue_if_asked()
+                if time.monotonic() < next_sign:
+                    continue
+                next_sign = time.monotonic() + interval
+                self._give_sign()
+                fault = self._failed_work() or self._watch.find_fault(
+                    self._newest_beats(), now=time.monotonic())
+                failures = self._board.failures()
+                if failures:
+                    self._activity.leave_record(self._rank, failures[0].sentence)
+                    self._leave(failures[0].sentence)
+                elif fault:
+                    self._activity.leave_record(self._rank, fault)
+                    self._board.report(fault, code=_FAILED, names_rank=True)
+                    self._leave(fault)
+        except RuntimeError as error:  # From the store.
+            lost = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
+            if self._activity.communicators:
+                self._activity.communicators.abort(lost)
+            if not self._ended.wait(_GRACE_SECONDS):
+                reason = str(error).partition("\n")[0]
+                print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
+                os._exit(_FAILED)
+
+    def _rescue_if_asked(self) -> None:
+        """Let a thread save this rank's part of the state after a step, if a failing rank asks for it."""
+        rescue = self._activity.rescue
+        if rescue is not None and self._rescues.check([RESCUE]):
+            self._activity.rescue = None
+            step = int(self._rescues.get(RESCUE))
+            threading.Thread(target=rescue, args=(step,), name="rescue", daemon=True).start()
+
+    def _give_sign(self) -> None:
+        self._number += 1
+        activity = self._activity
+        beat = Beat(
+            self._number, activity.place, activity.waits_for, activity.num_waits, activity.unfinished())
+        self._store.set(str(self._rank), json.dumps(asdict(beat)))
+
+    def _newest_beats(self) -> dict[int, Beat | None]:
+        beats: dict[int, Beat | None] = {}
+        for rank in self._watched:
+            if self._store.check([str(rank)]):
+                beat = json.loads(self._store.get(str(rank)))
+                beats[rank] = None if beat is None else Beat(**beat)
+        return beats
+
+    def _failed_work(self) -> str:
+        """Return a sentence about an operation of this rank that has failed, or an empty string."""
+        reason = self._activity.communicators.failure()
+        return f"rank {self._rank} lost its peers in {self._activity.place}: {reason}" if reason else ""
+
+    def _leave(self, fault: str) -> None:
+        """End this process because of a fault, unless the main thread ends it first.
+
+        First abort operations of NCCL, because the main thread may wait in one for a rank that has stopped.
+        """
+        grace = _GRACE_SECONDS
+        if communicators := self._activity.communicators:
+            communicators.abort(fault)
+            grace = _ABORT_GRACE_SECONDS
+        if not self._ended.wait(grace if self._grace is None else self._grace):
+            code = self._board.repeat()
+            os._exit(_FAILED if code is None else code)
+
+
+# Operations that differ between ranks
+
+
+@dataclass(frozen=True)
+class _Operation:
+    rank: int
+    text: str
+    digest: str
+
+
+class OperationWatch:
+    """Compares the operations of all ranks, on rank 0; the other ranks post theirs to it."""
+
+    def __init__(self, store: dist.Store, log: OperationLog, *, rank: int, size: int) -> None:
+        self._store = dist.PrefixStore("realhf/operations", store)
+        self._log = log
+        self._rank = rank
+        self._num_posted = 0
+        self._num_read = dict.fromkeys(range(1, size), 0)
+        self._reached = dict.fromkeys(range(size), 0)
+        self._known: dict[int, _Operation] = {}
+
+    def exchange(self) -> str:
+        """Post or compare what is new; return how two ranks differ, or an empty string.
+
+        Only rank 0 finds differences.
+        """
+        new = self._log.take()
+        if self._rank != 0:
+            if new:
+                self._num_posted += 1
+                self._store.set(f"{self._rank}/{self._num_posted}", json.dumps(new))
+            return ""
+        fault = self._compare(0, new)
+        for rank in self._num_read:
+            key = f"{rank}/{self._num_read[rank] + 1}"
+            while not fault and self._store.check([key]):
+                fault = self._compare(rank, json.loads(self._store.get(key)))
+                self._store.delete_key(key)
+                self._num_read[rank] += 1
+                key = f"{rank}/{self._num_read[rank] + 1}"
+        passed = min(self._reached.values())
+        self._known = {number: operation for number, operation in self._known.items() if number > passed}
+        return fault
+
+    def _compare(self, rank: int, operations: list[tuple[int, str, str]]) -> str:
+        for number, text, digest in operations:
+            other = self._known.setdefault(number, _Operation(rank, text, digest))
+            if other.digest != digest:
+                ways = sorted([(rank, text), (other.rank, other.text)])
+                does = [f"rank {rank} does `{text}`" for rank, text in ways]
+                which = f"operation {number}: {' and '.join(does)}"
+                return f"step() differs between ranks in {which}; it may depend on agreed values only"
+            self._reached[rank] = number
+        return ""

@@ -1,4 +1,4 @@
-"""Group: a set of ranks with the collectives that realhf uses.
+"""Group: a set of ranks with the collectives that realhf uses, and those that autograd differentiates.
 
 On NCCL, reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, which are
 faster than gloo's collectives; sums run in rank order, so that all members get the same bits.
@@ -18,11 +18,12 @@ import torch
 
 from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import Operation
-from realhf.distributed.message_size import checked_length
 from realhf.models.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
+MAX_MESSAGE_BYTES = 1 << 34
+"""Largest size that a sender may announce. (Parameters travel in messages whose sizes all ranks know.)"""
 _OPEN_STEPS = 4  # An Outbox keeps the messages of this many steps; a pipeline of calls needs fewer.
 _SMALL_BYTES = 1 << 16
 """An all-reduce sends tensors up to this size whole to every peer; of larger ones, each peer sums a chunk."""
@@ -50,6 +51,14 @@ def peer_errors(ranks: Sequence[int] = ()) -> Iterator[None]:
         if ranks and "imed out" in reason:
             reason += f" ({who} may itself be waiting for another)"
         raise PeerError(f"communication with {who} broke off: {reason}") from error
+
+
+def checked_length(num_bytes: int, *, rank: int) -> int:
+    """Return the size that a rank announces. Raises RuntimeError if no message can have it."""
+    if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+        what = f"rank {rank} announces a message of {num_bytes} bytes, legal are 0 to {MAX_MESSAGE_BYTES}"
+        raise RuntimeError(f"{what}: is it a rank of this run, and of the same version of realhf?")
+    return num_bytes
 
 
 @dataclass
@@ -358,3 +367,64 @@ def _encode_json(document: Any) -> torch.Tensor:
 
 def _decode_json(data: torch.Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
+
+
+# Differentiable collectives (Megatron-LM's f and g, arXiv:1909.08053 section 3)
+
+
+class _GroupSum(torch.autograd.Function):
+    """A sum over the group in one direction, forward or backward, and the identity in the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, is_forward: bool) -> torch.Tensor:
+        ctx.group = None if is_forward else group
+        return group.all_reduce(x.contiguous().clone()) if is_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad if ctx.group is None else ctx.group.all_reduce(grad.contiguous().clone()), None, None
+
+
+def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return `x`, with its gradient summed over the group; used before a computation that is split."""
+    return x if group.size == 1 else _GroupSum.apply(x, group, False)
+
+
+def sum_over_group(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum over the group, whose gradient passes unchanged; used after a split computation."""
+    return x if group.size == 1 else _GroupSum.apply(x, group, True)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """An all-to-all of rows, whose gradient takes the reverse way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.sends = sends
+        ctx.recvs = recvs
+        return _exchange_rows(rows, group, sends, recvs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange_rows(grad, ctx.group, ctx.recvs, ctx.sends), None, None, None
+
+
+def _exchange_rows(rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]) -> torch.Tensor:
+    out = rows.new_empty(sum(recvs), *rows.shape[1:])
+    outgoing = rows.contiguous().split(sends)
+    incoming = out.split(recvs)
+    incoming[group.index].copy_(outgoing[group.index])
+    peers = [i for i in range(group.size) if i != group.index]
+    group.exchange([(i, outgoing[i]) for i in peers], [(i, incoming[i]) for i in peers])
+    return out
+
+
+def exchange_rows(rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]) -> torch.Tensor:
+    """Exchange rows all-to-all: send the next sends[i] rows to member i and receive recvs[i] rows from it.
+
+    Rows are sent and returned in the order of the members.
+    """
+    return _ExchangeRows.apply(rows, group, sends, recvs)

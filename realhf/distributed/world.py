@@ -1,9 +1,12 @@
-"""World: all processes of a run, their connections and their Groups."""
+"""World: all processes of a run with their Groups, those of a layout, and the memory that a host's share."""
 
 import os
 import sys
+import weakref
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +14,17 @@ import torch
 import torch.distributed as dist
 
 from realhf.distributed.activity import Activity
-from realhf.distributed.gloo import gloo_backend
+from realhf.distributed.communicators import gloo_backend
 from realhf.distributed.group import Group, peer_errors
-from realhf.distributed.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
+from realhf.layout import Coordinate, Layout
 
 _ANY_TIME = timedelta(days=365)
 OVER_GLOO = ("control", "export", "ready", "tokens")
 """Purposes of groups that use gloo and host memory, on any device."""
 _REALLOC_CTAS = 8
 """The most multiprocessors (one thread block each) that a reallocation takes from computation beside it."""
+_ENABLED = hasattr(os, "memfd_create")
 
 
 def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
@@ -69,7 +73,7 @@ class World:
         self.memory = self._share_memory() if shared_memory and self.device.type == "cpu" else None
         """Memory in which the processes of one host see each other's tensors."""
 
-    def _share_memory(self) -> SharedMemory | None:
+    def _share_memory(self) -> "SharedMemory | None":
         """Return shared memory if every rank can read that of all others on its host, else None."""
         if self.ranks_per_host == 1 or self.size == 1:
             return None
@@ -143,3 +147,132 @@ class World:
         # This makes one communicator for the whole group, which messages among some members then use, too.
         backend.eager_connect_single_device(self.device)
         return backend
+
+
+# The groups of one layout
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The coordinate of a rank in a layout, and its groups.
+
+    `all` has every rank of the layout. `ends` joins the first and the last pipeline stage; it is None on the
+    stages between them and without pipelining. `ep` has the consecutive dp ranks that share one set of
+    experts. `pp_back` has the ranks of `pp`, and sends sampled tokens back to the first stage. It uses gloo
+    on any device, as all groups named `..._control` do; `replicas_control` has the ranks over dp and cp.
+    """
+
+    layout: Layout
+    rank: int
+    at: Coordinate
+    tp: Group
+    cp: Group
+    pp: Group
+    pp_back: Group
+    dp_control: Group
+    replicas_control: Group
+    ep: Group
+    ep_control: Group
+    passes_control: Group
+    """The ranks that pass through layers together: those of the tp groups of an ep group."""
+    all: Group
+    ends: Group | None
+    world: World
+
+    @classmethod
+    def create(cls, world: World, layout: Layout) -> "ParallelGroups":
+        """Create the groups of this rank.
+
+        Every rank of the layout must call this, in the same order relative to its other group requests.
+        """
+        rank = world.rank
+        coordinate = layout.coordinate(rank)
+        line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
+        first = coordinate.dp - coordinate.dp % layout.ep
+        line["ep"] = line["dp"][first : first + layout.ep]
+        together = layout.grid[coordinate.pp, first : first + layout.ep, coordinate.cp].ravel().tolist()
+        is_end = layout.pp > 1 and coordinate.pp in (0, layout.pp - 1)
+        ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
+        return cls(
+            layout=layout, rank=rank, at=coordinate, world=world, ends=ends,
+            **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
+            pp_back=world.group(line["pp"], purpose="tokens"),
+            dp_control=world.group(line["dp"], purpose="control"),
+            replicas_control=world.group(layout.replicas(rank), purpose="control"),
+            ep_control=world.group(line["ep"], purpose="control"),
+            passes_control=world.group(together, purpose="control"),
+            all=world.group(layout.ranks),
+        )
+
+    def tp_subgroup(self, indices: Sequence[int]) -> Group:
+        """Return the group of some members of the tp group, which must include this rank."""
+        return self.world.group(tuple(self.tp.ranks[i] for i in indices))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pp - 1
+
+
+# Tensors in memory that other processes of this host map and read without messages
+
+
+class SharedMemory:
+    """An allocator of shared tensors, which describes them so that other processes can map them."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, tuple[int, str]] = {}  # Length in bytes and path, by address.
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of zeros; its memory is freed when no process uses it any more."""
+        if not numel or not _ENABLED:
+            return torch.zeros(numel, dtype=dtype)
+        file = os.memfd_create("realhf")
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        # The system fills its pages with zeros on first access.
+        tensor = torch.from_file(path, shared=True, size=numel, dtype=dtype)
+        address = tensor.data_ptr()
+        self._blocks[address] = tensor.nbytes, path
+        weakref.finalize(tensor.untyped_storage(), self._release, address, file)
+        return tensor
+
+    def _release(self, address: int, file: int) -> None:
+        del self._blocks[address]
+        os.close(file)
+
+    def describe(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Return a JSON description by which others map the tensor, or None if it is not in this memory."""
+        starts = sorted(self._blocks)
+        number = bisect_right(starts, tensor.data_ptr()) - 1
+        if tensor.device.type != "cpu" or number < 0:
+            return None
+        length, path = self._blocks[starts[number]]
+        offset = tensor.data_ptr() - starts[number]
+        if offset >= length:
+            return None
+        return {
+            "path": path, "length": length, "offset": offset,
+            "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+        }
+
+
+class Mapped:
+    """The shared tensors of other processes, mapped from their descriptions."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, torch.Tensor] = {}
+
+    def tensor(self, description: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor itself, not a copy. Raises RuntimeError if this process may not read it."""
+        path = description["path"]
+        if path not in self._blocks:
+            length = description["length"]
+            self._blocks[path] = torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
+        dtype = getattr(torch, description["dtype"])
+        storage = self._blocks[path].untyped_storage()
+        offset = description["offset"] // dtype.itemsize
+        return torch.empty(0, dtype=dtype).set_(storage, offset, description["shape"], description["stride"])

@@ -14,6 +14,7 @@ import torch
 
 from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
+from realhf.data.order import groups_of
 from realhf.distributed.activity import Report, no_report, prefixed
 from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards

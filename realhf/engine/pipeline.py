@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from realhf.distributed.group import Messages, Pending
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import ParallelGroups
 
 
 class Pass(NamedTuple):

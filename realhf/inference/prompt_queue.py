@@ -14,7 +14,7 @@ import torch.distributed as dist
 from realhf.data.batch import Batch
 from realhf.distributed import tags
 from realhf.distributed.group import Pending, peer_errors
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import ParallelGroups
 from realhf.inference.rollout_buffer import PromptGroup
 
 

@@ -1,7 +1,7 @@
 """Device memory of the communicators that a rank takes part in, for all layouts of a plan.
 
 The runtime makes one communicator for every distinct group of ranks and purpose: those of each layout
-(`distributed/parallel.py`, `nn/parameters.py`, `engine/optimizer.py`), and one for each reallocation
+(`distributed/world.py`, `nn/parameters.py`, `engine/optimizer.py`), and one for each reallocation
 (`realloc/execute.py`). If two layouts have a group in common, it counts for both, so that the sum is an upper
 limit. Over gloo, communicators take next to nothing. NCCL allocates buffers when ranks first exchange data:
 

@@ -1,23 +1,118 @@
-"""The calls of the engine that are timed, on made-up sequences and prompts."""
+"""What is measured: sizes of model shapes, calls of the engine on drawn samples, and rows that decode.
+
+Rows that decode are set up with the scheduler and the model but without reading prompts.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 
-from realhf.calls import LogProbs, Loss, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.calls import (
+    Generate,
+    LogProbs,
+    Loss,
+    OptimizerConfig,
+    SamplingConfig,
+    Scores,
+    TrainStep,
+    Values,
+    Work,
+)
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.layout import Layout
+from realhf.inference.block_manager import BlockManager
+from realhf.inference.forward_batch import Prefill, next_tokens
+from realhf.inference.kv_budget import CacheSizes, GenerationLimits
+from realhf.inference.page_pool import PagePool, page_pool
+from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.scheduler import Scheduler
+from realhf.inference.steps import Prompt
+from realhf.layout import Layout, even_split
+from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.profiling.decoding import prompts
-from realhf.profiling.sizes import MeasuredModel
+from realhf.nn.transformer import Transformer
+from realhf.profiling.clock import device_bytes
+from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
+_LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
+_NUM_SIZES = 4
+_CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
+_NEW_TOKENS = 16  # New tokens that each row has cache blocks for.
 _ANY_SIZE = 1 << 30
+
+
+# Sizes
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model shape to measure; `calls` are the calls of the experiment that run it."""
+
+    config: ModelConfig
+    dtype: str
+    calls: tuple[FunctionCall, ...]
+
+    def with_blocks(self, count: int, head: str) -> ModelConfig:
+        """Return the config with `count` blocks, with experts if the model has any, and no end-of-sequence
+        token."""
+        c = self.config
+        moe = self.config.moe
+        hf = {name: value for name, value in c.hf.items() if name != "eos_token_id"}
+        return dataclasses.replace(
+            c, num_layers=count, head=head, hf=hf, generation={},
+            windows=tuple(islice(cycle(c.windows), count)) if c.windows else (),
+            rope_layers=tuple(islice(cycle(c.rope_layers), count)) if c.rope_layers else (),
+            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0))
+
+    @property
+    def outputs(self) -> dict[str, bool]:
+        """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
+        trains: dict[str, bool] = {}
+        for call in self.calls:
+            if call.kind != "generate":
+                output = call.work.output
+                trains[output] = trains.get(output, False) or call.kind == "train_step"
+        return trains or {"logprobs": False}
+
+    @property
+    def generates(self) -> bool:
+        return any(call.kind == "generate" for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Means over one step of the experiment."""
+
+    prompt_tokens: int
+    tokens: int  # Of a whole sequence.
+    samples: int
+    group_size: int  # Samples per prompt.
+
+    @property
+    def sequence_tokens(self) -> tuple[int, int]:
+        longest = max(8, self.tokens)
+        return max(4, longest // 4), longest
+
+    @property
+    def pass_tokens(self) -> list[int]:
+        longest = self.sequence_tokens[-1]
+        most = max(4, min(self.samples, _LARGEST_PASS // longest))
+        counts = {round(2 * (most / 2) ** (i / (_NUM_SIZES - 1))) for i in range(_NUM_SIZES)}
+        # Small passes take longer for each token.
+        return [max(4, longest // 4), longest, *(longest * count for count in sorted(counts))]
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted({1, max(2, self.samples // 16), max(4, self.samples // 4), max(8, self.samples)})
+
+
+# Calls
 
 
 @dataclass(frozen=True)
@@ -117,3 +212,83 @@ def _call(
     if work.kind == "train_step":
         return partial(engine.train, call, [batch], micro_batch_tokens=most_tokens, gather=False)
     return partial(engine.forward, call, batch, micro_batch_tokens=most_tokens)
+
+
+# Decoding
+
+
+def prompts(rows: int, length: int, *, vocab_size: int) -> Batch:
+    """Return one prompt per row. They differ, since equal ones are read once and share blocks of the
+    cache."""
+    ids = torch.arange(length) + torch.arange(rows)[:, None]
+    return Batch(list(range(rows)), {"prompt_ids": Packed(ids.flatten() % vocab_size, [length] * rows)})
+
+
+def most_rows(model: Transformer, length: int, world: World) -> int:
+    """Return how many rows of `length` tokens can be measured."""
+    row_bytes = model.cache_token_bytes * length
+    return max(1, min(world.control.all_gather_json(int(device_bytes(world) * _CACHE_SHARE / row_bytes))))
+
+
+def cached_tokens(length: int, *, num_rows: int) -> float:
+    """Return the tokens of the cache that a measured row reads, if its prompt of `length` tokens has
+    `num_rows` rows."""
+    size = block_size([(length, num_rows)], max_new_tokens=_NEW_TOKENS)
+    shared = shared_tokens(length, num_rows)
+    own = length + 1.0 - shared
+    return float(shared + tokens_read(own, own, size))
+
+
+class DecodingRows:
+    """Rows that continue `num_prompts` prompts of one length; consecutive rows share a prompt.
+
+    The cached keys and values of the prompts are made up, since reading prompts takes much longer than the
+    steps after them and has no effect on the time of these.
+    """
+
+    def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
+        bounds = [even_split(rows, num_prompts, i) for i in range(num_prompts)]
+        row_prompts = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
+        groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in row_prompts]
+        work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
+        pool = page_pool(model, None) or PagePool(model)
+        limits = GenerationLimits(
+            [group.size for group in groups], work, token_bytes=1, num_cohorts=1,
+            page_tokens=pool.page_tokens)
+        sizes = CacheSizes(groups, limits)
+        blocks = BlockManager(pool.lease(sizes.num_blocks, page_size=sizes.block_size))
+        self._cache = pool.cache
+        tables = sizes.tables(self._cache.num_blocks)
+        scheduler = Scheduler(
+            row_prompts, tables=tables, history=lambda _: [], blocks=blocks,
+            prefill_tokens=rows * prompt_tokens)
+        self._model = model
+        device = model.flat.device
+        for layer in self._cache.layers:
+            layer.fill_(1.0)  # Memory pages that were never written would all map to one page.
+        first = scheduler.plan()
+        assert first is not None
+        self._cache_positions = [chunk.cache_positions(tables.block_size) for chunk in first.chunks]
+        scheduler.update([False] * rows)
+        scheduler.plan()
+        self.segment = next_tokens(tables, pool.backends, device)
+        """The decode step after the prompts."""
+        self._ids_B = torch.arange(rows, device=device) * 7919 % model.config.vocab_size
+
+    def reading(self) -> Callable[[], object]:
+        """Return a function that runs the pass of all prompts."""
+        lens = list(map(len, self._cache_positions))
+        device = self._ids_B.device
+        batch = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
+        ids_T = batch["prompt_ids"].values.to(device)
+        positions_T = torch.tensor([i for prompt in self._cache_positions for i in prompt], device=device)
+        segment = Prefill(lens, positions_T, whole_lens=lens)
+        run = partial(self._model.advance, ids_T, self._cache, [segment])
+        return torch.no_grad()(run)
+
+    @torch.no_grad()
+    def decode(self, *, steps: int) -> None:
+        """Run the same decode step `steps` times, without its head."""
+        with self._model.gathering(len(self._ids_B)):
+            for _ in range(steps):
+                self._model.advance(self._ids_B, self._cache, [self.segment])

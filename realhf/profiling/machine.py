@@ -18,9 +18,8 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.profile import COLLECTIVES, LinkTables, Table
 from realhf.planner.step_time import SAMPLE_BYTES
-from realhf.profiling.clock import Clock, nothing
-from realhf.profiling.sizes import Sizes
-from realhf.profiling.surroundings import device_bytes
+from realhf.profiling.clock import Clock, device_bytes, nothing
+from realhf.profiling.engine_calls import Sizes
 from realhf.realloc.execute import Reallocator, assumed_links
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.samples.exchange import Exchange, Routing, Source

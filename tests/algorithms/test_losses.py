@@ -12,8 +12,7 @@ from realhf.algorithms.ppo import ValueLoss
 from realhf.algorithms.sft import CrossEntropy
 from realhf.checkpoint.hf import load_weights
 from realhf.data.batch import Batch, Packed
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.chunked_loss import compute_outputs
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig

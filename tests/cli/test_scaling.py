@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from realhf.cli.main import main
-from realhf.scaling.points import read_curve
+from realhf.scaling.analysis import read_curve
 from tests.cli_tools import REPO
 
 POINTS = [(0.0, 0.2)] + [(float(c), 0.2 + 0.5 / (1 + (20 / c) ** 1.5)) for c in range(10, 210, 10)]

@@ -14,9 +14,8 @@ from torch._C._distributed_c10d import ErrorType
 
 from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
-from realhf.distributed.failures import FailureBoard
+from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl
 from realhf.distributed.group import Group, PeerError
-from realhf.distributed.heartbeat import Heartbeat, silence_over_nccl
 
 
 class Work:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from realhf.distributed.activity import Activity
-from realhf.distributed.heartbeat import Beat, Watch
+from realhf.distributed.failures import Beat, Watch
 
 
 def _watch(rank=0, timeout=10.0):

@@ -19,7 +19,7 @@ def _rank(rank, port, native, order, late_seconds, answers):
     import torch
 
     from realhf.distributed.activity import Activity
-    from realhf.distributed.heartbeat import Heartbeat
+    from realhf.distributed.failures import Heartbeat
     from realhf.distributed.world import World
     from tests.distributed.emulated_nccl import DeviceThread, pretend_nccl
 

@@ -13,8 +13,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep, learning_rate
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall

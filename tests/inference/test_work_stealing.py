@@ -12,8 +12,7 @@ import torch.distributed as dist
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.group import PeerError
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.base import output_batch
 from realhf.engine.native import NativeEngine, pass_bytes
 from realhf.errors import UserError

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from realhf.data.batch import Packed
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.transformers import TransformersModel
 from realhf.layout import Layout

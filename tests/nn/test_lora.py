@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from realhf.checkpoint.hf import load_adapters, load_weights, save_weights
 from realhf.checkpoint.peft import resolved
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig, adapter_spec, legal_targets
 from realhf.models.model_config import ModelConfig

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig

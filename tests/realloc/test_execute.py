@@ -13,8 +13,7 @@ from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.models.region import Region
-from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, agreed_links
+from realhf.realloc.execute import Reallocator, Staging, agreed_links
 from realhf.realloc.links import Links
 from tests.reallocators import make_reallocator
 from tests.samples import pairs

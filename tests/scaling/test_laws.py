@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from realhf.scaling.analysis import Amount, FitSettings, compare, fit_curve
+from realhf.scaling.analysis import Amount, Curve, FitSettings, compare, fit_curve
 from realhf.scaling.laws import SigmoidFitter, SigmoidLaw, fit_power_law, rmse
-from realhf.scaling.points import Curve
 
 TABLE_1 = {  # "The Art of Scaling Reinforcement Learning Compute for LLMs" (2025): C_mid, B, A.
     "ScaleRL": (2542, 1.92, 0.610), "32k length": (11272, 1.89, 0.645), "batch 512": (2818, 1.77, 0.605),

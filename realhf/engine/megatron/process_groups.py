@@ -19,11 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from realhf.distributed.activity import Activity
-from realhf.distributed.communicators import Operation
-from realhf.distributed.gloo import gloo_backend
+from realhf.distributed.communicators import Operation, gloo_backend
 from realhf.distributed.group import Group, peer_errors
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 
 _BACKEND = "realhf"
 _UNUSED = ("hcp", "inter_dist_opt")

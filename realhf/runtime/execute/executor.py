@@ -13,6 +13,7 @@ import torch
 
 from realhf.checkpoint.hf import memory_of
 from realhf.data.batch import Batch
+from realhf.data.order import prompt_of, samples_of
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.engine.base import CallResult
@@ -39,7 +40,6 @@ from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore, UnfinishedSamples
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.reallocations import Arrivals
-from realhf.sample_ids import prompt_of, samples_of
 
 
 @dataclass(frozen=True)

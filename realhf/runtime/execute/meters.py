@@ -12,6 +12,7 @@ import torch
 
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch
+from realhf.data.order import prompt_of
 from realhf.data.responses import response_lengths
 from realhf.distributed.world import World
 from realhf.engine.chunked_loss import wanted
@@ -24,7 +25,6 @@ from realhf.runtime.compile.actions import Run
 from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.records.recorder import StepRecord
 from realhf.runtime.weights.engine_store import EngineKey, EngineStore
-from realhf.sample_ids import prompt_of
 
 DEVICE_SECONDS = "compute/device_seconds"
 FLOPS = "compute/flops"

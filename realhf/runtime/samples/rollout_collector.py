@@ -15,13 +15,12 @@ from realhf.calls import GenerateOutputs, answer_keys
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, DatasetMixture, column_of
 from realhf.data.loader import Loader, MixedLoader
-from realhf.data.order import block_counts, mixture_position, row_order
+from realhf.data.order import block_counts, mixture_position, prompt_of, row_order, samples_of
 from realhf.data.responses import in_response, response_lengths
 from realhf.distributed.world import World
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
 from realhf.runtime.samples.sample_store import SampleStore
-from realhf.sample_ids import prompt_of, samples_of
 
 DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""

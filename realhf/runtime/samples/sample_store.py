@@ -6,9 +6,9 @@ from typing import Any
 from safetensors.torch import load, save
 
 from realhf.data.batch import Batch
+from realhf.data.order import prompt_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
-from realhf.sample_ids import prompt_of
 
 
 class SampleStore:

@@ -18,8 +18,7 @@ from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
 from realhf.engine.base import DTYPES
 from realhf.layout import Layout
-from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, ReallocStats
+from realhf.realloc.execute import Reallocator, ReallocStats, Staging
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.runtime.compile.actions import Reallocate, role_of
