@@ -4,10 +4,17 @@ import itertools
 import math
 import random
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
+from realhf.cli.planning_problem import problem_of
+from realhf.cluster import Cluster
+from realhf.planner import tree_search
+from realhf.planner.call_group import OPEN
 from realhf.planner.local_search import LocalSearch
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
@@ -16,6 +23,7 @@ from tests.planner.problems import random_problem
 from tests.samples import drawn, marked
 
 CHUNK = 50_000
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def best_of_all(space):
@@ -118,3 +126,44 @@ def test_the_time_limit_is_what_the_clock_says():
     search(space, time_limit=2.0, progress=wait)
     assert 1 <= len(told) <= 3  # Beside this wait, an iteration takes a few hundredths of a second.
     assert told == sorted(told) and told[-1] >= 0.8 * (len(told) - 1)
+
+
+def _unused(completions, answer):
+    raise NotImplementedError
+
+
+def test_bounds_are_those_of_the_tree_in_the_docs():
+    """Bounds along two branches of the tree, and the best plan, of a 7B model's GRPO on four devices."""
+    cluster = replace(Cluster.load("h100-1x8"), devices_per_host=4)
+    actor = Role("llama-7b", dtype="bfloat16", optimizer=OptimizerConfig())
+    experiment = GRPO(
+        actor=actor, reward_function=_unused, loss=PolicyLossConfig(kl_coef=0.001), batch_size=64,
+        group_size=8, sampling=SamplingConfig(max_new_tokens=1024), expected=Expected(prompt_tokens=1024))
+    space = SearchSpace(problem_of(experiment, cluster), Rates(cluster))
+    tree = tree_search._Tree(space, LocalSearch(space), tree_search._orders(space)[0])
+    names = [space.calls[group.calls[0]].name for group in space.groups]
+
+    def bound(**meshes):
+        """Return the bound of a plan in which these calls have a mesh, as the docs print it."""
+        choices = np.full((1, len(names)), OPEN)
+        for name, (first, last) in meshes.items():
+            group = space.groups[names.index(name)]
+            starts = group.first[[candidates[0] for candidates in group.by_mesh]]
+            stops = group.stop[[candidates[0] for candidates in group.by_mesh]]
+            mesh = np.flatnonzero((starts == first) & (stops == last + 1))[0]
+            choices[0, names.index(name)] = group.mesh_choices[mesh]
+        return f"at least {tree._bound(choices, np.zeros(1))[0]:6.2f} s"
+
+    everywhere, three = (0, 3), (0, 2)
+    tree_of_docs = (DOCS / "planner.md").read_text().split("all calls open")[1].split("```")[0]
+    lines = [line for line in tree_of_docs.splitlines() if "at least" in line]
+    expected = [
+        bound(), bound(actor_generate=everywhere), bound(actor_generate=everywhere, actor_train=everywhere),
+        bound(actor_generate=everywhere, actor_train=everywhere, ref_forward=everywhere),
+        bound(actor_generate=everywhere, actor_train=everywhere, ref_forward=three),
+        bound(actor_generate=everywhere, actor_train=three), bound(actor_generate=three)]
+    for line, text in zip(lines, expected, strict=True):
+        assert text in line
+    least = sum(group.device_seconds.min() for group in space.groups) / 4
+    assert least <= float(expected[0].split()[2]) <= 1.01 * least
+    assert f"{search(space, time_limit=60.0).step_seconds:.2f} s" == "95.06 s"
