@@ -112,7 +112,6 @@ class CallPieces:
     # Pieces, in bytes
 
     def hidden_bytes(self, tokens: float) -> float:
-        """Return the bytes of the hidden states of tokens."""
         return self.role.itemsize * self.widths.hidden * tokens
 
     def norm_saved(self, hidden: float) -> float:

@@ -49,7 +49,6 @@ class RunningMemory:
             call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
 
     def on(self, stage: int) -> CallMemory:
-        """Return the memory of a rank of a stage."""
         memory = self._peaks.on(stage)
         if self._offloads:
             memory = memory._replace(loaded_weights=weights_bytes(self._role, self._strategy, stage))

@@ -56,7 +56,6 @@ class Use(NamedTuple):
 
 
 def use_of(role: ModelRole, *, trains: bool) -> Use:
-    """Return the use of a layout by one role."""
     num_kv_heads = role.config.num_kv_heads if role.config.mla is None else MAX_RANKS
     return Use(trains, role.config.tied and role.lora is None, num_kv_heads)
 

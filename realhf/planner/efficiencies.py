@@ -41,7 +41,6 @@ class Efficiencies:
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Efficiencies":
-        """Return the figures of a cluster's accelerator."""
         return EFFICIENCIES[cluster.accelerator_name]
 
 
@@ -122,7 +121,6 @@ class EnginePath:
 
     @classmethod
     def of(cls, cluster: Cluster) -> "EnginePath":
-        """Return the path of this engine on a cluster's devices."""
         return OUR_CPU if cluster.device_type == "cpu" else OUR_CUDA
 
     def of_role(self, config: ModelConfig) -> "EnginePath":

@@ -48,7 +48,6 @@ class Lengths:
 
     @cached_property
     def squared_mean(self) -> float:
-        """Mean of the squared length."""
         return float((self.survival * (2 * np.arange(self.limit) + 1)).sum())
 
     @property

@@ -130,7 +130,6 @@ class MemoryAccount:
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
     def of_plan(self, plan: ExecutionPlan) -> PlanMemory:
-        """Return what every rank needs under a plan."""
         return _PlanAccount(self, plan).total()
 
     def rank_shards(self, layout: Layout) -> RankShards:
@@ -435,7 +434,6 @@ class MemoryCheck:
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount | None = None) -> MemoryCheck:
-    """Return the memory that a plan needs on every rank."""
     account = account or MemoryAccount(problem)
     memory = account.of_plan(plan)
     needs = memory.needs()

@@ -198,7 +198,6 @@ def boxes_of(
 
 
 def _most_elements(kind: Kind, rows: np.ndarray, columns: np.ndarray, experts: np.ndarray) -> float:
-    """Return the elements of the largest box."""
     in_rows = kind.numel(rows[..., 0], rows[..., 1]).sum(axis=1)
     return float(in_rows.max() * np.diff(columns).max() * np.diff(experts).max())
 

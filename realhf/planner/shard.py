@@ -269,7 +269,6 @@ def base_weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) 
 
 
 def adapter_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Return the bytes of one copy of the adapters."""
     return 0 if role.lora is None else trained_params(role, strategy, stage) * role.itemsize
 
 
