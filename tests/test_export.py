@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from realhf.cli.experiment_file import load_experiment
-from realhf.distributed.activity import Activity
+from realhf.distributed.process import WatchedProcess
 from realhf.experiment import Role
 from realhf.models.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
@@ -145,7 +145,7 @@ def test_what_is_printed_tells_measured_from_computed(grpo, capsys):
     summary = json.loads((grpo / "summary.json").read_text())
     realloc = summary["realloc"]["actor"]
     program = compile_program(load_experiment(grpo.parent / "tiny_experiment.py"), None, world_size=1)
-    Progress(program, Activity()).finish(summary, None)
+    Progress(program, WatchedProcess()).finish(summary, None)
     err = capsys.readouterr().err
     assert f"MB per step, measured {realloc['gbytes_per_s']:.3g} GB/s into the busiest rank" in err
     assert f"computed at {realloc['over_bound']:.2f} x its lower bound ({realloc['links']})" in err

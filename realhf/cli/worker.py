@@ -18,10 +18,10 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
 from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.data.light_tokenizer import panics_as_errors
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import set_nccl_environment
 from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl, write_error_file
 from realhf.distributed.group import PeerError
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
@@ -119,7 +119,7 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
         if job.program.experiment.deterministic:
             record_surroundings(job.program, directory.path)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
-    world.activity.failures = out / "failures"
+    world.process.failures = out / "failures"
     checkpoint = newest_checkpoint(world, checkpoints)
     if checkpoint is not None and _is_finished(job, world, out, checkpoint):
         return 0
@@ -216,37 +216,37 @@ def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
     set_nccl_environment()
     if isinstance(job, Job) and job.program.experiment.deterministic:
         repeat_exactly()
-    board = heartbeat = store = activity = None
+    board = heartbeat = store = process = None
     try:
         if place.size > 1:
             store = _open_store(place, job.timeout_seconds)
             board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
             board.roll_call(max(job.timeout_seconds, _START_SECONDS))
-            activity = Activity()
-            heartbeat = _start_heartbeat(place, activity, job.timeout_seconds)
+            process = WatchedProcess()
+            heartbeat = _start_heartbeat(place, process, job.timeout_seconds)
         world = World(
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
-            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity)
+            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, process=process)
         with panics_as_errors():
             code = task(world)
     except UserError as error:
-        if activity is not None:
-            activity.leave_record(place.rank, str(error), traceback.format_exc())
+        if process is not None:
+            process.leave_record(place.rank, str(error), traceback.format_exc())
         text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
-        if _differs_elsewhere(activity, board) is None:
+        if _differs_elsewhere(process, board) is None:
             report(str(error), code=2, text=text)
         code = 2
     except PeerError as error:
-        if activity is not None:
-            activity.leave_record(place.rank, str(error), traceback.format_exc())
+        if process is not None:
+            process.leave_record(place.rank, str(error), traceback.format_exc())
         code = _follow(error, place, board)
     except (Exception, SystemExit) as error:
-        if activity is not None and (fault := activity.communicators.fault):  # It caused the error.
+        if process is not None and (fault := process.communicators.fault):  # It caused the error.
             os._exit(_follow(PeerError(fault), place, board))
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
-        if activity is not None:
-            activity.leave_record(place.rank, sentence, traceback.format_exc())
-        repeated = _differs_elsewhere(activity, board)
+        if process is not None:
+            process.leave_record(place.rank, sentence, traceback.format_exc())
+        repeated = _differs_elsewhere(process, board)
         if repeated is None:
             report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
         code = repeated or 1
@@ -268,11 +268,11 @@ def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store
         raise PeerError(f"there is no connection to the first host's store at {where} ({reason})") from error
 
 
-def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -> Heartbeat:
+def _start_heartbeat(place: Place, process: WatchedProcess, timeout_seconds: float) -> Heartbeat:
     """Start the heartbeat on new connections, as the main thread may block its own."""
     store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
     heartbeat = Heartbeat(
-        store, place.connect(timeout_seconds), activity,
+        store, place.connect(timeout_seconds), process,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
         silence_seconds=silence_over_nccl(timeout_seconds) if torch.cuda.is_available() else None)
     heartbeat.start()
@@ -287,12 +287,12 @@ def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
     return 1
 
 
-def _differs_elsewhere(activity: Activity | None, board: FailureBoard | None) -> int | None:
+def _differs_elsewhere(process: WatchedProcess | None, board: FailureBoard | None) -> int | None:
     """Repeat the watcher's sentence if ranks take different ways through a step, which caused this error.
 
     Return the exit code of that sentence, or None if there is none.
     """
-    if activity is None or not activity.operations.is_used:
+    if process is None or not process.operations.is_used:
         return None
     return repeat_later(board)
 

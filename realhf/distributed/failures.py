@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from realhf.distributed.activity import RESCUE, Activity, OperationLog
 from realhf.distributed.group import PeerError, name_ranks
+from realhf.distributed.process import RESCUE, OperationLog, WatchedProcess
 
 _EQUALS_SECONDS = 1.0
 """The first rank with a sentence waits this long for others with the same one, to name them all."""
@@ -159,14 +159,14 @@ def silence_over_nccl(timeout_seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life: its number and the main thread's Activity."""
+    """A sign of life: its number, and the main thread's work as WatchedProcess has it."""
 
     number: int
     doing: str
     waits_for: tuple[int, ...] | None = None
     num_waits: int = 0
     unfinished: Sequence[tuple[str, float]] = ()
-    """Operations in which the rank waits, and the seconds since they were posted (Activity.unfinished)."""
+    """Operations in which the rank waits, and the seconds since they were posted (see WatchedProcess)."""
 
     def has_moved(self, before: "Beat") -> bool:
         """Return whether the rank has made progress since an earlier beat, or waits for nobody."""
@@ -244,7 +244,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, store: dist.Store, board: FailureBoard, activity: Activity,
+        self, store: dist.Store, board: FailureBoard, process: WatchedProcess,
         *, rank: int, size: int, timeout_seconds: float, silence_seconds: float | None = None,
         grace_seconds: float | None = None,
     ) -> None:
@@ -256,14 +256,14 @@ class Heartbeat:
         self._store = dist.PrefixStore("realhf/heartbeat", store)
         self._rescues = dist.PrefixStore(f"realhf/{RESCUE}/", store)
         self._board = board
-        self._activity = activity
+        self._process = process
         self._rank = rank
         self._timeout = timeout_seconds
         self._watched = range(size) if rank == 0 else range(1)
         self._silence = min(timeout_seconds, silence_seconds or timeout_seconds)
         self._grace = grace_seconds
         self._watch = Watch(rank, timeout_seconds=timeout_seconds, silence_seconds=silence_seconds)
-        self._operations = OperationWatch(store, activity.operations, rank=rank, size=size)
+        self._operations = OperationWatch(store, process.operations, rank=rank, size=size)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._number = 0
@@ -271,7 +271,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start to give signs of life."""
         self._give_sign()
-        self._activity.is_watched = True
+        self._process.is_watched = True
         self._thread.start()
 
     def stop(self) -> None:
@@ -287,7 +287,7 @@ class Heartbeat:
         try:
             while not self._ended.wait(min(interval, _OPERATIONS_SECONDS)):
                 if difference := self._operations.exchange():
-                    self._activity.leave_record(self._rank, difference)
+                    self._process.leave_record(self._rank, difference)
                     self._board.report(difference, code=_USER_ERROR, names_rank=True)
                     self._leave(difference)
                 self._rescue_if_asked()
@@ -299,16 +299,16 @@ class Heartbeat:
                     self._newest_beats(), now=time.monotonic())
                 failures = self._board.failures()
                 if failures:
-                    self._activity.leave_record(self._rank, failures[0].sentence)
+                    self._process.leave_record(self._rank, failures[0].sentence)
                     self._leave(failures[0].sentence)
                 elif fault:
-                    self._activity.leave_record(self._rank, fault)
+                    self._process.leave_record(self._rank, fault)
                     self._board.report(fault, code=_FAILED, names_rank=True)
                     self._leave(fault)
         except RuntimeError as error:  # From the store.
             lost = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
-            if self._activity.communicators:
-                self._activity.communicators.abort(lost)
+            if self._process.communicators:
+                self._process.communicators.abort(lost)
             if not self._ended.wait(_GRACE_SECONDS):
                 reason = str(error).partition("\n")[0]
                 print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
@@ -316,17 +316,17 @@ class Heartbeat:
 
     def _rescue_if_asked(self) -> None:
         """Let a thread save this rank's part of the state after a step, if a failing rank asks for it."""
-        rescue = self._activity.rescue
+        rescue = self._process.rescue
         if rescue is not None and self._rescues.check([RESCUE]):
-            self._activity.rescue = None
+            self._process.rescue = None
             step = int(self._rescues.get(RESCUE))
             threading.Thread(target=rescue, args=(step,), name="rescue", daemon=True).start()
 
     def _give_sign(self) -> None:
         self._number += 1
-        activity = self._activity
+        process = self._process
         beat = Beat(
-            self._number, activity.place, activity.waits_for, activity.num_waits, activity.unfinished())
+            self._number, process.place, process.waits_for, process.num_waits, process.unfinished())
         self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _newest_beats(self) -> dict[int, Beat | None]:
@@ -339,8 +339,8 @@ class Heartbeat:
 
     def _failed_work(self) -> str:
         """Return a sentence about an operation of this rank that has failed, or an empty string."""
-        reason = self._activity.communicators.failure()
-        return f"rank {self._rank} lost its peers in {self._activity.place}: {reason}" if reason else ""
+        reason = self._process.communicators.failure()
+        return f"rank {self._rank} lost its peers in {self._process.place}: {reason}" if reason else ""
 
     def _leave(self, fault: str) -> None:
         """End this process because of a fault, unless the main thread ends it first.
@@ -348,7 +348,7 @@ class Heartbeat:
         First abort operations of NCCL, because the main thread may wait in one for a rank that has stopped.
         """
         grace = _GRACE_SECONDS
-        if communicators := self._activity.communicators:
+        if communicators := self._process.communicators:
             communicators.abort(fault)
             grace = _ABORT_GRACE_SECONDS
         if not self._ended.wait(grace if self._grace is None else self._grace):

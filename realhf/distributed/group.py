@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import Operation
+from realhf.distributed.process import WatchedProcess
 from realhf.models.region import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
@@ -67,12 +67,12 @@ class Pending:
 
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
-    activity: Activity = field(default_factory=Activity)
+    process: WatchedProcess = field(default_factory=WatchedProcess)
     operation: Operation | None = None
 
     def wait(self) -> None:
         for work, ranks in self.works:
-            with self.activity.waiting(ranks, self.operation), peer_errors(ranks):
+            with self.process.waiting(ranks, self.operation), peer_errors(ranks):
                 work.wait()
         self.works = self.tensors = ()
 
@@ -114,13 +114,13 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity,
+        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, process: WatchedProcess,
         purpose: str = "data",
     ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
-        self._activity = activity
+        self._process = process
         self._backend = backend
         self._native = native and backend is not None
         self._purpose = purpose
@@ -148,7 +148,7 @@ class Group:
         assert self._backend is not None, "a group of one has nobody to talk to"
         if self._native:
             work, operation = self._launch(name, lambda: self._coalesced(sends, recvs, tag))
-            return Pending([(work, self.ranks)], [*sends, *recvs], self._activity, operation)
+            return Pending([(work, self.ranks)], [*sends, *recvs], self._process, operation)
         operation = self.new_operation(name)
         works: list[tuple[Any, tuple[int, ...]]] = []
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
@@ -156,7 +156,7 @@ class Group:
                 ranks = (self.ranks[peer],)
                 with peer_errors(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
-        return Pending(works, [*sends, *recvs], self._activity, operation)
+        return Pending(works, [*sends, *recvs], self._process, operation)
 
     def post_both(self, sends: Messages, recvs: Messages) -> tuple[Pending, Pending]:
         """Start an `exchange`; return one Pending for the messages to send and one for those to receive.
@@ -248,13 +248,13 @@ class Group:
     def _run(self, name: str, method: str, *arguments: Any) -> Pending:
         """Post a collective on NCCL."""
         work, operation = self._launch(name, lambda: getattr(self._backend, method)(*arguments))
-        return Pending([(work, self.ranks)], activity=self._activity, operation=operation)
+        return Pending([(work, self.ranks)], process=self._process, operation=operation)
 
     def _launch(self, name: str, post: Callable[[], Any]) -> tuple[Any, Operation]:
         """Post a work on NCCL, in order with those of other groups; return it with its Operation."""
         self.require_working()
         operation = self.new_operation(name)
-        with peer_errors(self.ranks), self._activity.communicators.in_order() as is_chained:
+        with peer_errors(self.ranks), self._process.communicators.in_order() as is_chained:
             work = post()
             if is_chained:
                 work.wait()
@@ -263,18 +263,18 @@ class Group:
 
     def require_working(self) -> None:
         """Raise PeerError if the communicators have been aborted."""
-        if fault := self._activity.communicators.fault:
+        if fault := self._process.communicators.fault:
             raise PeerError(fault)
 
     def new_operation(self, name: str) -> Operation:
         """Return the Operation for a post, with the next number."""
         self._num_operations += 1
-        return Operation(name, self.ranks, self._purpose, self._num_operations, self._activity.place)
+        return Operation(name, self.ranks, self._purpose, self._num_operations, self._process.place)
 
     def note(self, operation: Operation, work: Any = None) -> None:
         """Tell the watcher of an operation on NCCL for which the current stream waits."""
         if self._native:
-            self._activity.communicators.note(operation, work)
+            self._process.communicators.note(operation, work)
 
     def _coalesced(self, sends: Messages, recvs: Messages, tag: int) -> Any:
         """Post messages over NCCL that complete together; return their work."""
@@ -347,7 +347,7 @@ class Group:
     def barrier(self) -> None:
         """Wait until every member has called this; on NCCL, too, the host waits."""
         total = self.all_reduce(torch.zeros(1, device="cuda" if self._native else "cpu"))
-        with self._activity.waiting(self.ranks):
+        with self._process.waiting(self.ranks):
             total.item()
 
     def _peers(self) -> list[int]:

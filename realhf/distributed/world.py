@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import gloo_backend
 from realhf.distributed.group import Group, peer_errors
+from realhf.distributed.process import WatchedProcess
 from realhf.errors import UserError
 from realhf.layout import Coordinate, Layout
 
@@ -53,15 +53,15 @@ class World:
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
-        shared_memory: bool = True, activity: Activity | None = None,
+        shared_memory: bool = True, process: WatchedProcess | None = None,
     ) -> None:
-        """Connect to all ranks. With the `activity` of a Heartbeat, messages over gloo may take any time."""
+        """Connect to all ranks. With the `process` of a Heartbeat, messages over gloo may take any time."""
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.activity = activity or Activity()
+        self.process = process or WatchedProcess()
         self.ranks_per_host = ranks_per_host or size
-        self._has_heartbeat = activity is not None
+        self._has_heartbeat = process is not None
         self._store = store
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -114,7 +114,7 @@ class World:
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
             self._groups[key] = Group(
-                key[0], index, backend, native=native, activity=self.activity, purpose=purpose)
+                key[0], index, backend, native=native, process=self.process, purpose=purpose)
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:
@@ -143,7 +143,7 @@ class World:
         if key[1] == "realloc":
             options.config.max_ctas = _REALLOC_CTAS
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
-        self.activity.communicators.add(backend)
+        self.process.communicators.add(backend)
         # This makes one communicator for the whole group, which messages among some members then use, too.
         backend.eager_connect_single_device(self.device)
         return backend

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from realhf.calls import Generate
-from realhf.distributed.activity import Report, no_report
+from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
 from realhf.inference.cohort import Cohort

@@ -141,7 +141,7 @@ class Checkpointer:
         self._run = run
         self._directory = directory
         if self._world.size > 1:
-            self._world.activity.rescue = self.join_rescue
+            self._world.process.rescue = self.join_rescue
         self._experiment = described(program.experiment)
         self._snapshot: Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -337,7 +337,7 @@ class Checkpointer:
         # The last checkpoint may not have been written.
         is_new = end is not None and (
             end.step > self._saved_step or not (self._directory / checkpoint_name(end.step)).exists())
-        if self._world.size > 1 and not self._world.activity.is_watched:
+        if self._world.size > 1 and not self._world.process.is_watched:
             return  # Nobody would tell the other ranks.
         if not self._directory.parent.exists():  # Somebody has deleted the run.
             return
@@ -436,7 +436,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Raises the exception of its thread, if there was one."""
         if self._writing is not None:
-            with self._world.activity.doing("waits for a checkpoint to be written"):
+            with self._world.process.doing("waits for a checkpoint to be written"):
                 self._writing.result()
             self._writing = None
 

@@ -217,12 +217,12 @@ class Evaluations:
 
     def run(self) -> list[SetRecord]:
         """Evaluate all sets; return what this rank has of each."""
-        activity = self._world.activity
+        process = self._world.process
         records = []
         for eval_set in self._sets:
             of_set = f" of {eval_set.name}" if eval_set.name else ""
             after = f" after step {self._context.step}" if self._context.step else ""
-            activity.step = f"evaluation{of_set}{after}"
+            process.step = f"evaluation{of_set}{after}"
             prompts = self._prompts[eval_set.name]
             executor = self._executors[eval_set.name]
             self._context.answers = []
@@ -357,7 +357,7 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     prompts = evaluations.count_prompts()
     store = ModelStore(world, program)
     evaluations.start(store)
-    progress = Progress(program, world.activity) if world.rank == 0 else None
+    progress = Progress(program, world.process) if world.rank == 0 else None
     if progress is not None:
         progress.watch()
     try:

@@ -137,7 +137,7 @@ class Trainer:
     ) -> None:
         self._program = program
         self._world = world
-        self._activity = world.activity
+        self._process = world.process
         self._out = out
         self._is_main = world.rank == 0
         self._stop = stop
@@ -162,7 +162,7 @@ class Trainer:
 
         # From here on rank 0 writes the run directory.
         self._recorder = self._make_recorder(checkpoint, track)
-        self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
+        self._progress = Progress(program, self._process) if self._is_main and not quiet else None
         self._journal = Journal(
             world, self._state.outbox, self._recorder, self._progress, self._make_meter(),
             program.evaluations)
@@ -236,7 +236,7 @@ class Trainer:
             flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
             failures=None if self._out is None else self._out / "failures",
             rollouts=None if self._out is None else make_collector(program, self._world, self._loader),
-            note=self._activity.operations.add if self._world.size > 1 and may_differ else None)
+            note=self._process.operations.add if self._world.size > 1 and may_differ else None)
         return Executor(self._state, parts, observed)
 
     def _make_recorder(self, checkpoint: Checkpoint | None, track: Sequence[str]) -> Recorder | None:
@@ -281,7 +281,7 @@ class Trainer:
                 self._rescue(error)
             raise
         finally:
-            self._activity.rescue = None  # It holds the trainer, whose threads end when nobody holds it.
+            self._process.rescue = None  # It holds the trainer, whose threads end when nobody holds it.
             if not is_frozen:
                 gc.unfreeze()
             if self._progress is not None:
@@ -303,7 +303,7 @@ class Trainer:
             self._journal.add(0, None, self._evaluations.run(), pauses=True)
         stopped_after = None
         if self._stop is not None:
-            with self._activity.doing("waits for the other ranks"):
+            with self._process.doing("waits for the other ranks"):
                 self._world.control.barrier()  # So that a signal finds all of them at one place.
             self._stop.begin(self._answer_to_signal if self._is_main else None)
         self._decisions.begin(self._first_step)
@@ -312,8 +312,8 @@ class Trainer:
             if self._save_or_stop(step) and step < steps:
                 stopped_after = step
                 break
-        with self._activity.doing("waits for the other ranks"):
-            with self._activity.waiting(range(self._world.size)):
+        with self._process.doing("waits for the other ranks"):
+            with self._process.waiting(range(self._world.size)):
                 self._journal.finish()
             if self._checkpointer is not None:
                 self._checkpointer.finish()
@@ -332,7 +332,7 @@ class Trainer:
         steps = self._program.experiment.steps
         step = max(self._context.step, self._first_step) + (self._world.size > 1)  # See StepDecisions.
         when = f"step {step}" if step < steps else f"the last step, {steps}"
-        now = str(self._activity)
+        now = str(self._process)
         sentence = f"the run saves a checkpoint after {when}, and ends; a second signal ends it at once"
         return f"{sentence} ({now})" if now else sentence
 
@@ -389,7 +389,7 @@ class Trainer:
                 "cache_on_update is 'keep' and the run was told to stop between two checkpoints: "
                 "what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
-            with self._activity.doing("saves a checkpoint"):
+            with self._process.doing("saves a checkpoint"):
                 self._checkpointer.save(step)
             self._journal.pause()
         return decision.stops
@@ -398,7 +398,7 @@ class Trainer:
         """Run the step program once; in the first step `max_lag` times more, so that generation is ahead."""
         experiment = self._program.experiment
         self._context.step = step
-        self._activity.step = f"step {step}/{experiment.steps}"
+        self._process.step = f"step {step}/{experiment.steps}"
         self._executor.begin_step(is_last=step == experiment.steps)
         for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
             self._runner.execute(experiment.step)
@@ -421,7 +421,7 @@ class Trainer:
                 beside = files_beside(experiment, name, step=step)
                 pad_token_id = self._context.tokenizer.pad_token_id
                 fields = config_fields(self._configs[name], pad_token_id=pad_token_id)
-            with self._activity.doing(f"export of {name}"):
+            with self._process.doing(f"export of {name}"):
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.group import Group
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import OVER_GLOO, World
 from tests.distributed.recording import Done, PostLog, RecordingBackend
 
@@ -120,8 +120,8 @@ class _OnDevice:
         self._device.aborted.set()
 
 
-def pretend_nccl(group: Group, device: DeviceThread, activity: Activity) -> None:
+def pretend_nccl(group: Group, device: DeviceThread, process: WatchedProcess) -> None:
     """Let a group over gloo take the code for NCCL, with work that a DeviceThread executes."""
     group._backend = _OnDevice(group._backend, device)
     group._native = True
-    activity.communicators.add(group._backend)
+    process.communicators.add(group._backend)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.group import Group
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import OVER_GLOO, World
 
 MESSAGES = "messages"
@@ -144,7 +144,7 @@ class RecordedWorld(World):
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.activity = Activity()
+        self.process = WatchedProcess()
         self.ranks_per_host = size
         self.memory = None
         self.log = PostLog()
@@ -158,7 +158,7 @@ class RecordedWorld(World):
             backend = None
             if kind is Group and len(key[0]) > 1:
                 backend = RecordingBackend(f"{purpose} {list(key[0])}", key[0], index, self.log)
-            self._groups[key] = kind(key[0], index, backend, native=True, activity=self.activity)
+            self._groups[key] = kind(key[0], index, backend, native=True, process=self.process)
         return self._groups[key]
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
 from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl
 from realhf.distributed.group import Group, PeerError
+from realhf.distributed.process import WatchedProcess
 
 
 class Work:
@@ -49,7 +49,7 @@ class Backend:
         self.aborted.set()
 
 
-def _rank_0(activity, *, grace_seconds):
+def _rank_0(process, *, grace_seconds):
     """Return a heartbeat of rank 0, whose peer has given a sign of life once, and the failure board."""
     store = dist.HashStore()
     board = FailureBoard(store, rank=0, size=2, host=0)
@@ -57,7 +57,7 @@ def _rank_0(activity, *, grace_seconds):
     doing = "actor_train (step 7/9)"
     beats.set("1", f'{{"number": 1, "doing": "{doing}", "waits_for": null, "num_waits": 0}}')
     heartbeat = Heartbeat(
-        store, board, activity, rank=0, size=2, timeout_seconds=60, silence_seconds=1,
+        store, board, process, rank=0, size=2, timeout_seconds=60, silence_seconds=1,
         grace_seconds=grace_seconds,
     )  # fmt: skip
     heartbeat.start()
@@ -65,13 +65,13 @@ def _rank_0(activity, *, grace_seconds):
 
 
 def test_a_host_that_waits_for_a_dead_peer_is_freed_and_says_who_died_where_and_when(capsys):
-    activity, backends = Activity("step 7/9"), [Backend(), Backend()]
-    groups = [Group((0, 1), 0, backend, native=True, activity=activity) for backend in backends]
+    process, backends = WatchedProcess("step 7/9"), [Backend(), Backend()]
+    groups = [Group((0, 1), 0, backend, native=True, process=process) for backend in backends]
     for backend in backends:
-        activity.communicators.add(backend)
+        process.communicators.add(backend)
     groups[0].all_reduce(torch.zeros(3))  # It never completes.
     began = time.time()
-    heartbeat, board = _rank_0(activity, grace_seconds=60)
+    heartbeat, board = _rank_0(process, grace_seconds=60)
     assert all(backend.aborted.wait(20) for backend in backends)
     with pytest.raises(PeerError) as caught:
         groups[1].all_reduce(torch.zeros(3))
@@ -93,9 +93,9 @@ def test_a_host_that_waits_for_a_dead_peer_is_freed_and_says_who_died_where_and_
 def test_a_main_thread_that_does_not_come_back_is_ended_with_the_sentence():
     code = (
         "import time\nfrom tests.distributed.test_abort import Backend, _rank_0\n"
-        "from realhf.distributed.activity import Activity\n"
-        "activity = Activity()\nactivity.communicators.add(Backend())\n"
-        "_rank_0(activity, grace_seconds=1)\ntime.sleep(60)\n"
+        "from realhf.distributed.process import WatchedProcess\n"
+        "process = WatchedProcess()\nprocess.communicators.add(Backend())\n"
+        "_rank_0(process, grace_seconds=1)\ntime.sleep(60)\n"
     )
     began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -113,13 +113,13 @@ def test_a_communicator_that_has_failed_is_found():
 
 
 def test_a_failed_work_ends_the_run_with_the_rank_and_its_call():
-    activity = Activity("step 3/9")
+    process = WatchedProcess("step 3/9")
     backend = Backend()
-    activity.communicators.add(backend)
+    process.communicators.add(backend)
     backend.error = ErrorType.REMOTE_ERROR
-    Group((0, 1), 0, backend, native=True, activity=activity).all_reduce(torch.zeros(3))
-    with activity.doing("critic_train"):
-        heartbeat, board = _rank_0(activity, grace_seconds=60)
+    Group((0, 1), 0, backend, native=True, process=process).all_reduce(torch.zeros(3))
+    with process.doing("critic_train"):
+        heartbeat, board = _rank_0(process, grace_seconds=60)
         assert backend.aborted.wait(20)
         heartbeat.stop()
     wanted = "rank 0 lost its peers in critic_train (step 3/9): NCCL reports REMOTE_ERROR"

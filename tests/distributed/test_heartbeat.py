@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.failures import Beat, Watch
+from realhf.distributed.process import WatchedProcess
 
 
 def _watch(rank=0, timeout=10.0):
@@ -83,8 +83,8 @@ def test_a_rank_that_is_done_may_be_silent():
     assert watch.find_fault({**beats, 0: Beat(3, "the end")}, now=61.0).startswith("rank 2 ")
 
 
-def test_activity_counts_the_outermost_wait_of_the_main_thread():
-    activity = Activity()
-    with activity.waiting((1,)), activity.waiting((2, 3)):
-        assert activity.waits_for == (1,)
-    assert activity.waits_for is None and activity.num_waits == 1
+def test_a_process_counts_the_outermost_wait_of_the_main_thread():
+    process = WatchedProcess()
+    with process.waiting((1,)), process.waiting((2, 3)):
+        assert process.waits_for == (1,)
+    assert process.waits_for is None and process.num_waits == 1

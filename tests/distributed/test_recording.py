@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.group import Group
+from realhf.distributed.process import WatchedProcess
 from tests.distributed.recording import Post, PostLog, RecordingBackend, fault_of
 
 F32 = torch.float32
@@ -101,7 +101,7 @@ def test_a_missing_post_and_other_sizes_are_found():
 def test_a_second_thread_that_posts_fails_at_once():
     log = PostLog()
     groups = [
-        Group((0, 1), 0, RecordingBackend(name, (0, 1), 0, log), native=True, activity=Activity())
+        Group((0, 1), 0, RecordingBackend(name, (0, 1), 0, log), native=True, process=WatchedProcess())
         for name in ("gradients", "weights")
     ]
     groups[0].all_reduce(torch.zeros(3))

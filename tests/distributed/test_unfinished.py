@@ -5,9 +5,9 @@ import random
 import torch
 
 from realhf.distributed import communicators
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import Communicators, Operation, _DeviceLane
 from realhf.distributed.group import Group
+from realhf.distributed.process import WatchedProcess
 from tests.distributed.test_abort import Backend
 
 
@@ -47,34 +47,34 @@ def test_training_marks_a_stream_that_generation_has_used_first():
 
 
 def test_the_oldest_of_each_communicator_is_told_with_the_call_that_posted_it():
-    activity, backends = Activity("step 3/9"), [Backend(), Backend()]
+    process, backends = WatchedProcess("step 3/9"), [Backend(), Backend()]
     groups = [
-        Group((0, 1, 2), 0, backend, native=True, activity=activity, purpose=purpose)
+        Group((0, 1, 2), 0, backend, native=True, process=process, purpose=purpose)
         for backend, purpose in zip(backends, ("data", "realloc"), strict=True)
     ]
     works = {}
     for name, group, backend in [("a", 0, 0), ("b", 1, 1), ("c", 0, 0), ("d", 1, 1)]:
         backends[backend].work = works[name] = type(backends[backend].work)()
-        with activity.doing(name):
+        with process.doing(name):
             groups[group].all_reduce(torch.zeros(2))
     first = "all_reduce {} of ranks 0-2 (data), posted by {} (step 3/9)"
     second = "all_reduce {} of ranks 0-2 (realloc), posted by {} (step 3/9)"
-    texts = [text for text, _ in activity.unfinished()]
+    texts = [text for text, _ in process.unfinished()]
     assert texts == [first.format(1, "a"), second.format(1, "b")]
     works["a"].completed = True
-    assert [text for text, _ in activity.unfinished()] == [second.format(1, "b"), first.format(2, "c")]
+    assert [text for text, _ in process.unfinished()] == [second.format(1, "b"), first.format(2, "c")]
     for work in works.values():
         work.completed = True
-    assert activity.unfinished() == []
+    assert process.unfinished() == []
 
 
 def test_a_wait_over_gloo_comes_first_and_names_its_operation():
-    activity = Activity("step 3/9")
+    process = WatchedProcess("step 3/9")
     operation = _operation(4)
-    with activity.waiting((1,), operation), activity.waiting((2,), _operation(5)):
-        ((text, seconds),) = activity.unfinished()
+    with process.waiting((1,), operation), process.waiting((2,), _operation(5)):
+        ((text, seconds),) = process.unfinished()
         assert text == "all_reduce 4 of ranks 0-1 (data)" and 0 <= seconds < 60
-    assert activity.unfinished() == [] and activity.waits_in is None
+    assert process.unfinished() == [] and process.waits_in is None
 
 
 def test_without_a_work_nothing_is_unfinished_on_a_cpu():

@@ -18,8 +18,8 @@ CALLS = ("actor_train", "critic_train")
 def _rank(rank, port, native, order, late_seconds, answers):
     import torch
 
-    from realhf.distributed.activity import Activity
     from realhf.distributed.failures import Heartbeat
+    from realhf.distributed.process import WatchedProcess
     from realhf.distributed.world import World
     from tests.distributed.emulated_nccl import DeviceThread, pretend_nccl
 
@@ -27,27 +27,27 @@ def _rank(rank, port, native, order, late_seconds, answers):
         return dist.TCPStore("127.0.0.1", port, is_master=False)
 
     torch.set_num_threads(1)
-    activity = Activity("step 1/2")
+    process = WatchedProcess("step 1/2")
     board = FailureBoard(connect(), rank=rank, size=2, host=0)
-    heartbeat = Heartbeat(connect(), board, activity, rank=rank, size=2, timeout_seconds=TIMEOUT_SECONDS)
+    heartbeat = Heartbeat(connect(), board, process, rank=rank, size=2, timeout_seconds=TIMEOUT_SECONDS)
     heartbeat.start()
-    world = World(rank=rank, size=2, store=connect(), activity=activity, shared_memory=False)
+    world = World(rank=rank, size=2, store=connect(), process=process, shared_memory=False)
     groups = {call: world.group((0, 1), purpose=call.split("_")[0]) for call in CALLS}
     device = DeviceThread()
     if native:
         for group in groups.values():
-            pretend_nccl(group, device, activity)
+            pretend_nccl(group, device, process)
     world.control.barrier()
     time.sleep(late_seconds)
     try:
         for call in order:
-            with activity.doing(call):
+            with process.doing(call):
                 groups[call].all_reduce(torch.ones(3))
         device.synchronize()
         answers.put((rank, "done"))
         heartbeat.stop()
     except Exception:
-        answers.put((rank, activity.communicators.fault or traceback.format_exc()))
+        answers.put((rank, process.communicators.fault or traceback.format_exc()))
 
 
 def _run(native, orders, late=(0.0, 0.0)):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.group import Group
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World
 from realhf.models.region import chunk_edges
 
@@ -53,7 +53,7 @@ def test_a_world_of_one(process_device):
     world = World(device=device, store=_store(0, is_master=True))
     native = device.type == "cuda"
     backend = world._connect(((0,), "data"), 0, native=native)
-    _check(Group((0,), 0, backend, native=native, activity=Activity()), device)
+    _check(Group((0,), 0, backend, native=native, process=WatchedProcess()), device)
 
 
 def test_two_processes_on_one_device(process_device):

@@ -94,7 +94,7 @@ class _Joins(Communicators):
 
 def _generate_recorded(world, layout, directory):
     """Return tokens, and how many passes were replayed and how many streams waited for posts before."""
-    world.activity.communicators = _Joins()
+    world.process.communicators = _Joins()
     engine = engine_of(directory, paged=PagedReference(), world=world, layout=layout)
     replays = []
 
@@ -104,8 +104,8 @@ def _generate_recorded(world, layout, directory):
     engine.pages = PagePool(
         engine.model, backends=PagedBackends(engine.model, PagedReference()), record=record)
     made, _ = _generate(engine, long_prompts(), seed=3, max_new_tokens=20)
-    joins = world.activity.communicators.num
-    world.activity.communicators = Communicators()
+    joins = world.process.communicators.num
+    world.process.communicators = Communicators()
     return made, len(replays), joins
 
 

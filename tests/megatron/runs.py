@@ -125,19 +125,19 @@ def waits(world: World, hf: dict[str, Any], text: str) -> list[tuple[str, tuple[
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     engine = make_engine(world, "megatron", hf, text)
     seen = set()
-    activity = world.activity
-    waiting = activity.waiting
+    process = world.process
+    waiting = process.waiting
 
     def noting(ranks: Any, operation: Any = None) -> Any:
         if operation is not None:
             seen.add((operation.name, operation.ranks))
         return waiting(ranks, operation)
 
-    activity.waiting = noting  # type: ignore[method-assign]
+    process.waiting = noting  # type: ignore[method-assign]
     try:
         train(engine, steps=1)
     finally:
-        del activity.waiting
+        del process.waiting
     return sorted(seen)
 
 

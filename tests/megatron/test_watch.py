@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import Communicators
 from realhf.distributed.group import Group, PeerError
+from realhf.distributed.process import WatchedProcess
 from tests.distributed.test_abort import Backend
 from tests.megatron.test_curves import hf_config
 
@@ -65,26 +65,26 @@ class _Joins(Communicators):
 
 
 def test_operations_over_nccl_follow_earlier_posts_and_are_unfinished_until_they_complete(watch):
-    log, activity = [], Activity("step 3/9")
-    activity.communicators = _Joins(log)
+    log, process = [], WatchedProcess("step 3/9")
+    process.communicators = _Joins(log)
     inner = _Inner(log)
-    watched = watch(inner, Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
-    with activity.doing("critic_train"):
+    watched = watch(inner, Group((0, 1), 0, Backend(), native=True, process=process), process)
+    with process.doing("critic_train"):
         posted = watched.allreduce([torch.zeros(2)])
         assert watched.broadcast([torch.zeros(2)]) is None
     assert log == ["join", "allreduce", "join", "broadcast"]
-    assert activity.unfinished() == []  # Nobody waits for it.
+    assert process.unfinished() == []  # Nobody waits for it.
     posted.wait()
-    ((text, _),) = activity.unfinished()
+    ((text, _),) = process.unfinished()
     assert text == "allreduce 1 of ranks 0-1 (data), posted by critic_train (step 3/9)"
     assert not posted.is_completed()
     inner.work.completed = True
-    assert activity.unfinished() == [] and posted.is_completed()
+    assert process.unfinished() == [] and posted.is_completed()
 
 
 def test_after_an_abort_every_operation_says_why(watch):
-    activity = Activity()
-    watched = watch(_Inner([]), Group((0, 1), 0, Backend(), native=True, activity=activity), activity)
-    activity.communicators.abort("rank 1 died")
+    process = WatchedProcess()
+    watched = watch(_Inner([]), Group((0, 1), 0, Backend(), native=True, process=process), process)
+    process.communicators.abort("rank 1 died")
     with pytest.raises(PeerError, match="rank 1 died"):
         watched.allreduce([torch.zeros(2)])

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from realhf import DPO, DatasetConfig, Distillation, Evaluation, PairwiseRewardModel
-from realhf.distributed.activity import Activity
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
@@ -28,8 +28,8 @@ def _constant_reward(completions):
     return [0.25] * len(completions)
 
 
-class _Noting(Activity):
-    """An Activity that keeps every line it would show, without the seconds."""
+class _Noting(WatchedProcess):
+    """An WatchedProcess that keeps every line it would show, without the seconds."""
 
     def __init__(self):
         super().__init__()
@@ -46,10 +46,10 @@ class _Noting(Activity):
 
 def _lines(task, **changes):
     world = World()
-    world.activity = _Noting()
+    world.process = _Noting()
     experiment = make_experiment("grpo", task, steps=1, **changes)
     Trainer(compile_program(experiment, None, world_size=1), world, quiet=True).run()
-    return world.activity.lines
+    return world.process.lines
 
 
 def test_calls_say_how_far_they_are(task):
@@ -85,12 +85,12 @@ def program(task):
 
 
 def test_plain_lines_come_only_in_long_steps(capsys, program):
-    activity = Activity(step="step 1/3")
-    shown = Progress(program, activity, patience_seconds=0.6)
+    process = WatchedProcess(step="step 1/3")
+    shown = Progress(program, process, patience_seconds=0.6)
     shown.start([], held_out={})
     head = len(capsys.readouterr().err.splitlines())
-    with activity.doing("actor_generate"):
-        activity.note("3 of 24 samples")
+    with process.doing("actor_generate"):
+        process.note("3 of 24 samples")
         for _ in range(5):  # Steps that end in time: there is nothing to add.
             shown.step(1, {"timing_s/step": 0.05})
         quick = capsys.readouterr().err.splitlines()
@@ -106,7 +106,7 @@ def test_plain_lines_come_only_in_long_steps(capsys, program):
 
 def test_every_so_many_steps_have_a_line(task, capsys):
     program = compile_program(make_experiment("grpo", task, steps=5, log_every=2), None, world_size=1)
-    shown = Progress(program, Activity())
+    shown = Progress(program, WatchedProcess())
     shown.start([], held_out={})
     capsys.readouterr()
     for step in range(1, 6):
@@ -122,7 +122,7 @@ def test_several_rewards_are_shown_by_name_and_a_policy_gradient_without_its_los
                "reward/group_std": 1e-17,
                "response_length/clip_ratio": 0.25, "perf/generated_tokens_per_s": 12345.6,
                "timing_s/step": 1e-5}  # fmt: skip
-    shown = Progress(program, Activity())
+    shown = Progress(program, WatchedProcess())
     shown.start([], held_out={})
     capsys.readouterr()
     shown.step(1, metrics)
@@ -151,7 +151,7 @@ GRPO_STEP = {
 ])  # fmt: skip
 def test_a_narrow_terminal_shows_what_tells_most(tmp_path, program, width, shown, left_out):
     with (tmp_path / "terminal").open("w+") as terminal:
-        progress = Progress(program, Activity())
+        progress = Progress(program, WatchedProcess())
         progress._console = Console(file=terminal, force_terminal=True, width=width, highlight=False)
         progress.start([], held_out={})
         progress.step(1, GRPO_STEP)
@@ -167,12 +167,12 @@ def test_a_narrow_terminal_shows_what_tells_most(tmp_path, program, width, shown
 
 
 def test_a_terminal_shows_it_live(tmp_path, program):
-    activity = Activity(step="step 1/3")
-    shown = Progress(program, activity)
+    process = WatchedProcess(step="step 1/3")
+    shown = Progress(program, process)
     with (tmp_path / "terminal").open("w+") as terminal:
         shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
         shown.start([], held_out={})
-        with activity.doing("reward_forward"):
+        with process.doing("reward_forward"):
             time.sleep(1.5)  # It is drawn anew four times a second.
         shown.stop()
         terminal.seek(0)
@@ -192,7 +192,7 @@ def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
         metrics = {"eval/score": 0.5} if held_out is data else {
             "eval/one/score": 0.5, "eval/one/response_length/mean": 3.0, "eval/two/score": 0.25,
             "eval/two/mean@2": 0.25, "eval/two/pass@2": 1.0}  # fmt: skip
-        shown = Progress(program, Activity())
+        shown = Progress(program, WatchedProcess())
         shown.start(range(40), held_out={"": 5} if held_out is data else {"one": 5, "two": 3})
         assert counted in capsys.readouterr().err
         shown.evaluation(0, metrics, metrics)
@@ -208,14 +208,14 @@ PLACES = {
 
 def _watched(world, task):
     """Return what rank 0 shows of itself while rank 1 generates."""
-    real, world.activity = world.activity, _Noting()
+    real, world.process = world.process, _Noting()
     try:
         plan = ExecutionPlan.from_dict({"calls": {name: {"layout": place} for name, place in PLACES.items()}})
         experiment = make_experiment("grpo", task, steps=1, eval_dataset=None)
         program = compile_program(experiment, plan, world_size=4)
         Trainer(program, world, quiet=True).run()
     finally:
-        noted, world.activity = world.activity, real
+        noted, world.process = world.process, real
     return noted.lines
 
 

@@ -18,9 +18,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from realhf.distributed.activity import Activity
 from realhf.distributed.communicators import Operation, gloo_backend
 from realhf.distributed.group import Group, peer_errors
+from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import ParallelGroups, World
 
 _BACKEND = "realhf"
@@ -59,7 +59,7 @@ class _Followed:
 
     def wait(self, *timeout: timedelta) -> Any:
         group = self._watched.group
-        with self._watched.activity.waiting(group.ranks, self._operation), peer_errors(group.ranks):
+        with self._watched.process.waiting(group.ranks, self._operation), peer_errors(group.ranks):
             done = self._work.wait(*timeout)
         group.note(self._operation, self._work)
         return done
@@ -71,11 +71,11 @@ class _Followed:
 class _Watched(dist.ProcessGroup):
     """A process group that lets another one carry out its operations, and the watch know them."""
 
-    def __init__(self, inner: dist.ProcessGroup, group: Group, activity: Activity) -> None:
+    def __init__(self, inner: dist.ProcessGroup, group: Group, process: WatchedProcess) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self.group = group
-        self.activity = activity
+        self.process = process
 
     def getBackendName(self) -> str:  # noqa: N802 (the name is torch's)
         return _BACKEND
@@ -90,7 +90,7 @@ class _Watched(dist.ProcessGroup):
     def post(self, name: str, *args: Any, **options: Any) -> Any:
         """Post an operation after all posts of the chain; return its work, or None if there is none."""
         self.group.require_working()
-        self.activity.communicators.join()
+        self.process.communicators.join()
         operation = self.group.new_operation(name.strip("_"))
         with peer_errors(self.group.ranks):
             work = getattr(self.inner, name)(*args, **options)
@@ -126,7 +126,7 @@ class StageMessages(P2PCommunicator):
     def __init__(self, groups: ParallelGroups, pp: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp, config)
         self._group = groups.pp
-        self._activity = groups.world.activity
+        self._process = groups.world.process
 
     def _communicate(
         self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool,
@@ -137,7 +137,7 @@ class StageMessages(P2PCommunicator):
         Every rank sends hidden states before gradients, and receives them in this order.
         """
         self._group.require_working()
-        self._activity.communicators.join()
+        self._process.communicators.join()
         from_prev, from_next = (
             self._buffer(tensor_shape) if wanted else None for wanted in (recv_prev, recv_next))
         ops = [
@@ -149,7 +149,7 @@ class StageMessages(P2PCommunicator):
         ]  # fmt: skip
         operation = self._group.new_operation("messages")
         ranks = self._group.ranks
-        with self._activity.waiting(ranks, operation), peer_errors(ranks):
+        with self._process.waiting(ranks, operation), peer_errors(ranks):
             for request in dist.batch_isend_irecv(ops) if ops else ():
                 request.wait()
         self._group.note(operation)  # The current stream waits for them, if the host has not.
@@ -167,13 +167,13 @@ def _backend_of(options: Any, communicator: Any) -> Any:
         return _NoCollectives(options.group_rank, options.group_size)
     if not isinstance(communicator, tuple):
         return communicator
-    group, activity = communicator
+    group, process = communicator
     inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     custom = dist.ProcessGroup.BackendType.CUSTOM
     inner._set_default_backend(custom)
     for device in ("cpu", "cuda"):
         inner._register_backend(torch.device(device), custom, group.backend)
-    return _Watched(inner, group, activity)
+    return _Watched(inner, group, process)
 
 
 def _start(world: World) -> None:
@@ -191,7 +191,7 @@ def _register(world: World, ranks: Sequence[int], *, is_watched: bool) -> dist.P
     group = world.group(ranks)
     options = group.backend or _alone(world)
     if is_watched and group.size > 1:
-        options = group, world.activity
+        options = group, world.process
     registered = dist.new_group(
         list(ranks), backend=_BACKEND, pg_options=options, use_local_synchronization=True)
     assert isinstance(registered, dist.ProcessGroup)

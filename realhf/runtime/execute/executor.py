@@ -286,7 +286,7 @@ class Executor:
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
         """Record how long this rank waits for the inputs or the answer of a call."""
         start = time.monotonic()
-        with self._world.activity.doing(doing), self._record.timed(
+        with self._world.process.doing(doing), self._record.timed(
             rank=self._world.rank, name=call, kind="move"
         ):
             yield
@@ -333,10 +333,10 @@ class Executor:
 
     def _wait(self, role: str, layout: Layout | None = None) -> None:
         """Wait for the reallocations of a role and its adapters to one layout (None: to all); record them."""
-        activity = self._world.activity
+        process = self._world.process
         ranks = range(self._world.size) if layout is None else layout.ranks
         start = time.monotonic()
-        with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
+        with process.doing(f"waits for the parameters of {role}"), process.waiting(ranks):
             finished = self._models.reallocations.finish(role, layout)
         self._waited += time.monotonic() - start
         self._arrivals.add(finished)
@@ -349,7 +349,7 @@ class Executor:
         assert call.role is not None
         weights = self._weights(action)
         timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
-        doing = self._world.activity.doing(call.name)
+        doing = self._world.process.doing(call.name)
         explained = explaining(call, rank, self._context.step)
         with doing, weights, explained, timed as event, self.memory.of_call(action, event):
             before = self._unfinished.of(call)
@@ -393,7 +393,7 @@ class Executor:
         call = action.call
         plan = self._program.plan[call.name]
         key = (call.role or "", action.layout)
-        note = self._world.activity.note
+        note = self._world.process.note
         if call.kind == "generate":
             options = {"version": self._context.updates.get(key[0], 0), **self._unfinished.options(call)}
             return self._models.engines.generating(key).generate(call, minibatches[0], report=note, **options)
@@ -445,7 +445,7 @@ class Executor:
         call = action.call
         timed = self._record.timed(
             rank=self._world.rank, name=call.name, kind="host", waited=self._take_waited())
-        doing = self._world.activity.doing(call.name)
+        doing = self._world.process.doing(call.name)
         with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
             result = call_host_function(call, batch, context)
         if call.work.filters or call.work.decides:

@@ -82,7 +82,7 @@ class Agreements:
         if rank == self._world.rank:
             return self._own[key]
         assert self._store is not None, "a rank of another process needs a store"
-        with self._world.activity.waiting([rank]), peer_errors():
+        with self._world.process.waiting([rank]), peer_errors():
             self._store.wait([key], _ANY_TIME)
             return json.loads(self._store.get(key))
 

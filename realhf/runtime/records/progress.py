@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 
-from realhf.distributed.activity import Activity
+from realhf.distributed.process import WatchedProcess
 from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes
 
@@ -77,17 +77,17 @@ _UNSHOWN = ("mean@", "rewards/chosen", "rewards/rejected", "mean_reward")
 _STEPS_OF_FAULTS = 3
 """Number of successive steps after which the user is warned that nothing is learned."""
 _PATIENCE_SECONDS = 30.0
-"""Seconds without output after which a plain line shows the current activity."""
+"""Seconds without output after which a plain line shows the current process."""
 
 
 class Progress:
-    """Shows one row per step, and during long steps the current activity of rank 0."""
+    """Shows one row per step, and during long steps the present work of rank 0."""
 
     def __init__(
-        self, program: Program, activity: Activity, *, patience_seconds: float = _PATIENCE_SECONDS
+        self, program: Program, process: WatchedProcess, *, patience_seconds: float = _PATIENCE_SECONDS
     ) -> None:
         self._program = program
-        self._activity = activity
+        self._process = process
         self._patience_seconds = patience_seconds
         self._last_line = time.monotonic()
         self._is_over = Event()
@@ -122,12 +122,12 @@ class Progress:
             Thread(target=self._watch, name="progress", daemon=True).start()
 
     def _watch(self) -> None:
-        """Print the current activity whenever nothing has been printed for a while."""
+        """Print the present work whenever nothing has been printed for a while."""
         while not self._is_over.wait(max(0.0, self._last_line + self._patience_seconds - time.monotonic())):
             if time.monotonic() < self._last_line + self._patience_seconds:
                 continue
-            if activity := str(self._activity):
-                self._say(activity)
+            if work := str(self._process):
+                self._say(work)
             else:
                 self._last_line = time.monotonic()
 
@@ -204,7 +204,7 @@ class Progress:
             self._live.stop()
 
     def _shown(self) -> Group:
-        below = filter(None, [self._score, str(self._activity)])
+        below = filter(None, [self._score, str(self._process)])
         return Group(*([self._table()] if self._rows else []), *below)
 
     def _table(self) -> Table:

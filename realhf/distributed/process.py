@@ -1,4 +1,4 @@
-"""Activity: the present work of a process, shown to its peers and to a person who watches the run."""
+"""WatchedProcess: what its peers, its heartbeat and a person who watches the run see of this process."""
 
 import faulthandler
 import threading
@@ -26,8 +26,11 @@ def prefixed(report: Report, prefix: str) -> Report:
     return lambda text: report(prefix + text)
 
 
-class Activity:
-    """The present work of the main thread, which writes it; other threads may read it at any time."""
+class WatchedProcess:
+    """The present work of the main thread, the operations of this process, and its communicators over NCCL.
+
+    The main thread writes it; other threads may read it at any time, and the heartbeat aborts communicators.
+    """
 
     def __init__(self, step: str = "the start") -> None:
         self.step = step
