@@ -1,7 +1,8 @@
-"""When trained weights arrive where they are used: compared with the runtime's actions and its schedules."""
+"""Seconds of a step: periods against simulated ranks, what calls wait for, and predictions of given plans."""
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +12,112 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.links import ContiguousLayout, Span
+from realhf.planner.make import make_plan, simulate
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals, reallocation_seconds
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.step_time import busy_shares, dependencies
+from realhf.planner.step_time import busy_shares, dependencies, first_starts, predict
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.compile.actions import ParameterSet, _copies
+from tests.planner.problems import random_problem, ranks_and_seconds
+from tests.samples import drawn
+
+NUM_STEPS = 400
+ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
+
+
+def walk(space, chosen):
+    """Return the end of every step when each rank runs its calls in graph order and waits for inputs and
+    weights.
+
+    A rank that only sends weights does so after training, and one that receives them before it uses them;
+    both lose a part of their time.
+    """
+    by_call = ranks_and_seconds(space, chosen)
+    moving = space.moving(np.array([chosen]))[0]
+    arrived, sends, receives = {}, {}, {}  # By trainer, by (trainer, rank), by user.
+    sending, receiving = space.needs.busy_shares
+    for (user, trainer, _), amount in zip(space.needs.weights, moving, strict=True):
+        alone = max(0.0, amount - arrived.get(trainer, 0.0))
+        arrived[trainer] = max(amount, arrived.get(trainer, 0.0))
+        receives[user] = receives.get(user, 0.0) + receiving * alone
+        for rank in {*by_call[trainer][0]} - {*by_call[user][0]}:
+            sends[trainer, rank] = sends.get((trainer, rank), 0.0) + sending * alone
+    free, ends = {}, {}
+    finished = []
+    for step in range(NUM_STEPS):
+        for i in range(len(space.calls)):
+            ranks, seconds = by_call[i]
+            start = max([0.0, *(free[rank] + receives.get(i, 0.0) for rank in ranks if rank in free)])
+            for j in range(len(space.calls)):
+                if np.isfinite(space.needs.data[i, j]):
+                    start = max(start, ends[step, j] + space.needs.data[i, j])
+            start += space.needs.receiving[i]
+            for (user, trainer, lag), amount in zip(space.needs.weights, moving, strict=True):
+                if user == i and step >= lag:
+                    start = max(start, ends[step - lag, trainer] + amount)
+            ends[step, i] = start + seconds
+            free |= {rank: start + seconds + sends.get((i, rank), 0.0) for rank in ranks}
+        finished.append(max(free.values()))
+    return finished, ends
+
+
+@pytest.mark.parametrize("seed", drawn(range(40), 5))
+def test_period_is_what_ranks_need_that_walk(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, num_calls=rng.randint(1, 6))
+    space = SearchSpace(problem, Rates(problem.cluster))
+    for _ in range(5):
+        chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
+        finished, _ = walk(space, chosen)
+        walked = (finished[-1] - finished[-1 - ALL_CYCLES]) / ALL_CYCLES
+        period = space.exact_periods(np.array([chosen]))[0]
+        assert walked == pytest.approx(period, rel=1e-9)
+        assert finished[-1] >= (NUM_STEPS - len(space.calls)) * period * (1 - 1e-9)
+        bound = space.periods(np.array([chosen]), exact=False)[0]
+        assert bound <= period * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_first_starts_are_those_of_ranks_that_walk(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, num_calls=rng.randint(2, 6))
+    space = SearchSpace(problem, Rates(problem.cluster))
+    chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
+    _, ends = walk(space, chosen)
+    plans = np.array([chosen])
+    seconds, first, stop = (array[0] for array in space.call_times(plans))
+    shares = (first[:, None] < stop) & (first < stop[:, None])
+    times = space.call_times(plans)
+    busy = space.needs.busy(space.moving(plans), times.first, times.stop)[0]
+    starts = first_starts(space.needs, seconds, shares, space.moving(plans)[0], busy, num_steps=5)
+    for step in range(5):
+        for i in range(len(seconds)):
+            assert starts[step, i] + seconds[i] == pytest.approx(ends[step, i])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_simulated_devices_do_one_thing_at_a_time(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, num_calls=rng.randint(2, 6))
+    space = SearchSpace(problem, Rates(problem.cluster))
+    simulation = simulate(space, np.array([rng.randrange(len(group.candidates)) for group in space.groups]))
+    period = simulation.step_seconds
+    for rank in range(problem.cluster.num_devices):
+        here = [a for a in simulation.timeline
+                if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]  # fmt: skip
+        busy = sorted((a.start, a.end) for a in here)
+        for (_, end), (start, _) in zip(busy, busy[1:], strict=False):
+            assert start >= end - 1e-9 * period
+        if busy:  # The next step begins here when this one is over.
+            assert busy[-1][1] <= busy[0][0] + period * (1 + 1e-9)
+        share = sum(end - start for start, end in busy) / period
+        assert simulation.idle[rank] == pytest.approx(1 - share, abs=1e-9)
+
 
 CONFIG = ModelConfig("llama", 32000, 512, 1536, 8, 8, 4, 64)
 SPEC = model_spec(CONFIG)
@@ -165,3 +263,37 @@ def test_rails_by_hand():
     assert plain.all_to_all(1e9, span) == pytest.approx(4 / 8 / 0.8, rel=1e-4)
     assert rails.all_to_all(1e9, span) == pytest.approx((3 / 8 + 4 / 8 * 3 / 4) / 0.8, rel=1e-4)
     assert rails.all_gather(1e9, span) == plain.all_gather(1e9, span)
+
+
+@pytest.mark.parametrize("seed", drawn(range(6), 2))
+def test_the_planner_and_the_prediction_agree(seed: int):
+    problem = random_problem(random.Random(seed), num_calls=3)
+    rates = Rates(problem.cluster)
+    planned = make_plan(problem, rates, time_limit=5.0, gap=0.01)
+    predicted = predict(problem, rates, planned.plan)
+    assert predicted.step_seconds == pytest.approx(planned.result.step_seconds)
+    for call in problem.model_calls:
+        seconds = planned.plan[call.name].predicted["seconds"]
+        assert predicted.calls[call.name].seconds == pytest.approx(seconds, rel=1e-5)
+
+
+def test_found_plans_survive_their_files(tmp_path: Path):
+    problem = random_problem(random.Random(2), num_calls=4)
+    plan = make_plan(problem, Rates(problem.cluster), time_limit=5.0, gap=0.1).plan
+    plan.save(tmp_path / "plan.yaml")
+    again = ExecutionPlan.load(str(tmp_path / "plan.yaml"))
+    assert again == plan and again.num_ranks <= problem.cluster.num_devices
+    assert 0 < again.predicted["lower_bound_seconds"] <= again.predicted["step_seconds"]
+    for call in problem.model_calls:
+        assert again[call.name].predicted["seconds"] > 0
+
+
+@pytest.mark.parametrize("seed", drawn(range(20), 4))
+def test_plans_may_leave_out_plain_python(seed: int):
+    problem = random_problem(random.Random(seed), num_calls=4)
+    rates = Rates(problem.cluster)
+    planned = make_plan(problem, rates, time_limit=5.0, gap=0.1)
+    model_calls = {call.name: planned.plan[call.name] for call in problem.model_calls}
+    on_rank_0 = {call.name: CallPlan(Layout.parse("d1@0")) for call in problem.graph.calls} | model_calls
+    expected = predict(problem, rates, ExecutionPlan(on_rank_0))
+    assert predict(problem, rates, ExecutionPlan(model_calls)).step_seconds == expected.step_seconds
