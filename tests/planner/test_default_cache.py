@@ -153,7 +153,7 @@ def test_offloaded_optimizers_need_room_in_the_host_and_are_shown():
     """A host with 100 GB has 80 GB for them, and the state takes a little more."""
     check = _check(LLAMA, "d1@0", trains=True, offloads_optimizer=True)
     assert check.host_sentences() == ["actor's optimizer is in host memory between steps: 80.9 GB for a rank"]
-    assert memory_account.document(check)["on_host"] == {"actor": 12 * LLAMA.parameters}
+    assert check.document()["on_host"] == {"actor": 12 * LLAMA.parameters}
     small = replace(H100, host_memory_bytes=100 * GB)
     message = r"actor\.optimizer\.offload: the state takes 80\.9 GB of a host, and 80 GB are available there"
     with pytest.raises(ValueError, match=message):
