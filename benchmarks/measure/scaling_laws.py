@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.harness import Goal, machine, report
 from benchmarks.measure import algorithms
-from realhf.scaling.analysis import Amount, FitSettings, compare, fit_curve
+from realhf.scaling.analysis import Amount, Curve, FitSettings, compare, fit_curve, read_curve
 from realhf.scaling.picture import draw_fits
 
 NAMES = ("GRPO", "ScaleRL")

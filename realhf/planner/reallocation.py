@@ -33,7 +33,7 @@ from realhf.realloc.schedule import GOOD_ENOUGH, HOP_WAVES, slices_for
 _WHOLE = 0  # Columns of parameters that every tensor-parallel rank holds whole.
 _EVEN = -1  # Columns that are split evenly, or nearly so.
 _FINE = 64  # With this many units per rank, a split counts as even.
-_OVER_BOUND = 1.02  # Time of schedules relative to the bound (benchmarks/realloc_schedule.py).
+_OVER_BOUND = 1.02  # Time of schedules relative to the bound (benchmarks/measure/realloc_schedule.py).
 _NOTHING = 1e-6  # The fraction of a model below which a difference is due to rounding.
 
 

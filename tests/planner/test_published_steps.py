@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.compare import published_rows, published_steps
-from realhf.planner.cost.efficiencies import EFFICIENCIES
-from realhf.planner.cost.rates import Rates
+from realhf.planner.efficiencies import EFFICIENCIES
 from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates
 
