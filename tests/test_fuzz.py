@@ -17,7 +17,7 @@ from realhf.cli.main import main
 from realhf.errors import UserError, one_line
 from realhf.models.engine_configs import TransformersConfig
 from realhf.models.model_config import ModelConfig
-from realhf.planner.cost.profile import Profile
+from realhf.planner.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 
 NUM_CASES = {

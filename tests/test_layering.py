@@ -47,7 +47,7 @@ SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for na
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [
-    ("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms"),
+    *(("realhf.runtime", module) for module in SEARCH_MODULES), ("realhf.runtime", "realhf.algorithms"),
     ("realhf.inference", "realhf.planner"), ("realhf.nn", "realhf.realloc"),
 ]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [

@@ -9,7 +9,7 @@ from realhf.cli.planning_problem import model_role
 from realhf.experiment import Role, optimizer_steps
 from realhf.graph import FunctionCall
 from realhf.layout import even_split
-from realhf.planner.memory.model_states import training_bytes, weights_bytes
+from realhf.planner.shard import training_bytes, weights_bytes
 from realhf.runtime.compile.actions import adapters_of, parameter_specs
 from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes

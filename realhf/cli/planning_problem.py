@@ -17,8 +17,8 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import adapter_spec
-from realhf.planner.workload.problem import ModelRole, PlannedCall, Problem, Workload
-from realhf.planner.workload.scoring_time import ScoringTime
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.slowest_replica import ScoringTime
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.step_trial import checked_parts
 from realhf.user_input.field_types import require

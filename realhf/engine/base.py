@@ -15,9 +15,9 @@ import torch
 from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.data.order import groups_of
-from realhf.distributed.activity import Report, no_report, prefixed
-from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards
+from realhf.distributed.process import Report, no_report, prefixed
+from realhf.distributed.world import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
@@ -25,7 +25,6 @@ from realhf.inference.rounds import Round
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.transformer import Transformer
-from realhf.sample_ids import groups_of
 
 Metrics = dict[str, float]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

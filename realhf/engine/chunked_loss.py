@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from realhf.data.batch import Batch, Packed
+from realhf.data.order import groups_of
 from realhf.devices.pinned import upload
-from realhf.distributed.autograd import sum_over_group
+from realhf.distributed.group import sum_over_group
 from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
-from realhf.sample_ids import groups_of
 
 if TYPE_CHECKING:
     from realhf.engine.transformers import TransformersModel

@@ -13,10 +13,9 @@ from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
-from realhf.distributed.activity import Report
-from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards
-from realhf.distributed.world import World
+from realhf.distributed.process import Report
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.base import DTYPES, GeneratingEngine, Metrics, PassSettings, Routers, output_batch
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.pipeline import run_pipeline
@@ -32,9 +31,9 @@ from realhf.models.param_spec import ModelSpec
 from realhf.nn.attention import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.call_memory import GenerationMoments
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.call_memory import GenerationMoments
+from realhf.planner.problem import ModelRole, Workload
 
 
 class NativeEngine(GeneratingEngine):

@@ -26,10 +26,9 @@ from realhf.calls import OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import padded_micro_batches
 from realhf.devices.pinned import upload
-from realhf.distributed.activity import Report, prefixed
-from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards, whole_parameters
-from realhf.distributed.world import World
+from realhf.distributed.process import Report, prefixed
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine import hf_factory
 from realhf.engine.base import DTYPES, GeneratingEngine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side

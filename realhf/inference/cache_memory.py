@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from realhf.calls import Generate
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import ParallelGroups
 from realhf.errors import UserError
 from realhf.inference.kv_cache import BlockTables
 from realhf.inference.rollout_buffer import PromptGroup, Size

@@ -215,7 +215,7 @@ class DecodeGraphs:
         groups = self._model.groups
         shared = next((group for group in (groups.tp, groups.ep) if group.size > 1), None)
         if shared is not None:  # Collectives may not run beside earlier posts.
-            groups.world.activity.communicators.join()
+            groups.world.process.communicators.join()
         out = self._replays[shape]()[: len(x)]
         if shared is not None:
             shared.note(shared.new_operation("recorded pass"))

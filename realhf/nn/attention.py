@@ -29,8 +29,7 @@ from torch import Tensor
 from realhf.attention.choose import packed_backend
 from realhf.attention.interface import AttentionKind, AttentionShape, Sequences
 from realhf.devices.half_precision import widened
-from realhf.distributed.autograd import copy_to_group, exchange_rows, sum_over_group
-from realhf.distributed.group import Group
+from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_over_group
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig
 from realhf.nn.linear import add_bias, wide

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realhf.devices import half_precision
 from realhf.devices.half_precision import needs_float32
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import ParallelGroups
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
 from realhf.nn.linear import Weight, collects, linear

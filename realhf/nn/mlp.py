@@ -13,8 +13,7 @@ from torch import Tensor
 
 from realhf.devices import half_precision
 from realhf.devices.chunk_sizes import PART_NUMEL
-from realhf.distributed.autograd import copy_to_group, sum_over_group
-from realhf.distributed.group import Group
+from realhf.distributed.group import Group, copy_to_group, sum_over_group
 from realhf.models.model_config import ModelConfig
 from realhf.models.region import row_blocks
 from realhf.nn.linear import add_bias, collects

@@ -23,9 +23,8 @@ from torch import Tensor
 from realhf.devices import half_precision
 from realhf.devices.half_precision import joined, widened
 from realhf.devices.pinned import Download
-from realhf.distributed.autograd import copy_to_group, exchange_rows, sum_over_group
-from realhf.distributed.group import Group
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_over_group
+from realhf.distributed.world import ParallelGroups
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.linear import add_rows, collects, linear

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards, one_piece_each, pairs, shards_of
+from realhf.distributed.world import ParallelGroups
 from realhf.errors import UserError
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import region_size

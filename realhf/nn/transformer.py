@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.attention.interface import AttentionKind, Sequences, token_positions
-from realhf.distributed.autograd import sum_over_group
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.group import sum_over_group
+from realhf.distributed.world import ParallelGroups
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec

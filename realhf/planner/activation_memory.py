@@ -16,7 +16,6 @@ from realhf.layout import ParallelStrategy
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.shard import Widths, exchanged, float32_bytes, widths
-from realhf.sizes import chunk_sizes
 
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.

@@ -17,6 +17,7 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
+from realhf.models.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 from realhf.plan import CallPlan
 from realhf.planner.links import RankGroups, rank_groups
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
@@ -25,7 +26,6 @@ from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
 from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
 from realhf.planner.shared_cores import SharedCores
 from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
-from realhf.sizes.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
 
 _WAITING = "pipeline"  # The cause of the seconds in which ranks wait for others.
 

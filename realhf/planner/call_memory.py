@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from realhf.attention.page_sizes import page_tokens
+from realhf.data.micro_batch import passes_in_flight
+from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
+from realhf.models.kv_blocks import padded_size, page_tokens, tokens_for
 from realhf.plan import CallPlan
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces, Stage
 from realhf.planner.problem import PlannedCall, Problem
@@ -22,9 +24,6 @@ from realhf.planner.shard import (
     trained_params,
     weights_bytes,
 )
-from realhf.sizes.chunk_sizes import OPTIMIZER_SLICE_NUMEL
-from realhf.sizes.kv_blocks import padded_size, tokens_for
-from realhf.sizes.micro_batch import passes_in_flight
 
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.

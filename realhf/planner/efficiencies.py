@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.models.megatron_config import MegatronConfig
+from realhf.models.engine_configs import MegatronConfig
 from realhf.models.model_config import ModelConfig
 
 

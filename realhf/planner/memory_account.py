@@ -31,7 +31,6 @@ from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.problem import PlannedCall, Problem
 from realhf.planner.shard import HOST_SHARE, available_bytes, fixed_reserve
-from realhf.sizes.kv_blocks import cache_limit
 from realhf.user_input.units import format_bytes
 
 _STATES = {

@@ -16,7 +16,6 @@ from realhf.data.micro_batch import balance
 from realhf.layout import ParallelStrategy
 from realhf.planner.lengths import Lengths
 from realhf.planner.problem import Workload
-from realhf.sizes.micro_batch import balance
 
 _DRAWN = 2048  # Sequences that are drawn, in several mini-batches.
 _LEAST_DRAWS = 3

@@ -20,7 +20,6 @@ from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
 from realhf.planner.slowest_replica import ScoringTime
-from realhf.sizes.micro_batch import attention_share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

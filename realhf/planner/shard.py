@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.lora import LoraConfig, adapter_spec
@@ -21,8 +22,6 @@ from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.models.region import chunk_body, region_size
 from realhf.planner.problem import ModelRole, parameter_table
 from realhf.realloc.schedule import STAGING_BYTES
-from realhf.sizes.chunk_sizes import SMALL_PRODUCT
-from realhf.sizes.kv_blocks import cached_heads
 
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 

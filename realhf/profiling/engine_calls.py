@@ -23,22 +23,24 @@ from realhf.calls import (
     Work,
 )
 from realhf.data.batch import Batch, Packed
+from realhf.devices.pinned import upload
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.forward_batch import Prefill, next_tokens
-from realhf.inference.kv_budget import CacheSizes, GenerationLimits
+from realhf.inference.cache_memory import CacheSizes, GenerationLimits
+from realhf.inference.cpu_decoding import Decode, DecodingSteps
+from realhf.inference.forward_batch import PagedBackends, Prefill, paged_rows
+from realhf.inference.kv_cache import BlockManager, BlockTables, RowPages
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.scheduler import Scheduler
-from realhf.inference.steps import Prompt
+from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import Layout, even_split
+from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
+from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 from realhf.profiling.clock import device_bytes
-from realhf.sizes.kv_blocks import block_size, shared_tokens, tokens_read
 
 _LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
 _NUM_SIZES = 4
@@ -292,3 +294,13 @@ class DecodingRows:
         with self._model.gathering(len(self._ids_B)):
             for _ in range(steps):
                 self._model.advance(self._ids_B, self._cache, [self.segment])
+
+
+def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:
+    """Return one new token of every running row, for the paged path or (`backends` is None) for a CPU."""
+    if backends is None:
+        return Decode(DecodingSteps(tables).advance())
+    on_host = tables.advance_pages(len(tables.running()), tables.blocks_per_row)
+    pages = RowPages(*(upload(array, device) for array in on_host))
+    longest = int(on_host.lens_B.max())
+    return paged_rows(backends, pages, page_size=tables.block_size, longest=longest)

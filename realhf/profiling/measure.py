@@ -20,6 +20,7 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.models.kv_blocks import shared_tokens
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
@@ -37,7 +38,6 @@ from realhf.profiling.engine_calls import (
     most_rows,
 )
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.sizes.kv_blocks import shared_tokens
 
 _FEW, MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.

@@ -28,8 +28,8 @@ from realhf.checkpoint.run_state import (
 )
 from realhf.data.loader import Loader, MixedLoader
 from realhf.distributed import tags
-from realhf.distributed.activity import RESCUE
 from realhf.distributed.pieces import Piece
+from realhf.distributed.process import RESCUE
 from realhf.distributed.world import World
 from realhf.errors import UserError, one_line, warn
 from realhf.models.region import Region

@@ -22,10 +22,10 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.planner.memory import train_memory
-from realhf.planner.memory.activation_memory import CallPieces
-from realhf.planner.memory.train_memory import TrainMoments
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner import call_memory
+from realhf.planner.activation_memory import CallPieces
+from realhf.planner.call_memory import TrainMoments
+from realhf.planner.problem import ModelRole, Workload
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
 from tests.nn.test_moe import hf_config as moe_config

@@ -11,11 +11,11 @@ from realhf.data.micro_batch import (
     micro_batches,
     padded_micro_batches,
 )
+from realhf.data.order import groups_of
 from realhf.engine.chunked_loss import _chunk_bounds
 from realhf.engine.pipeline import one_forward_one_backward
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.sample_ids import groups_of
 
 
 def _simulate(num_micro_batches, num_stages):

@@ -15,14 +15,11 @@ from realhf.models.engine_configs import MegatronConfig
 from realhf.models.kv_blocks import tokens_read
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.efficiencies import Efficiencies
-from realhf.planner.cost.engine_paths import OUR_CPU
-from realhf.planner.cost.expert_load import busiest_load
-from realhf.planner.cost.generated_rows import in_busiest_cohort
-from realhf.planner.cost.rank_groups import Span
-from realhf.planner.cost.rates import Rates
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.call_cost import call_cost, in_busiest_cohort
+from realhf.planner.efficiencies import OUR_CPU, Efficiencies
+from realhf.planner.links import Span
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates, busiest_load
 
 FREE = 1e30
 PERFECT = Efficiencies()

@@ -19,10 +19,8 @@ from realhf.layout import Layout
 from realhf.models.kv_blocks import cache_limit
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory import memory_report
-from realhf.planner.memory.memory_check import check_memory, require_fit
-from realhf.planner.memory.memory_report import host_sentences
-from realhf.planner.workload.problem import ModelRole, Problem, Workload
+from realhf.planner.memory_account import check_memory, require_fit
+from realhf.planner.problem import ModelRole, Problem, Workload
 
 GB = 1e9
 ROWS, GROUP = 512, 8

@@ -15,14 +15,14 @@ from realhf.layout import Layout
 from realhf.models.kv_blocks import block_size, blocks_for
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
-from realhf.planner.cost.call_cost import call_cost
-from realhf.planner.cost.efficiencies import Efficiencies
-from realhf.planner.cost.rates import Rates
-from realhf.planner.search.search_space import SearchSpace
-from realhf.planner.search.simulate import simulate
-from realhf.planner.search.tree_search import search
-from realhf.planner.workload.lengths import geometric
-from realhf.planner.workload.problem import ModelRole, Workload
+from realhf.planner.call_cost import call_cost
+from realhf.planner.efficiencies import Efficiencies
+from realhf.planner.lengths import geometric
+from realhf.planner.make import simulate
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.planner.tree_search import search
 from tests.planner.problems import peak_memory, random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn

@@ -12,6 +12,7 @@ import pytest
 from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Reward, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.data.micro_batch import micro_batches
+from realhf.data.order import groups_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
@@ -23,7 +24,6 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.slowest_replica import Rollout, ScoringTime, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
-from realhf.sample_ids import groups_of
 from tests.planner.problems import quantile
 
 PROMPT = 100

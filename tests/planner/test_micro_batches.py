@@ -7,11 +7,11 @@ import pytest
 from realhf import DPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Role
 from realhf.cli.planning_problem import problem_of
 from realhf.data.micro_batch import micro_batches
+from realhf.data.order import groups_of
 from realhf.layout import ParallelStrategy
 from realhf.planner.micro_batches import largest_micro_batch, mean_micro_batch
 from realhf.planner.problem import Workload
 from realhf.runtime.samples.exchange import Routing, assign
-from realhf.sample_ids import groups_of
 
 
 def _dealt(work, dp):

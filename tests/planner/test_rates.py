@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realhf.attention.reference import ReferenceAttention
 from realhf.cluster import ACCELERATORS, Cluster, Link
 from realhf.devices import half_precision
-from realhf.distributed.parallel import ParallelGroups
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.inference.forward_batch import PagedBackends
 from realhf.inference.kv_cache import BlockTables, KVCache
 from realhf.layout import Layout
@@ -20,13 +19,11 @@ from realhf.models.kv_blocks import padded_size
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
 from realhf.nn.transformer import Transformer
-from realhf.planner.cost.efficiencies import EFFICIENCIES, TABLE, Efficiencies
-from realhf.planner.cost.engine_paths import OUR_CPU, OUR_CUDA, padded_sizes
-from realhf.planner.cost.expert_load import SKEW, busiest_load, used_experts
-from realhf.planner.cost.rank_groups import Span
-from realhf.planner.cost.rates import Rates
-from realhf.planner.workload.problem import ModelRole
-from realhf.profiling.decoding import next_tokens
+from realhf.planner.efficiencies import EFFICIENCIES, OUR_CPU, OUR_CUDA, TABLE, Efficiencies, padded_sizes
+from realhf.planner.links import Span
+from realhf.planner.problem import ModelRole
+from realhf.planner.rates import SKEW, Rates, busiest_load, used_experts
+from realhf.profiling.engine_calls import next_tokens
 from tests.distributed.recording import RecordedWorld
 
 ONE = Span(1, 1)

@@ -23,10 +23,9 @@ from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import read_shards
 from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import attention_share, interleaved_group, micro_batches
-from realhf.distributed.activity import Report
-from realhf.distributed.parallel import ParallelGroups
 from realhf.distributed.pieces import Shards
-from realhf.distributed.world import World
+from realhf.distributed.process import Report
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.base import DTYPES, Engine, PassSettings
 from realhf.engine.chunked_loss import loss_by_chunks
 from realhf.engine.megatron.model import MegatronModel, make_config

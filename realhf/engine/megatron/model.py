@@ -46,7 +46,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from realhf.attention.interface import AttentionKind, Sequences, token_positions
-from realhf.distributed.parallel import ParallelGroups
+from realhf.distributed.world import ParallelGroups
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import balance
+from realhf.data.order import groups_of
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.layout import Layout, even_split
-from realhf.sample_ids import groups_of
 
 Locations = dict[int, tuple[int, int]]
 """Maps a sample id to the rank that holds the sample, and to its index there."""

@@ -9,7 +9,7 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.layout import Layout
 from realhf.models.param_spec import ModelSpec, Placement
 from realhf.models.region import Region
-from realhf.realloc.bundles import disjoint
+from realhf.realloc.routes import disjoint
 
 _KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
 """Whether the set is trained -> names of the tensors that a checkpoint holds of every parameter."""
