@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.measure.two_hosts import Host
-from realhf.cli.job import WORKER_NAME
+from realhf.cli.launch import WORKER_NAME
 from tests.runtime.tiny import HF_CONFIG, write_task
 
 REPO = Path(__file__).parent.parent

@@ -24,7 +24,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from realhf.cli.job import LOCAL_LAUNCHER
+from realhf.cli.launch import LOCAL_LAUNCHER
 from realhf.cli.main import main
 from tests.cli_tools import read_jsonl, untimed, write_experiment, write_plan
 

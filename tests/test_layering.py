@@ -61,9 +61,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
-    *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init", "eval")),
-    *("realhf.cli.run_settings", "realhf.cli.launch", "realhf.cli.fork_server", "realhf.signals"),
-    *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
+    *(f"realhf.cli.{name}" for name in ("planning_problem", "init", "eval", "launch", "rollouts")),
+    "realhf.signals",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 

@@ -20,7 +20,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.harness import Goal, machine, report
-from realhf.cli.job import WORKER_NAME
+from realhf.cli.launch import WORKER_NAME
 from tests.cli_tools import write_experiment
 
 NUM_RANKS = 4

@@ -2,19 +2,25 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
-from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
+from realhf.calls import learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.memory_prediction import prove_here
-from realhf.cli.planning_problem import problem_of
+from realhf.cli.planning_problem import model_role, problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
-from realhf.experiment import Experiment
+from realhf.experiment import Experiment, Role, optimizer_steps
+from realhf.graph import FunctionCall
+from realhf.layout import even_split
 from realhf.planner.memory_account import MemoryCheck, require_fit
+from realhf.planner.shard import training_bytes, weights_bytes
+from realhf.runtime.compile.actions import adapters_of, parameter_specs
+from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes
 
 HELP = "find what is wrong with an experiment and a plan, without running it"
@@ -79,3 +85,201 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if proof is not None and cluster is not None:
         Console().print(proof.render(), soft_wrap=True)
     return 0
+
+
+def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
+    """Return the counts of a run as JSON; `num_rows` are those of the dataset, None if they are not known.
+
+    Ranges are [least, most]. Optimizer steps assume that each part runs once in every step.
+    """
+    experiment = program.experiment
+    prompts = experiment.steps * experiment.batch_size
+    return {
+        "steps": experiment.steps,
+        "prompts_per_step": experiment.batch_size,
+        "samples_per_prompt": experiment.group_size,
+        "samples_per_step": experiment.batch_size * experiment.group_size,
+        "prompts": prompts,
+        "rows": num_rows,
+        "epochs": None if num_rows is None else prompts / num_rows,
+        "max_lag": experiment.max_lag,
+        "rounds": experiment.num_rounds,
+        "parts": {name: list(calls) for name, calls in experiment.parts(program.graph).items()},
+        "own_step_program": experiment.has_own_program,
+        "calls": {call.name: _of_call(program, call) for call in program.graph.order},
+        "roles": {name: _of_role(program, name, role) for name, role in program.roles.items()},
+        "evaluations": _num_evaluations(program),
+        "exports": _times(experiment.export_every, experiment.steps),
+        "checkpoint_every": experiment.checkpoint_every,
+        "checkpoints": _num_checkpoints(program)}
+
+
+def uneven_splits(counts: dict[str, Any]) -> list[str]:
+    """Return a warning for each call whose samples do not divide evenly over mini-batches or ranks."""
+    warnings = []
+    for name, call in counts["calls"].items():
+        unit = "samples" if call["samples_together"] == 1 else f"groups of {call['samples_together']} samples"
+        least, most = call["samples_per_minibatch"]
+        if least != most:
+            what = f"{counts['prompts_per_step']} prompts do not divide by {call['minibatches']} mini-batches"
+            warnings.append(f"call {name}: {what}, which have {least} or {most} samples")
+        elif call["samples_per_rank"][0] != call["samples_per_rank"][1]:
+            count = most // call["samples_together"]
+            ranks = " or ".join(map(str, call["samples_per_rank"]))
+            of = " of a mini-batch" if call["minibatches"] > 1 else ""
+            what = f"{count} {unit}{of} do not divide by dp {call['dp']}"
+            warnings.append(f"call {name}: {what}, so that a rank has about {ranks} samples")
+    return warnings
+
+
+def sentences(counts: dict[str, Any]) -> Iterator[str]:
+    """Yield the counts in words, line by line."""
+    prompts = _number(counts["prompts_per_step"], "prompt")
+    samples = counts["samples_per_step"]
+    yield f"a step: {prompts} x {counts['samples_per_prompt']} = {samples} samples"
+    epochs = "" if counts["epochs"] is None else f", {counts['epochs']:.3g} epochs of {counts['rows']} rows"
+    yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], 'prompt')}{epochs}"
+    if counts["max_lag"]:
+        rounds = _number(counts["rounds"], "round")
+        yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {rounds}"
+    if len(counts["parts"]) > 1 or counts["own_step_program"]:
+        described = " of its own step program" if counts["own_step_program"] else ""
+        parts = (f"{name} ({', '.join(calls)})" for name, calls in counts["parts"].items())
+        yield f"parts{described}: {'; '.join(parts)}"
+    for name, call in counts["calls"].items():
+        yield f"  {name:<18} {_call_words(call)}"
+    for name, role in counts["roles"].items():
+        yield f"  {name:<18} {_role_words(role)}"
+    yield f"evaluations: {counts['evaluations']}; exports: {counts['exports']}; checkpoints: {_saved(counts)}"
+
+
+def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
+    experiment = program.experiment
+    plan = program.plan[call.name]
+    together = experiment.group_size if call.kind == "generate" or call.work.group_size > 1 else 1
+    minibatches = call.work.num_minibatches
+    bounds = (even_split(experiment.batch_size, minibatches, i) for i in range(minibatches))
+    sizes = [(stop - start) * experiment.group_size for start, stop in bounds]
+    units = [size // together for size in (min(sizes), max(sizes))]
+    dp = plan.layout.dp
+    counts: dict[str, Any] = {
+        "samples": sum(sizes),
+        "samples_together": together,
+        "dp": dp,
+        "minibatches": minibatches,
+        "samples_per_minibatch": [min(sizes), max(sizes)],
+        "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together]}
+    if call.kind == "train_step":
+        per_step = optimizer_steps(call)
+        counts |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
+        counts["optimizer_steps"] = per_step * experiment.steps
+    if call.kind in ("train_step", "forward"):
+        counts["micro_batch_tokens"] = plan.micro_batch_tokens
+    if call.kind == "generate":
+        counts |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
+    return counts
+
+
+def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
+    """Return the counts of a role with its settings filled in."""
+    specs = parameter_specs(program.roles)
+    trained = specs[adapters_of(name)] if role.lora is not None else specs[name]
+    counts: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
+    counts |= _memory(program, name, role)
+    if role.optimizer is None:
+        return counts
+    trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
+    count = program.experiment.steps * sum(map(optimizer_steps, trains))
+    last = max(0, count - 1)
+    edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}
+    rates = [learning_rate(role.optimizer, step) for step in sorted(edge_steps)]
+    return counts | {
+        "trained_parameters": sum(param.numel for param in trained.params if param.trainable),
+        "optimizer_steps": count,
+        "schedule": role.optimizer.schedule,
+        "warmup_steps": role.optimizer.warmup_steps,
+        "lr_start": rates[0],
+        "lr_peak": max(rates),
+        "lr_end": learning_rate(role.optimizer, max(0, count - 1)),
+    }
+
+
+def _memory(program: Program, name: str, role: Role) -> dict[str, Any]:
+    """Return the most bytes of a rank for weights and for training; nothing if the sizes are not known."""
+    try:
+        model = model_role(name, role)
+    except ValueError:
+        return {}
+    strategy = program.homes[name].strategy
+    stages = range(strategy.pp)
+    trains = [training_bytes(model, strategy, stage) for stage in stages] if model.trainable else [0]
+    weights = max(weights_bytes(model, strategy, stage) for stage in stages)
+    return {"weights_bytes_per_rank": weights, "training_bytes_per_rank": max(trains)}
+
+
+def _times(period: int, steps: int) -> int:
+    """Return how often a thing happens that is due after every `period` steps (0: never) and the last one."""
+    return 1 if not period else -(-steps // period)
+
+
+def _num_checkpoints(program: Program) -> int | None:
+    """Return the number of checkpoints of the run; None if the clock decides."""
+    period, seconds = program.experiment.checkpoint_period()
+    if seconds:
+        return None
+    return _times(period, program.experiment.steps) if period else 0
+
+
+def _num_evaluations(program: Program) -> int:
+    """Return the number of evaluations of the run."""
+    experiment = program.experiment
+    if not program.evaluations:
+        return 0
+    return _times(experiment.eval_every, experiment.steps) + experiment.eval_at_start
+
+
+def _call_words(call: dict[str, Any]) -> str:
+    words = [f"{call['samples']} samples"]
+    if call["minibatches"] > 1:
+        words.append(f"{call['minibatches']} mini-batches of {_range(call['samples_per_minibatch'])}")
+    if call["dp"] > 1:
+        words.append(f"{_range(call['samples_per_rank'])} on each of {call['dp']} data-parallel ranks")
+    if "optimizer_steps" in call:
+        words.append(f"{_number(call['optimizer_steps_per_step'], 'optimizer step')} per step")
+    if "micro_batch_tokens" in call:
+        words.append(f"micro-batches of up to {call['micro_batch_tokens']} tokens")
+    if "max_rows" in call:
+        words.append(f"up to {call['max_rows']} at once on a rank, {call['max_new_tokens']} new tokens each")
+    return ", ".join(words)
+
+
+def _role_words(role: dict[str, Any]) -> str:
+    words = [f"{role['dtype']}, {role['parameters']:,} parameters"]
+    if "weights_bytes_per_rank" in role:
+        words.append(f"{format_bytes(role['weights_bytes_per_rank'])} of weights on a rank")
+    if "optimizer_steps" not in role:
+        return ", ".join((*words, "frozen"))
+    if role["trained_parameters"] != role["parameters"]:
+        words.append(f"of which {role['trained_parameters']:,} are trained")
+    if role.get("training_bytes_per_rank"):
+        words.append(f"{format_bytes(role['training_bytes_per_rank'])} of gradients and optimizer")
+    words.append(_number(role["optimizer_steps"], "optimizer step"))
+    named = (("at first", "lr_start"), ("at most", "lr_peak"), ("at last", "lr_end"))
+    rates = [f"{role[key]:.3g} {when}" for when, key in named]
+    is_flat = role["lr_start"] == role["lr_peak"] == role["lr_end"]
+    words.append(f"learning rate {role['lr_peak']:.3g}" if is_flat else f"learning rate {', '.join(rates)}")
+    return ", ".join(words)
+
+
+def _saved(counts: dict[str, Any]) -> str:
+    every = counts["checkpoint_every"]
+    return f"every {every}, and the last" if counts["checkpoints"] is None else str(counts["checkpoints"])
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _range(ends: list[int]) -> str:
+    least, most = ends
+    return str(least) if least == most else f"{least} to {most}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from realhf.cli.job import LAUNCHER_PLAN, is_worker
+from realhf.cli.launch import LAUNCHER_PLAN, is_worker
 from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming, shown, user_line

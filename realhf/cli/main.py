@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from realhf.cli import check, init, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli import eval as evaluate
+from realhf.cli.eval import fetch_models
 from realhf.cli.experiment_file import load_experiment, read_experiment
-from realhf.cli.hub_files import fetch_models
-from realhf.cli.job import is_worker
+from realhf.cli.launch import is_worker
 from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError, described, one_line, user_line
 from realhf.experiment import Experiment

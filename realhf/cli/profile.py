@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.job import ProfileJob, is_worker
+from realhf.cli.launch import ProfileJob, is_worker
 from realhf.cli.plan import this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster

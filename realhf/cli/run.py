@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.job import LAUNCHER_PLAN, Job, how_to_continue, is_worker
+from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker
 from realhf.cli.memory_prediction import predict_memory, prove_here
 from realhf.errors import UserError, warn
 from realhf.experiment import Experiment

@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
+from realhf.cli.launch import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.data.light_tokenizer import panics_as_errors
 from realhf.distributed.communicators import set_nccl_environment
 from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl, write_error_file

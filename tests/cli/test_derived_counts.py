@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from realhf.calls import learning_rate
-from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
+from realhf.cli.check import derived_counts, sentences, uneven_splits
 from realhf.cli.main import main
 from realhf.distributed.world import World
 from realhf.layout import Layout

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from realhf import GRPO, DatasetConfig, Evaluation, OptimizerConfig, Role, SamplingConfig
+from realhf.cli.eval import find_run, read_settings
 from realhf.cli.main import main
-from realhf.cli.run_settings import find_run, read_settings
 from realhf.distributed.world import World
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

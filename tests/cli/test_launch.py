@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fuzz.signals import AIMED, disturb
-from realhf.cli.job import WORKER_NAME
+from realhf.cli.launch import WORKER_NAME
 from tests.cli_tools import REALHF, REPO, Command, wait_until, write_experiment
 from tests.samples import marked
 
@@ -21,7 +21,7 @@ for name in ("is_available", "device_count", "current_device", "get_device_capab
              "get_device_properties", "get_device_name", "init", "_lazy_init"):
     setattr(torch.cuda, name, refuse)
 torch._C._cuda_getDeviceCount = torch.accelerator.is_available = refuse
-from realhf.cli.fork_server import PRELOAD
+from realhf.cli.launch import PRELOAD
 for module in PRELOAD:
     importlib.import_module(module)
 try:

@@ -22,8 +22,8 @@ from realhf import (
     OptimizerConfig,
     Role,
 )
+from realhf.cli import plan
 from realhf.cli import plan as plan_command
-from realhf.cli import search_watch
 from realhf.cli.main import main
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, Link, host_memory_bytes
@@ -145,7 +145,7 @@ def test_reasons_and_changes_are_in_the_answer(planned):
 @pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
 def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monkeypatch, cluster):
     """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
-    monkeypatch.setattr(search_watch, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "_REPORT_SECONDS", 0.0)
     of = str(experiment) if cluster == "cpu-laptop" else PPO_7B
     assert main(["plan", of, "--cluster", cluster, "--json"]) == 0
     out, err = capsys.readouterr()

@@ -11,8 +11,7 @@ from statistics import mean
 import pytest
 
 from realhf.cli.main import main
-from realhf.cli.rollout_rows import parse_steps
-from realhf.cli.rollout_view import excerpt, printable
+from realhf.cli.rollouts import excerpt, parse_steps, printable
 from tests.cli_tools import REPO
 
 NASTY = "red \x1b[31malert\x07\r\u202e [bold]x[/bold]\nsecond line"

@@ -24,7 +24,7 @@ from realhf import (
     UnitTests,
     graph_of,
 )
-from realhf.cli.derived_counts import derived_counts
+from realhf.cli.check import derived_counts
 from realhf.cli.main import main
 from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
