@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("cluster", "graph", "layout", "models", "plan", "sample_ids")
+NOUNS = ("cluster", "graph", "layout", "models", "plan")
 LAYERS = {
     **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,
