@@ -46,7 +46,7 @@ def test_nothing_unpickles_or_runs_text():
 OWN = (
     "__init__.py", "cli/init.py",  # Files of the package itself.
     # Files of the kernel.
-    "cli/plan.py", "cluster.py", "inference/cache_memory.py", "profiling/surroundings.py",
+    "cli/plan.py", "cluster.py", "inference/cache_memory.py", "profiling/clock.py",
     "runtime/execute/meters.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
     "distributed/world.py", "distributed/communicators.py",  # Memory and ports of the same run.

@@ -228,7 +228,7 @@ def _check_attributes(experiment: Experiment) -> None:
     names = [field.name for field in dataclasses.fields(experiment)]
     own = type(experiment)
     for attribute in vars(experiment):
-        is_field = attribute in names or attribute.startswith("_")
+        is_field = attribute in names or attribute.startswith("_") or hasattr(own, attribute)
         near = did_you_mean(attribute, names)
         if not is_field and (near or own.__module__.startswith("realhf.")):
             raise UserError(f"experiment.{attribute} is set, and {own.__name__} has no such field{near}")

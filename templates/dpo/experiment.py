@@ -23,6 +23,6 @@ experiment = DPO(
     sampling=SamplingConfig(max_new_tokens=256 if MODEL else 4),
     steps=100,
     batch_size=32,  # Pairs per step.
-    eval_every=20,
+    eval_every=0 if HELD_OUT is None else 20,
     log_every=10,
 )

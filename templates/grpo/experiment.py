@@ -24,6 +24,6 @@ experiment = GRPO(
     steps=100,
     batch_size=32,  # Prompts per step.
     group_size=8,  # Answers to each prompt.
-    eval_every=20,
+    eval_every=0 if HELD_OUT is None else 20,
     log_every=10,
 )

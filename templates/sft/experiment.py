@@ -25,6 +25,6 @@ experiment = SFT(
     sampling=SamplingConfig(max_new_tokens=256 if MODEL else 4),
     steps=200,
     batch_size=32,
-    eval_every=50,
+    eval_every=0 if HELD_OUT is None else 50,
     log_every=20,
 )

@@ -355,7 +355,7 @@ ENTRY = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [%d, %d]}}'
 FILES = {
     "empty": (b"", "model.safetensors is truncated: its header ends at byte 8, the file at 0"),
     "no header": (_header("{}", 500), "is truncated: its header ends at byte 508, the file at 10"),
-    "text": (b"version https://git-lfs.github.com/spec/v1", "no safetensors file: its header would have"),
+    "text": (b"version of a text, not weights", "no safetensors file: its header would have"),
     "no JSON": (_header("{]"), "is corrupt: its header is no JSON object"),
     "a list": (_header("[]"), "is corrupt: its header is no JSON object"),
     "no fields": (_header('{"a": {}}'), "is corrupt: its header does not say what tensor a is"),

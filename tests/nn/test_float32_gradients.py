@@ -39,7 +39,7 @@ def _weight(*shape, seed=7):
 
 
 class _Silu:
-    mlp, gated = "silu", False
+    activation, gated = "silu", False
 
 
 def _grouped(x, weight):

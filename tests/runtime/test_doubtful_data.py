@@ -131,7 +131,8 @@ def test_nothing_is_said_of_usual_texts(check):
     rows = [{"messages": [*chat(("user", "Hi")), called]}] * 2
     assert "are empty" not in check(SFT % "", rows)[1]
     texts = [{"text": text} for text in USUAL]
-    assert check((SFT % "").replace('"chat": True, ', '"chat": False, '), texts) == (0, "")
+    code, said = check((SFT % "").replace('"chat": True, ', '"chat": False, '), texts)
+    assert code == 0 and said.count("\n") == 1 and "the tokenizer's eos token is 257" in said
 
 
 @pytest.mark.parametrize("setting, template, prompt, says", [
