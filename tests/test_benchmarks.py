@@ -18,4 +18,5 @@ def test_there_is_a_module_for_each_of_the_named_programs():
 @pytest.mark.parametrize("module", MODULES)
 def test_every_benchmark_can_be_imported(module, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())  # Some set the number of threads.
-    importlib.import_module(module)
+    says = importlib.import_module(module).__doc__
+    assert says and says.strip(), "a program says what it measures"

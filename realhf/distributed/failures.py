@@ -1,4 +1,4 @@
-"""How a run ends on all ranks: signs of life, operations that differ, and the reason that each host prints.
+"""Heartbeats and failure boards, which end a run on all ranks, each of whose hosts prints the reason.
 
 A heartbeat distinguishes a busy rank from a dead one, and detects a run in which all ranks wait. It compares
 the operations of a step program between ranks. A failure board tells all ranks why one of them stops.

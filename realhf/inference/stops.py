@@ -1,4 +1,4 @@
-"""What ends or redirects a response while it is drawn: stop strings, and phrases that are inserted.
+"""Stop strings, which end a response while it is drawn, and phrases that are inserted into it.
 
 A stop string ends a response at the token with which its text first contains the string. The text is read
 byte by byte, so that a string may begin and end inside tokens, and characters may be split over tokens.

@@ -1,4 +1,4 @@
-"""What accelerators reach, and what engines launch: the figures by which costs differ from a roofline.
+"""Efficiencies of accelerators and paths of engines: the figures by which costs differ from a roofline.
 
 Efficiencies of accelerators are the shares of their peaks that kernels and links reach, and host times. A
 cluster file names its `accelerator`; the table here has the figures for it, each with its source. They hold

@@ -1,4 +1,4 @@
-"""What processes on shared cores do to each other: calls take longer, and a step is bounded by cores.
+"""SharedCores: how much longer calls take on cores that processes share, and how cores bound a step.
 
 On CPU a cluster's devices are processes, and a host may have fewer cores than processes. Cores are shared
 evenly among all processes that could be busy.

@@ -1,4 +1,4 @@
-"""What is measured: sizes of model shapes, calls of the engine on drawn samples, and rows that decode.
+"""Measured work: sizes of model shapes, calls of the engine on drawn samples, and rows that decode.
 
 Rows that decode are set up with the scheduler and the model but without reading prompts.
 """
