@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import MutableMapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from realhf.signals import ENDING, end_by_signal, end_with_parent, signals_end_the_process
 
@@ -28,21 +28,14 @@ def main() -> int:
     """Run the command line and return its exit code. A signal ends it with a sentence, unless it trains."""
     for number in (signal.SIGINT, signal.SIGTERM):  # No exceptions while Python starts and ends.
         signal.signal(number, signal.SIG_DFL)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has the signal, too, and says so.
-        return _run()
-    with signals_end_the_process(*ENDING):
-        return _run()
-
-
-def _run() -> int:
-    faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
-    set_allocator(os.environ)
-    return _run_apart() if sys.argv[1:2] == ["check"] else _command()
-
-
-def _command() -> int:
-    importlib.import_module("realhf.errors").catch_exits()
-    return importlib.import_module("realhf.cli.main").main()
+    says_so = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun has the signal, too, and prints a sentence.
+    with nullcontext() if says_so else signals_end_the_process(*ENDING):
+        faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
+        set_allocator(os.environ)
+        if sys.argv[1:2] == ["check"]:
+            return _run_apart()
+        importlib.import_module("realhf.errors").catch_exits()
+        return importlib.import_module("realhf.cli.main").main()
 
 
 def _run_apart() -> int:
@@ -52,7 +45,8 @@ def _run_apart() -> int:
         code = 1
         try:
             end_with_parent()
-            code = _command()
+            importlib.import_module("realhf.errors").catch_exits()
+            code = importlib.import_module("realhf.cli.main").main()
         except SystemExit as error:  # A help text has been printed.
             code = error.code if isinstance(error.code, int) else 0
         except BaseException:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 import tomllib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import yaml
 
 import realhf
 from realhf import Experiment, FunctionCall, HostFunction, Role
+from realhf.algorithms.sft import CrossEntropy
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import read_rows
@@ -30,7 +32,7 @@ from realhf.rewards.scoring import RewardCall
 from realhf.runtime.execute.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write
-from tests.cli_tools import REALHF, REPO, Command
+from tests.cli_tools import REALHF, REPO, Command, write_experiment
 from tests.docs_pages import commands, fences
 from tests.families import CASES
 from tests.hub import gsm8k_rows, parquet_bytes
@@ -524,6 +526,27 @@ def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
     path.write_text(functions + snippet(beginning=LIKE_TRL))
     assert main(["plan", str(path), "--cluster", "cpu-laptop", "--gap", "0.3"]) == 0, capsys.readouterr().err
+
+
+def test_a_traceback_in_a_loss_has_the_calls_of_the_page(tmp_path, monkeypatch):
+    page = (DOCS / "one-step.md").read_text().split("## From the command to a loss")[1].split("\n## ")[0]
+    named = re.findall(r"^\| `([\w/]+\.py)` `(\w+)` \|", page, re.M)
+    compute = CrossEntropy.__call__
+    stacks = []
+
+    def loss(self, *arguments):
+        stacks.append([(Path(frame.filename), frame.name) for frame in traceback.extract_stack()])
+        return compute(self, *arguments)
+
+    monkeypatch.setattr(CrossEntropy, "__call__", loss)
+    file = write_experiment(tmp_path, "sft", steps=1)
+    assert main(["run", str(file), "--nproc", "1", "--out", str(tmp_path / "run")]) == 0
+    package = REPO / "realhf"
+    ours = [[(str(path.relative_to(package)), name) for path, name in stack if path.is_relative_to(package)]
+            for stack in stacks]
+    training = [stack for stack in ours if ("engine/base.py", "train") in stack]  # Evaluations have losses.
+    assert training and all(stack == named[1:] for stack in training)  # (The test calls the second one.)
+    assert len(named) == 14
 
 
 def test_the_walk_through_one_step_names_what_exists():

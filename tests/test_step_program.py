@@ -95,7 +95,8 @@ def run_all(program=None, **changes: Any) -> tuple[Recorder, StepRunner]:
     """Run all steps of a program, with those that fill and drain the pipeline."""
     experiment, recorder, runner = make(program, **changes)
     for _ in range(experiment.steps + experiment.max_lag):
-        runner.execute(experiment.step)
+        with runner.one_step():
+            experiment.step(runner)
     return recorder, runner
 
 
@@ -376,7 +377,9 @@ def test_state_is_the_same_with_and_without_a_restart():
     assert seen == [{}, {"pair": [1, 2], "3": [0]}]
     saved = runner.to_json()
     copy = json.dumps(saved)
-    runner.execute(lambda run: (run.state["pair"].append(3), run_scored(run)))
+    with runner.one_step():
+        runner.state["pair"].append(3)
+        run_scored(runner)
     assert json.loads(copy)["state"]["pair"] == [1, 2]
 
 
@@ -529,7 +532,8 @@ def test_a_restored_run_continues_with_the_same_operations(seed):
     for _ in range(experiment.steps + lag):
         saved.append(json.dumps(runner.to_json()))
         starts.append((len(recorder.notes), len(recorder.events), len(recorder.metrics)))
-        runner.execute(experiment.step)
+        with runner.one_step():
+            experiment.step(runner)
     assert len({digest for *_, digest in recorder.notes}) == len(recorder.notes)
     assert Counter(kind for kind, *_ in recorder.events)["run"] > 20
     for document, (note, event, metric) in zip(saved, starts, strict=True):
@@ -537,7 +541,8 @@ def test_a_restored_run_continues_with_the_same_operations(seed):
         runner.restore(json.loads(document))
         assert json.dumps(runner.to_json()) == document
         while runner.number < experiment.steps + lag:
-            runner.execute(experiment.step)
+            with runner.one_step():
+                experiment.step(runner)
         assert again.notes == recorder.notes[note:]
         assert again.events == recorder.events[event:]
         assert again.metrics == recorder.metrics[metric:]
@@ -689,7 +694,8 @@ def test_a_drained_run_goes_on_from_an_earlier_step_only():
     settings = {"max_lag": 1, "given_parts": PARTS, "batch_size": 2}
     experiment, _, runner = make(steps=4, **settings)
     for number in range(1, 6):
-        runner.execute(experiment.step)
+        with runner.one_step():
+            experiment.step(runner)
         longer = make(steps=6, **settings)[2]
         if number <= 4:
             longer.require_continuable(runner.to_json())

@@ -161,7 +161,19 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
     return lambda: engine.train(call, [batch], micro_batch_tokens=settings["micro_batch"])
 
 
-class Paced(Trainer):
+class Stepping(Trainer):
+    """A Trainer whose steps are taken without evaluations, exports and checkpoints."""
+
+    def take_step(self, step: int) -> StepRecord:
+        """Run the step program once and return what was recorded."""
+        self._context.step = step
+        self._executor.begin_step()
+        with self._runner.one_step():
+            self._program.experiment.step(self._runner)
+        return self._executor.take_record()
+
+
+class Paced(Stepping):
     """A Trainer that makes a step on each request, together with the other rank."""
 
     def pace(self, desk: Desk, other: SecondRank) -> None:
@@ -169,32 +181,30 @@ class Paced(Trainer):
         self._other = other
         self._requests = desk.requests()
 
-    def _step(self, step: int) -> StepRecord:
+    def _run_step(self, step: int) -> None:
         if next(self._requests, None) is None:
             raise SystemExit  # The benchmark has ended.
         with Measured() as measured:
             self._other.start()
-            record = super()._step(step)
+            record = self.take_step(step)
             theirs = self._other.finish()
         lengths = [value for name, value, _ in record.metrics if name == "response_length/mean"]
         calls = [event for event in record.events if event["kind"] != "move"]
         seconds = {event["name"]: event["end"] - event["start"] for event in calls}
         self._desk.answer(response_length=lengths[0], calls=seconds, **_of_both(measured.cost, theirs))
-        return record
 
 
-class Led(Trainer):
+class Led(Stepping):
     """The Trainer of the other rank, which makes a step when the first one does."""
 
     def follow(self, leader: Connection) -> None:
         self._leader = leader
 
-    def _step(self, step: int) -> StepRecord:
+    def _run_step(self, step: int) -> None:
         self._leader.recv()
         with Measured() as measured:
-            record = super()._step(step)
+            self.take_step(step)
         self._leader.send(measured.cost)
-        return record
 
 
 def grpo(desk: Desk) -> None:

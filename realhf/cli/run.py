@@ -85,7 +85,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0" and options.cluster is None and options.profile is None:
             _warn_of_memory(experiment, program)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
-        return importlib.import_module("realhf.cli.worker").work(job)
+        return importlib.import_module("realhf.cli.worker").train(job)
     launch = importlib.import_module("realhf.cli.launch").launch
     out = out or new_run_directory(name)
     if options.plan == "auto":

@@ -6,10 +6,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,23 +72,148 @@ class Place:
         return FailureBoard(store, rank=self.rank, size=self.size, host=self.host)
 
 
-def work(job: Job) -> int:
-    """Train and return the exit code."""
-    begun: list[Path] = []
-    code = _serve(partial(_train, job, begun=begun), job)
-    if begun and (text := how_to_continue(begun[0])) is not None:  # After a failure.
+def train(job: Job) -> int:
+    """Train on all ranks and return the exit code."""
+    begun: Path | None = None
+    with _reporting(job) as worker:
+        world = worker.connect(job.timeout_seconds)
+        require_equal_programs(world, job.program)
+        directory = None
+        checkpoints: list[Path] = []
+        if world.rank == 0:
+            directory, checkpoints = _claim_directory(job)
+            if job.program.experiment.deterministic:
+                record_surroundings(job.program, directory.path)
+        out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
+        world.process.failures = out / "failures"
+        checkpoint = newest_checkpoint(world, checkpoints)
+        if checkpoint is not None and _is_finished(job, world, out, checkpoint):
+            return 0
+        if world.rank == 0 and checkpoint is not None:
+            step = checkpoint.manifest.step
+            restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            number = f" (restart {restart} after a failure)" if restart else ""
+            how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
+            print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
+        with StopSignals(*_stop_signals(job, world)) as stop:
+            trainer = Trainer(
+                job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
+            begun = out  # Errors raised above leave nothing to resume.
+            if directory is not None:
+                directory.begin()
+            result = trainer.run()
+        if result.stopped_after is None:
+            return 0
+        if world.rank == 0:
+            steps = job.program.experiment.steps
+            ended = f"ended after step {result.stopped_after} of {steps}"
+            if LOCAL_LAUNCHER not in os.environ:  # Our own launcher prints how to continue.
+                saved = find_checkpoints(out / "checkpoints")
+                how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
+                ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
+            print(f"realhf: {ended}", file=sys.stderr, flush=True)
+        return 1
+    if begun is not None and (text := how_to_continue(begun)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
-    return code
+    return worker.code
 
 
 def evaluate(job: Job, *, as_json: bool) -> int:
-    """Evaluate a model and return the exit code."""
-    return _serve(partial(_evaluate, job, as_json=as_json), job)
+    """Evaluate a model on all ranks and return the exit code; rank 0 prints the metrics."""
+    with _reporting(job) as worker:
+        world = worker.connect(job.timeout_seconds)
+        require_equal_programs(world, job.program)
+        out = None
+        if world.rank == 0:
+            out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
+        summary = run_evaluations(job.program, world, out=out)
+        if world.rank == 0:
+            print_summary(summary, out=out, as_json=as_json)
+    return worker.code
 
 
 def profile(job: ProfileJob) -> int:
-    """Measure the machine and return the exit code."""
-    return _serve(partial(_measure, job), job)
+    """Measure the machine on all ranks and return the exit code."""
+    with _reporting(job) as worker:
+        world = worker.connect(job.timeout_seconds)
+        measured = measure(world, job.problem)
+        if world.rank == 0:
+            measured.save(job.out)
+            print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
+            if disturbed := measured.disturbed():
+                print(f"realhf: {disturbed}", file=sys.stderr)
+    return worker.code
+
+
+class _Worker:
+    """This process in its place among the others, and the exit code that it will have."""
+
+    def __init__(self) -> None:
+        self.place = Place.from_environment()
+        self.code = 0
+        self.board: FailureBoard | None = None
+        self.process: WatchedProcess | None = None
+        self.heartbeat: Heartbeat | None = None
+
+    def connect(self, timeout_seconds: float) -> World:
+        """Connect to the other ranks, and watch over them."""
+        place = self.place
+        store = None
+        if place.size > 1:
+            store = _open_store(place, timeout_seconds)
+            self.board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
+            self.board.roll_call(max(timeout_seconds, _START_SECONDS))
+            self.process = WatchedProcess()
+            self.heartbeat = _start_heartbeat(place, self.process, timeout_seconds)
+        return World(
+            rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
+            ranks_per_host=place.ranks_per_host, timeout_seconds=timeout_seconds, process=self.process)
+
+
+@contextmanager
+def _reporting(job: Job | ProfileJob) -> Iterator[_Worker]:
+    """Prepare this process for a job; if the job fails, say why in one sentence.
+
+    The worker's exit code is then 2 for a UserError, and 1 for other failures. One of several processes ends
+    here when it fails.
+    """
+    worker = _Worker()
+    place = worker.place
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    _keep_freed_memory()
+    set_nccl_environment()
+    if isinstance(job, Job) and job.program.experiment.deterministic:
+        repeat_exactly()
+    try:
+        with panics_as_errors():
+            yield worker
+    except UserError as error:
+        if worker.process is not None:
+            worker.process.leave_record(place.rank, str(error), traceback.format_exc())
+        text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
+        if _differs_elsewhere(worker) is None:
+            report(str(error), code=2, text=text)
+        worker.code = 2
+    except PeerError as error:
+        if worker.process is not None:
+            worker.process.leave_record(place.rank, str(error), traceback.format_exc())
+        worker.code = _follow(error, worker)
+    except (Exception, SystemExit) as error:
+        if worker.process is not None and (fault := worker.process.communicators.fault):  # The cause.
+            os._exit(_follow(PeerError(fault), worker))
+        sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
+        if worker.process is not None:
+            worker.process.leave_record(place.rank, sentence, traceback.format_exc())
+        repeated = _differs_elsewhere(worker)
+        if repeated is None:
+            report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
+        worker.code = repeated or 1
+    else:
+        if worker.heartbeat is not None:
+            worker.heartbeat.stop()
+        return
+    if place.size > 1:  # Skip destructors: they would wait for peers, and the peers for this process.
+        os._exit(worker.code)
 
 
 def report(sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
@@ -106,52 +230,13 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
     print(text or f"realhf: {sentence}", file=sys.stderr, flush=True)
 
 
-def _train(job: Job, world: World, *, begun: list[Path]) -> int:
-    """Train on all ranks; return the exit code.
-
-    If the training fails after its start, `begun` has the run directory, so that `work` can say how to go on.
-    """
-    require_equal_programs(world, job.program)
-    directory = None
-    checkpoints: list[Path] = []
-    if world.rank == 0:
-        directory, checkpoints = _claim_directory(job)
-        if job.program.experiment.deterministic:
-            record_surroundings(job.program, directory.path)
-    out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
-    world.process.failures = out / "failures"
-    checkpoint = newest_checkpoint(world, checkpoints)
-    if checkpoint is not None and _is_finished(job, world, out, checkpoint):
-        return 0
-    if world.rank == 0 and checkpoint is not None:
-        step = checkpoint.manifest.step
-        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        number = f" (restart {restart} after a failure)" if restart else ""
-        how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
-        print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
-    signals: Sequence[signal.Signals] = ENDING if world.size == 1 else (signal.SIGINT, signal.SIGTERM)
-    if LOCAL_LAUNCHER in os.environ:
-        signals = [ASK_TO_STOP]
+def _stop_signals(job: Job, world: World) -> Sequence[signal.Signals]:
+    """Return the signals after which the run saves and ends. A run without checkpoints takes none."""
     if not any(job.program.experiment.checkpoint_period()):
-        signals = []  # Without checkpoints, a signal ends the run at once.
-    with StopSignals(*signals) as stop:
-        trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
-        begun.append(out)  # Errors raised above leave nothing to resume.
-        if directory is not None:
-            directory.begin()
-        result = trainer.run()
-    begun.clear()
-    if result.stopped_after is None:
-        return 0
-    if world.rank == 0:
-        steps = job.program.experiment.steps
-        ended = f"ended after step {result.stopped_after} of {steps}"
-        if LOCAL_LAUNCHER not in os.environ:  # Our own launcher prints how to continue.
-            saved = find_checkpoints(out / "checkpoints")
-            how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
-            ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
-        print(f"realhf: {ended}", file=sys.stderr, flush=True)
-    return 1
+        return ()
+    if LOCAL_LAUNCHER in os.environ:
+        return (ASK_TO_STOP,)
+    return ENDING if world.size == 1 else (signal.SIGINT, signal.SIGTERM)
 
 
 def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> bool:
@@ -186,79 +271,6 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())
 
 
-def _evaluate(job: Job, world: World, *, as_json: bool) -> int:
-    """Evaluate on all ranks; rank 0 prints the metrics."""
-    require_equal_programs(world, job.program)
-    out = None
-    if world.rank == 0:
-        out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
-    summary = run_evaluations(job.program, world, out=out)
-    if world.rank == 0:
-        print_summary(summary, out=out, as_json=as_json)
-    return 0
-
-
-def _measure(job: ProfileJob, world: World) -> int:
-    measured = measure(world, job.problem)
-    if world.rank == 0:
-        measured.save(job.out)
-        print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
-        if disturbed := measured.disturbed():
-            print(f"realhf: {disturbed}", file=sys.stderr)
-    return 0
-
-
-def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
-    """Connect to the other ranks and run the task; return 0, 2 for a UserError, or 1 for other failures."""
-    place = Place.from_environment()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    _keep_freed_memory()
-    set_nccl_environment()
-    if isinstance(job, Job) and job.program.experiment.deterministic:
-        repeat_exactly()
-    board = heartbeat = store = process = None
-    try:
-        if place.size > 1:
-            store = _open_store(place, job.timeout_seconds)
-            board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
-            board.roll_call(max(job.timeout_seconds, _START_SECONDS))
-            process = WatchedProcess()
-            heartbeat = _start_heartbeat(place, process, job.timeout_seconds)
-        world = World(
-            rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
-            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, process=process)
-        with panics_as_errors():
-            code = task(world)
-    except UserError as error:
-        if process is not None:
-            process.leave_record(place.rank, str(error), traceback.format_exc())
-        text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
-        if _differs_elsewhere(process, board) is None:
-            report(str(error), code=2, text=text)
-        code = 2
-    except PeerError as error:
-        if process is not None:
-            process.leave_record(place.rank, str(error), traceback.format_exc())
-        code = _follow(error, place, board)
-    except (Exception, SystemExit) as error:
-        if process is not None and (fault := process.communicators.fault):  # It caused the error.
-            os._exit(_follow(PeerError(fault), place, board))
-        sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
-        if process is not None:
-            process.leave_record(place.rank, sentence, traceback.format_exc())
-        repeated = _differs_elsewhere(process, board)
-        if repeated is None:
-            report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
-        code = repeated or 1
-    else:
-        if heartbeat is not None:
-            heartbeat.stop()
-        return code
-    if place.size > 1:  # Skip destructors: they would wait for peers, and the peers for this process.
-        os._exit(code)
-    return code
-
-
 def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store:
     try:
         return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
@@ -279,22 +291,22 @@ def _start_heartbeat(place: Place, process: WatchedProcess, timeout_seconds: flo
     return heartbeat
 
 
-def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
+def _follow(error: PeerError, worker: _Worker) -> int:
     """Return the exit code of a worker that stops because of a peer; repeat the peer's reason, if any."""
-    if (code := repeat_later(board)) is not None:
+    if (code := repeat_later(worker.board)) is not None:
         return code
-    report(f"rank {place.rank} stops: {error}", code=1, names_rank=True)
+    report(f"rank {worker.place.rank} stops: {error}", code=1, names_rank=True)
     return 1
 
 
-def _differs_elsewhere(process: WatchedProcess | None, board: FailureBoard | None) -> int | None:
+def _differs_elsewhere(worker: _Worker) -> int | None:
     """Repeat the watcher's sentence if ranks take different ways through a step, which caused this error.
 
     Return the exit code of that sentence, or None if there is none.
     """
-    if process is None or not process.operations.is_used:
+    if worker.process is None or not worker.process.operations.is_used:
         return None
-    return repeat_later(board)
+    return repeat_later(worker.board)
 
 
 def repeat_later(board: FailureBoard | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from realhf.calls import GenerateOutputs, OptimizerConfig, Scores, TopLogProbs, TrainStep
+from realhf.calls import GenerateOutputs, Loss, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.data.order import groups_of
 from realhf.distributed.pieces import Shards
@@ -21,7 +21,6 @@ from realhf.distributed.world import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
-from realhf.inference.rounds import Round
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.transformer import Transformer
@@ -51,12 +50,12 @@ class PassSettings:
     """The settings of the forward, and perhaps backward, passes of all micro-batches of a batch."""
 
     key: str  # Column of the packed sequences.
-    outputs: Mapping[str, Any]
-    """Settings of the outputs: `output`, `temperature` and perhaps `top` (see Work), `entropy` and
-    `token_ids` (see Loss)."""
-    result_of: Callable[[Outputs, Batch], Any]  # Returns the result of some samples of a micro-batch.
-    max_tokens: int
-    group_size: int = 1  # Consecutive samples that stay together, also in chunks of a micro-batch.
+    output: str  # `logprobs`, `values` or `scores`.
+    temperature: float = 1.0
+    top: int = 0  # Above 0: the most probable tokens instead of log-probs (see TopLogProbs).
+    loss: Loss | None = None  # Of the outputs; None: the outputs themselves are wanted.
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """The totals of the loss, over the mini-batch of all replicas."""
     recompute: bool = False
     routers: Routers | None = None
 
@@ -97,10 +96,13 @@ class Engine(ABC):
         adjacent."""
 
     @abstractmethod
-    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+    def _run_passes(
+        self, micro_batches: list[Batch], settings: PassSettings, report: Report
+    ) -> list[Outputs]:
         """Run micro-batches through the stages; if autograd is on, run backward passes and sum gradients.
 
-        Return, on the last stage, each micro-batch's `settings.result_of` its outputs.
+        Return, on the last stage, the outputs of each micro-batch, or with `settings.loss` its value and
+        metrics for each part of the samples (see `chunked_loss.run_head`).
         """
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
@@ -196,17 +198,19 @@ class Engine(ABC):
         batch = batch.to(self.groups.world.device)
         work = call.work
         num_top = work.k if isinstance(work, TopLogProbs) else 0
-        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0), "top": num_top}
-        settings = PassSettings(
-            call.inputs[0], outputs, lambda computed, _: list(computed.values()), micro_batch_tokens)
+        key = call.inputs[0]
+        settings = PassSettings(key, work.output, getattr(work, "temperature", 1.0), num_top)
+        micro_batches = self._micro_batches(batch[key].lengths, groups_of(batch.ids, 1), micro_batch_tokens)
         with torch.no_grad():
-            order, results = self._run_in_micro_batches(batch, settings, report)
+            results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         if not self.groups.is_last_stage:
             return Batch([])
-        lengths = [1 if work.output == "scores" else batch[settings.key].lengths[i] for i in order]
+        order = list(chain.from_iterable(micro_batches))
+        lengths = [1 if work.output == "scores" else batch[key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.groups.world.device)
         nothing = [empty.view(0, num_top).long(), empty.view(0, num_top)] if num_top else [empty]
-        values = [torch.cat(parts) for parts in zip(nothing, *results, strict=True)]
+        columns_of = [list(outputs.values()) for outputs in results]
+        values = [torch.cat(parts) for parts in zip(nothing, *columns_of, strict=True)]
         in_order = sorted(range(len(order)), key=order.__getitem__)
         columns: list[Any] = [Packed(column, lengths).select(in_order) for column in values]
         if isinstance(work, Scores):
@@ -271,36 +275,18 @@ class Engine(ABC):
         totals = _sum_dicts(control.all_gather_json(counts))
         if not totals["samples"] or not any(totals[name] for name in weights):
             return None
-        sums: list[dict[str, torch.Tensor]] = []
-
-        def loss_of_part(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
-            value, metrics = loss(outputs, samples, totals)
-            # (With its graph, a loss would keep the hidden states from the previous stage in memory.)
-            sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
-            return value
-
-        outputs = {
-            "output": loss.output, "entropy": loss.entropy, "temperature": work.temperature,
-            "token_ids": loss.token_ids}
         routers = self._routers(work, totals)
         settings = PassSettings(
-            key, outputs, loss_of_part, max_tokens, group_size=work.group_size, recompute=recompute,
+            key, loss.output, work.temperature, loss=loss, totals=totals, recompute=recompute,
             routers=routers)
-        self._run_in_micro_batches(batch, settings, report)
+        groups = groups_of(batch.ids, work.group_size)
+        micro_batches = self._micro_batches(batch[key].lengths, groups, max_tokens)
+        parts = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         router_metrics = {} if routers is None else routers.metrics()
         if not self.groups.is_last_stage:
             return {}
-        local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
+        local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in parts])
         return _sum_dicts(control.all_gather_json(local | router_metrics))
-
-    def _run_in_micro_batches(
-        self, batch: Batch, settings: PassSettings, report: Report
-    ) -> tuple[list[int], list[Any]]:
-        """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
-        groups = groups_of(batch.ids, settings.group_size)
-        micro_batches = self._micro_batches(batch[settings.key].lengths, groups, settings.max_tokens)
-        results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
-        return list(chain.from_iterable(micro_batches)), results
 
 
 class GeneratingEngine(Engine):
@@ -314,6 +300,7 @@ class GeneratingEngine(Engine):
         """The limits of the KV caches of its calls, which checkpoints hold."""
         return CacheLimits(self.groups)
 
+    @abstractmethod
     def generate(
         self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
         version: int = 0, report: Report = no_report,
@@ -324,21 +311,6 @@ class GeneratingEngine(Engine):
         `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
         others may be passed. Raises FloatingPointError if a token was drawn from logits that are no numbers.
         """
-        begun = Batch([])
-        if unfinished is not None and unfinished.ids:
-            limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
-            begun = unfinished.pick([*call.outputs, *limits])
-        batch = batch.to(self.groups.world.device)
-        ended, unfinished = self._generate(call, batch, Round(begun, budget, version), report)
-        for samples in (ended, unfinished):
-            require_numbers(samples, GenerateOutputs.of(call).logprobs, rank=self.groups.rank)
-        return CallResult(ended, {}, unfinished)
-
-    @abstractmethod
-    def _generate(
-        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
-    ) -> tuple[Batch, Batch]:
-        """Return the output columns of samples that have ended and of unfinished ones."""
 
     @abstractmethod
     def flush_cache(self, call: str) -> None:
@@ -383,6 +355,13 @@ class Routers:
             group.all_reduce(sums)
         balance, z = sums.tolist()
         return {"router_aux_loss": balance * self._per_sequence, "router_z_loss": z * self._per_token}
+
+
+def generated(call: FunctionCall, ended: Batch, unfinished: Batch, *, rank: int) -> CallResult:
+    """Return the result of a generation. Raises FloatingPointError if log-probs are no numbers."""
+    for samples in (ended, unfinished):
+        require_numbers(samples, GenerateOutputs.of(call).logprobs, rank=rank)
+    return CallResult(ended, {}, unfinished)
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.order import groups_of
 from realhf.devices.pinned import upload
 from realhf.distributed.group import sum_over_group
+from realhf.engine.base import Outputs, PassSettings
 from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
 
@@ -23,20 +24,94 @@ if TYPE_CHECKING:
 Integers = NDArray[np.int64]
 
 
+def run_head(
+    model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings,
+    *, row_of_token: Integers | None = None,
+) -> tuple[torch.Tensor | None, list[Outputs]]:  # fmt: skip
+    """Compute a micro-batch's outputs from the last stage's hidden states, and their loss if there is one.
+
+    Return the loss to differentiate (None without one), and either the outputs, or the value and the metrics
+    of the loss for each part of the samples. With gradients, log-probs are computed for one chunk of the
+    samples after another: a chunk has samples with at most `chunk_tokens` rows of logits, or one group, as
+    groups are never split. Each chunk runs its backward pass at once, up to the hidden states. Only a group
+    with more rows must compute its logits twice.
+    """
+    loss = settings.loss
+    chunks = _chunks(model, hidden_TH, samples, settings)
+    if not chunks:
+        outputs = compute_outputs(model, hidden_TH, samples, settings, row_of_token=row_of_token)
+        if loss is None:
+            return None, [outputs]
+        value, metrics = loss(outputs, samples, settings.totals)
+        return value, [_detached(value, metrics)]
+    assert loss is not None, "only a loss has gradients"
+    grad_TH = torch.empty_like(hidden_TH)
+    parts = []
+    for indices, rows in chunks:
+        chunk = samples.select(indices)
+        chunk_TH = hidden_TH.detach()[rows].requires_grad_()
+        outputs = compute_outputs(model, chunk_TH, chunk, settings)
+        value, metrics = loss(outputs, chunk, settings.totals)
+        value.backward()
+        grad_TH[rows] = 0.0 if chunk_TH.grad is None else chunk_TH.grad
+        parts.append(_detached(value, metrics))
+    total = torch.stack([part["loss"] for part in parts]).sum()
+    return _KnownGradient.apply(hidden_TH, total, grad_TH), parts
+
+
+def _detached(value: torch.Tensor, metrics: Outputs) -> Outputs:
+    """Return a loss and its metrics without their graph, which would keep the hidden states in memory."""
+    return {name: x.detach() for name, x in {"loss": value, **metrics}.items()}
+
+
+def _chunks(
+    model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings
+) -> list[tuple[range, slice]]:
+    """Return the samples and the rows of each chunk; none if there is no need to split them."""
+    tokens = samples[settings.key]
+    splits = hidden_TH.requires_grad and settings.output == "logprobs" and model.groups.cp.size == 1
+    head = model.head if splits else None
+    if head is None or len(tokens.values) <= head.chunk_tokens:
+        return []
+    assert settings.loss is not None, "only a loss has gradients"
+    starts = [0, *accumulate(tokens.lengths)]
+    counts = np.append(0, wanted(tokens, samples.fields.get("response_mask")).cumsum())
+    groups = groups_of(samples.ids, settings.loss.group_size)
+    bounds = _chunk_bounds(counts[starts[1:]].tolist(), head.chunk_tokens, groups=groups)
+    return [(range(first, last), slice(starts[first], starts[last])) for first, last in pairwise(bounds)]
+
+
+def _chunk_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one group; return
+    the runs' bounds."""
+    bounds = [0]
+    before = 0
+    for group in groups:
+        first, last = group[0], group[-1]
+        if sums[last] - before > limit and first > bounds[-1]:
+            bounds.append(first)
+            before = sums[first - 1]
+    return [*bounds, len(sums)]
+
+
 def compute_outputs(
-    model: Transformer | TransformersModel, hidden_TH: torch.Tensor, tokens: Packed,
-    *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False, top: int = 0,
-    ids_TK: torch.Tensor | None = None, row_of_token: Integers | None = None,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings,
+    *, row_of_token: Integers | None = None,
+) -> Outputs:  # fmt: skip
     """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
 
-    With `ids_TK`, return also `logprobs_at` of these tokens in the place of each token. With `top`, return
-    instead only `top_ids` and `top_logprobs` of so many most probable tokens.
+    If the loss has `token_ids`, return also `logprobs_at` of these in the place of each token. With `top`,
+    return instead only `top_ids` and `top_logprobs` of so many most probable tokens.
 
     Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
     `row_of_token`, on the host, says which rows these are, unless there is one row per token. All indices are
     computed on the host, which waits for nothing if it has the mask.
     """
+    tokens = samples[settings.key]
+    mask = samples.fields.get("response_mask")
+    loss = settings.loss
+    token_ids = () if loss is None else loss.token_ids
+    ids_TK = torch.cat([samples[key].values for key in token_ids], dim=1) if token_ids else None
     cp = model.groups.cp
     start, stop = token_range(len(tokens.values), cp)
 
@@ -51,7 +126,7 @@ def compute_outputs(
         zeros = values_N.new_zeros(size, *values_N.shape[1:])
         return sum_over_group(zeros.index_put((positions,), values_N), cp)
 
-    if output == "scores":
+    if settings.output == "scores":
         ends = np.cumsum(tokens.lengths, dtype=np.int64)
         local = np.flatnonzero((ends > start) & (ends <= stop))
         return {"scores": scatter(model.scores(states(ends[local] - 1)), there(local), len(ends))}
@@ -60,15 +135,16 @@ def compute_outputs(
     chosen = chosen[(chosen > start) & (chosen <= stop)]  # The previous state chooses a token.
     positions = there(chosen)
     states_NH = states(chosen - 1)
-    if output == "values":
+    if settings.output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
-    if top:
-        ids_NK, logprobs_NK = model.top_logprobs(states_NH, top, temperature=temperature)
+    if settings.top:
+        ids_NK, logprobs_NK = model.top_logprobs(states_NH, settings.top, temperature=settings.temperature)
         columns = {"top_ids": ids_NK, "top_logprobs": logprobs_NK}
         return {name: scatter(values, positions, num_tokens) for name, values in columns.items()}
     labels = tokens.values if ids_TK is None else torch.cat([tokens.values[:, None], ids_TK], dim=1)
     logprobs, entropy_N = model.logprobs(
-        states_NH, labels[positions], temperature=temperature, entropy=entropy)
+        states_NH, labels[positions], temperature=settings.temperature,
+        entropy=loss is not None and loss.entropy)
     logprobs = scatter(logprobs, positions, num_tokens)
     if ids_TK is None:
         outputs = {"logprobs": logprobs}
@@ -79,70 +155,12 @@ def compute_outputs(
     return outputs
 
 
-def side_by_side(samples: Batch, keys: Sequence[str]) -> torch.Tensor | None:
-    """Return the columns of shape (tokens, k) in one tensor, or None if there are none."""
-    return torch.cat([samples[key].values for key in keys], dim=1) if keys else None
-
-
 def wanted(tokens: Packed, mask: Packed | None) -> NDArray[np.bool_]:
     """Return which tokens' outputs are wanted: those in the mask that are not the first of their sequence."""
     wanted_T = np.ones(len(tokens.values), bool) if mask is None else (mask.host_values != 0).numpy()
     counts = np.array(tokens.lengths, np.int64)
     wanted_T[(counts.cumsum() - counts)[counts > 0]] = False
     return wanted_T
-
-
-def loss_by_chunks(
-    model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
-    loss: Callable[[dict[str, torch.Tensor], Batch], Any],
-    *, key: str, group_size: int = 1, token_ids: Sequence[str] = (), **settings: Any,
-) -> Any:  # fmt: skip
-    """Compute the loss of `compute_outputs`; with gradients, for one chunk of the samples after another. The
-    columns `token_ids` hold the ids of the tokens whose log-probs are wanted, too.
-
-    A chunk has samples with at most `chunk_tokens` rows of logits, or one group, as groups are never split.
-    Each chunk runs its backward pass at once, up to the hidden states. Only a group with more rows must
-    compute its logits twice.
-    """
-    tokens = samples[key]
-
-    def loss_of(rows_TH: torch.Tensor, chunk: Batch) -> Any:
-        outputs = compute_outputs(
-            model, rows_TH, chunk[key], mask=chunk.fields.get("response_mask"),
-            ids_TK=side_by_side(chunk, token_ids), **settings)
-        return loss(outputs, chunk)
-
-    by_chunks = hidden_TH.requires_grad and settings["output"] == "logprobs" and model.groups.cp.size == 1
-    limit = model.head.chunk_tokens if by_chunks else len(tokens.values)
-    if len(tokens.values) <= limit:
-        return loss_of(hidden_TH, samples)
-    starts = [0, *accumulate(tokens.lengths)]
-    counts = np.append(0, wanted(tokens, samples.fields.get("response_mask")).cumsum())
-    sums = counts[starts[1:]].tolist()
-    bounds = _chunk_bounds(sums, limit, groups=groups_of(samples.ids, group_size))
-    grad_TH = torch.empty_like(hidden_TH)
-    values = []
-    for first, last in pairwise(bounds):
-        rows = slice(starts[first], starts[last])
-        chunk_TH = hidden_TH.detach()[rows].requires_grad_()
-        value = loss_of(chunk_TH, samples.select(range(first, last)))
-        value.backward()
-        grad_TH[rows] = 0.0 if chunk_TH.grad is None else chunk_TH.grad
-        values.append(value.detach())
-    return _KnownGradient.apply(hidden_TH, torch.stack(values).sum(), grad_TH)
-
-
-def _chunk_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[int]]) -> list[int]:
-    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one group; return
-    the runs' bounds."""
-    bounds = [0]
-    before = 0
-    for group in groups:
-        first, last = group[0], group[-1]
-        if sums[last] - before > limit and first > bounds[-1]:
-            bounds.append(first)
-            before = sums[first - 1]
-    return [*bounds, len(sums)]
 
 
 class _Rows(torch.autograd.Function):

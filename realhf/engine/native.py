@@ -1,6 +1,6 @@
 """NativeEngine: runs calls on one role's shard of the parallel transformer, on this rank under one layout."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,11 +14,21 @@ from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
 from realhf.distributed.pieces import Shards
-from realhf.distributed.process import Report
+from realhf.distributed.process import Report, no_report
 from realhf.distributed.world import ParallelGroups, World
-from realhf.engine.base import DTYPES, GeneratingEngine, Metrics, PassSettings, Routers, output_batch
-from realhf.engine.chunked_loss import loss_by_chunks
-from realhf.engine.pipeline import run_pipeline
+from realhf.engine.base import (
+    DTYPES,
+    CallResult,
+    GeneratingEngine,
+    Metrics,
+    Outputs,
+    PassSettings,
+    Routers,
+    generated,
+    output_batch,
+)
+from realhf.engine.chunked_loss import run_head
+from realhf.engine.pipeline import forward_passes
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool
@@ -82,10 +92,13 @@ class NativeEngine(GeneratingEngine):
         merges = self.adapters.lora.export_merged
         return self.model.merged_model().pieces() if merges else self.adapters.pieces()
 
-    def _generate(
-        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
-    ) -> tuple[Batch, Batch]:
+    def generate(
+        self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
+        version: int = 0, report: Report = no_report,
+    ) -> CallResult:  # fmt: skip
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
+        batch = batch.to(self.groups.world.device)
+        round_ = Round.of(call, unfinished, budget, version)
         work = call.work
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
@@ -112,7 +125,7 @@ class NativeEngine(GeneratingEngine):
         if keeps:
             self._kept[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
-        return ended, unfinished
+        return generated(call, ended, unfinished, rank=self.groups.rank)
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
         """Return this rank's share of the prompts of its cp group."""
@@ -158,42 +171,31 @@ class NativeEngine(GeneratingEngine):
             parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
 
-    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
-        layer_done = None if self._optimizer is None else self._optimizer.sums.layer_is_done
-
-        def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            report(f"micro-batch {i + 1} of {len(micro_batches)}")
-            # Gradients are complete once the last micro-batch has added its own.
-            is_last = i == len(micro_batches) - 1
-            return self._run_micro_batch(
-                micro_batches[i], hidden, settings, layer_done=layer_done if is_last else None)
-
+    def _run_passes(
+        self, micro_batches: list[Batch], settings: PassSettings, report: Report
+    ) -> list[Outputs]:
         ranges = [token_range(len(samples[settings.key].values), self.groups.cp) for samples in micro_batches]
         shapes = [(stop - start, self.model.config.hidden_size) for start, stop in ranges]
-        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        outputs: dict[int, Any] = {}
+        results: list[Outputs] = []
+        passes = forward_passes(self.groups, outputs, hidden_shapes=shapes, dtype=self.flat.dtype)
+        for i, hidden in passes:
+            report(f"micro-batch {i + 1} of {len(micro_batches)}")
+            samples = micro_batches[i]
+            tokens = samples[settings.key]
+            layer_done = None
+            if self._optimizer is not None and i == len(micro_batches) - 1:  # It completes the gradients.
+                layer_done = self._optimizer.sums.layer_is_done
+            outputs[i] = self.model(
+                tokens.values if hidden is None else hidden, tokens.lengths, recompute=settings.recompute,
+                router_losses=None if settings.routers is None else settings.routers.next_pass(),
+                layer_done=layer_done)
+            if self.groups.is_last_stage:
+                outputs[i], parts = run_head(self.model, outputs[i], samples, settings)
+                results += parts
         if torch.is_grad_enabled():
             self.optimizer.sums.complete()
         return results
-
-    def _run_micro_batch(
-        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
-        *, layer_done: Callable[[int], None] | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
-
-        The last stage returns the result of the outputs. The backward pass may call `layer_done` with layers
-        whose gradients are complete.
-        """
-        tokens = samples[settings.key]
-        x = self.model(
-            tokens.values if hidden is None else hidden, tokens.lengths, recompute=settings.recompute,
-            router_losses=None if settings.routers is None else settings.routers.next_pass(),
-            layer_done=layer_done)
-        if not self.groups.is_last_stage:
-            return x
-        return loss_by_chunks(
-            self.model, x, samples, settings.result_of, key=settings.key, group_size=settings.group_size,
-            **settings.outputs)
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
         return None if self.model.config.moe is None else Routers(self.model, work, totals)

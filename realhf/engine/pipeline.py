@@ -1,7 +1,7 @@
 """Pipeline parallelism: the order of a stage's micro-batches, and the messages between stages."""
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -72,15 +72,15 @@ class _Exchange:
             message.wait()
 
 
-def run_pipeline(
-    forward: Callable[[int, torch.Tensor | None], torch.Tensor], groups: ParallelGroups,
+def forward_passes(
+    groups: ParallelGroups, outputs: dict[int, Any],
     *, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    """Run micro-batches through the stages, with backward passes if autograd is on; return the last stage's
-    results.
+) -> Iterator[tuple[int, torch.Tensor | None]]:  # fmt: skip
+    """Yield each micro-batch's number and its hidden states from the previous stage (None on the first).
 
-    `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
-    and returns hidden states; the last stage returns a loss to differentiate, or any result.
+    The caller stores in `outputs`, by this number, what it computes of them: hidden states or, on the last
+    stage, the loss to differentiate (None without one). Before it gets the next micro-batch, hidden states
+    are sent on, and if autograd is on, the backward passes run that 1F1B order puts here.
 
     In the steady state, where two neighbours send to each other at the same time, each posts its result with
     the request for its next input, as Megatron-LM does. So no stage blocks even if every post waits for its
@@ -92,20 +92,18 @@ def run_pipeline(
     if not train:
         passes = [step for step in passes if step.direction == "forward"]
     inputs: dict[int, torch.Tensor | None] = {}
-    outputs: dict[int, torch.Tensor] = {}
     exchange = _Exchange(groups, hidden_shapes, dtype)
     received = exchange([], passes[0] if passes else None, at_once=False)
     for (direction, i), following in zip(passes, [*passes[1:], None], strict=False):
         sends: Messages = []
         if direction == "forward":
             hidden = None if received is None else received.requires_grad_(train)
-            output = forward(i, hidden)
-            if train:
-                inputs[i] = hidden
-            if train or groups.is_last_stage:
-                outputs[i] = output
+            yield i, hidden
+            output = outputs[i] if train else outputs.pop(i)
             if not groups.is_last_stage:
                 sends = [(stage + 1, output.detach().contiguous())]
+            if train:
+                inputs[i] = hidden
         else:
             hidden = inputs.pop(i)
             torch.autograd.backward(outputs.pop(i), received)
@@ -119,4 +117,3 @@ def run_pipeline(
             direction == "backward" or i - following.micro_batch == later_stages)
         received = exchange(sends, following, at_once=neighbour_sends)
     exchange.finish()
-    return list(outputs.values()) if groups.is_last_stage else []

@@ -27,12 +27,19 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import padded_micro_batches
 from realhf.devices.pinned import upload
 from realhf.distributed.pieces import Shards, whole_parameters
-from realhf.distributed.process import Report, prefixed
+from realhf.distributed.process import Report, no_report, prefixed
 from realhf.distributed.world import ParallelGroups, World
 from realhf.engine import hf_factory
-from realhf.engine.base import DTYPES, GeneratingEngine, PassSettings, output_batch
-from realhf.engine.chunked_loss import compute_outputs, side_by_side
-from realhf.engine.pipeline import run_pipeline
+from realhf.engine.base import (
+    DTYPES,
+    CallResult,
+    GeneratingEngine,
+    Outputs,
+    PassSettings,
+    generated,
+    output_batch,
+)
+from realhf.engine.chunked_loss import run_head
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import agreed_sizes, check_positions
@@ -67,6 +74,9 @@ class TransformersModel(ShardedParameters):
     The gradients of its other 16-bit parameters, such as those of norms, are computed by autograd, which
     rounds that of each micro-batch before it is added up in float32.
     """
+
+    head: None = None
+    """No head of ours: the class computes the logits of all tokens at once."""
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
@@ -221,15 +231,18 @@ class TransformersEngine(GeneratingEngine):
     def export_shards(self) -> Shards:
         return whole_parameters(self.model.file_tensors())
 
-    def _generate(
-        self, call: FunctionCall, batch: Batch, round_: Round, report: Report
-    ) -> tuple[Batch, Batch]:
+    def generate(
+        self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
+        version: int = 0, report: Report = no_report,
+    ) -> CallResult:  # fmt: skip
         """Generate; at most `work.max_rows` rows run at a time, padded on the left.
 
         Raises UserError when the call keeps its cache between rounds; and on all replicas when a prompt of
         any of them is empty, or exceeds the model's positions together with its response.
         """
         work = call.work
+        batch = batch.to(self.groups.world.device)
+        round_ = Round.of(call, unfinished, budget, version)
         if work.cache_on_update == "keep" and round_.budget is not None:
             raise UserError(
                 f"{call.name}: cache_on_update is 'keep', and the transformers engine keeps no cache: set it "
@@ -252,7 +265,7 @@ class TransformersEngine(GeneratingEngine):
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
         ids = [i for group in groups for i in group.ids]
         columns = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
-        return round_.join(call, columns, batch)
+        return generated(call, *round_.join(call, columns, batch), rank=self.groups.rank)
 
     def flush_cache(self, call: str) -> None:
         """Do nothing, as no call keeps a cache."""
@@ -262,26 +275,22 @@ class TransformersEngine(GeneratingEngine):
     ) -> list[list[int]]:
         return padded_micro_batches(lengths, max_tokens=max_tokens, groups=groups)
 
-    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
-        def forward(i: int, _: Tensor | None) -> Tensor:
-            report(f"micro-batch {i + 1} of {len(micro_batches)}")
-            return self._run_micro_batch(micro_batches[i], settings)
-
-        shapes: list[tuple[int, ...]] = [()] * len(micro_batches)
-        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+    def _run_passes(
+        self, micro_batches: list[Batch], settings: PassSettings, report: Report
+    ) -> list[Outputs]:
+        results: list[Outputs] = []
+        for i, samples in enumerate(micro_batches, start=1):
+            report(f"micro-batch {i} of {len(micro_batches)}")
+            tokens = samples[settings.key]
+            loss, parts = run_head(  # (Nothing here keeps the logits during the backward pass.)
+                self.model, self.model(tokens, recompute=settings.recompute).flatten(0, 1), samples, settings,
+                row_of_token=rows_of_tokens(tokens))
+            results += parts
+            if loss is not None:
+                loss.backward()
         if torch.is_grad_enabled():
             self.optimizer.sums.complete()
         return results
-
-    def _run_micro_batch(self, samples: Batch, settings: PassSettings) -> Tensor:
-        tokens = samples[settings.key]
-        options = dict(settings.outputs)
-        outputs = compute_outputs(
-            self.model, self.model(tokens, recompute=settings.recompute).flatten(0, 1), tokens,
-            mask=samples.fields.get("response_mask"),
-            ids_TK=side_by_side(samples, options.pop("token_ids", ())),
-            row_of_token=rows_of_tokens(tokens), **options)
-        return settings.result_of(outputs, samples)
 
 
 @dataclass

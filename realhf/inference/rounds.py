@@ -52,6 +52,14 @@ class Round:
     budget: int | None = None
     version: int = 0
 
+    @classmethod
+    def of(cls, call: FunctionCall, unfinished: Batch | None, budget: int | None, version: int) -> "Round":
+        """Return a round of a call, whose columns alone are kept of the unfinished samples."""
+        if unfinished is None or not unfinished.ids:
+            return cls(Batch([]), budget, version)
+        limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+        return cls(unfinished.pick([*call.outputs, *limits]), budget, version)
+
     def __post_init__(self) -> None:
         assert self.budget is None or self.budget >= 1, f"a round of {self.budget} tokens"
 

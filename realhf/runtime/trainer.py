@@ -1,9 +1,9 @@
 """Trainer: the step loop, which every rank runs. It knows nothing of the algorithm."""
 
-import dataclasses
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from realhf.runtime.execute.meters import (
 )
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import Recorder, StepRecord
+from realhf.runtime.records.recorder import Recorder
 from realhf.runtime.records.trackers import Ending
 from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
 from realhf.runtime.weights.model_store import ModelStore
@@ -111,9 +111,7 @@ class StepDecisions:
             self._outbox.add(self._world.control.send_json(asdict(self._ahead), peers, tag=tags.DECISION))
 
 
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RunResult:
     """The metrics of all steps and the summary of a finished run; both are empty except on rank 0."""
 
@@ -268,12 +266,45 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
-        is_frozen = gc.get_freeze_count() > 0  # Then the caller keeps garbage collections short.
+        steps = self._program.experiment.steps
+        stopped_after = None
+        with self._guarded():
+            if self._progress is not None:
+                self._progress.start(self._loader, held_out=self._held_out)
+            if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
+                self._journal.add(0, None, self._evaluations.run(), pauses=True)
+            if self._stop is not None:
+                with self._process.doing("waits for the other ranks"):
+                    self._world.control.barrier()  # So that a signal finds all of them at one place.
+                self._stop.begin(self._answer_to_signal if self._is_main else None)
+            self._decisions.begin(self._first_step)
+            for step in range(self._first_step, steps + 1):
+                self._run_step(step)
+                if self._save_or_stop(step) and step < steps:
+                    stopped_after = step
+                    break
+            with self._process.doing("waits for the other ranks"):
+                with self._process.waiting(range(self._world.size)):
+                    self._journal.finish()
+                if self._checkpointer is not None:
+                    self._checkpointer.finish()
+                self._state.outbox.wait()
+                self._evaluations.wait()
+                self._require_equal_steps()  # It waits, too, until every rank's export is written.
+            if self._is_main and stopped_after is not None:
+                self._stop_tracking("stopped")
+            summary = self._finish() if self._is_main and stopped_after is None else {}
+        return RunResult(list(self._journal.history) if self._is_main else [], summary, stopped_after)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep garbage collections short; and if the run fails, save what is left of it."""
+        is_frozen = gc.get_freeze_count() > 0  # Then the caller does so.
         if not is_frozen:
             gc.collect()
             gc.freeze()  # From now on, garbage collection skips the objects that exist.
         try:
-            return self._run()
+            yield
         except Exception as error:
             self._journal.abandon()
             self._stop_tracking("failed")
@@ -294,38 +325,6 @@ class Trainer:
             self._checkpointer.rescue(leads=not isinstance(error, PeerError))
         except Exception as failure:
             warn(f"the state after the last finished step is not saved: {described_error(failure)}")
-
-    def _run(self) -> RunResult:
-        steps = self._program.experiment.steps
-        if self._progress is not None:
-            self._progress.start(self._loader, held_out=self._held_out)
-        if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
-            self._journal.add(0, None, self._evaluations.run(), pauses=True)
-        stopped_after = None
-        if self._stop is not None:
-            with self._process.doing("waits for the other ranks"):
-                self._world.control.barrier()  # So that a signal finds all of them at one place.
-            self._stop.begin(self._answer_to_signal if self._is_main else None)
-        self._decisions.begin(self._first_step)
-        for step in range(self._first_step, steps + 1):
-            self._complete_step(step, is_last=step == steps)
-            if self._save_or_stop(step) and step < steps:
-                stopped_after = step
-                break
-        with self._process.doing("waits for the other ranks"):
-            with self._process.waiting(range(self._world.size)):
-                self._journal.finish()
-            if self._checkpointer is not None:
-                self._checkpointer.finish()
-            self._state.outbox.wait()
-            self._evaluations.wait()
-            self._require_equal_steps()  # This also waits until every rank's part of the export is written.
-        if not self._is_main:
-            return RunResult([], {}, stopped_after)
-        if stopped_after is not None:
-            self._stop_tracking("stopped")
-        summary = {} if stopped_after is not None else self._finish()
-        return RunResult(list(self._journal.history), summary, stopped_after)
 
     def _answer_to_signal(self) -> str:
         """Return what follows a signal, for the user; another thread calls this."""
@@ -351,10 +350,20 @@ class Trainer:
     def _evaluates(self) -> bool:
         return bool(self._program.evaluations)
 
-    def _complete_step(self, step: int, *, is_last: bool) -> None:
-        """Run a step, and the evaluation and the export that are due after it."""
+    def _run_step(self, step: int) -> None:
+        """Run the step program, and the evaluation and the export that are due after it.
+
+        In the first step it runs `max_lag` times more, so that generation is ahead.
+        """
         experiment = self._program.experiment
-        record = self._step(step)
+        is_last = step == experiment.steps
+        self._context.step = step
+        self._process.step = f"step {step}/{experiment.steps}"
+        self._executor.begin_step(is_last=is_last)
+        for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
+            with self._runner.one_step():
+                experiment.step(self._runner)
+        record = self._executor.take_record()
         evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
             self._note_end(step)  # The evaluation may fail.
@@ -393,16 +402,6 @@ class Trainer:
                 self._checkpointer.save(step)
             self._journal.pause()
         return decision.stops
-
-    def _step(self, step: int) -> StepRecord:
-        """Run the step program once; in the first step `max_lag` times more, so that generation is ahead."""
-        experiment = self._program.experiment
-        self._context.step = step
-        self._process.step = f"step {step}/{experiment.steps}"
-        self._executor.begin_step(is_last=step == experiment.steps)
-        for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
-            self._runner.execute(experiment.step)
-        return self._executor.take_record()
 
     def _export(self, step: int) -> None:
         """Write trainable roles as Hugging Face directories, or their adapters as PEFT's.

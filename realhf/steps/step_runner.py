@@ -6,7 +6,8 @@ all ranks run the same parts on the same samples. Free of torch.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import networkx as nx
@@ -197,10 +198,14 @@ class StepRunner:
             raise UserError(f"run.pool({name!r}): `keeps` must always be the same")
         return self._pools[name]
 
-    def execute(self, step: Callable[["StepRunner"], None]) -> None:
-        """Call `step`, and then forget samples that no later step uses. Only the runtime calls this."""
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Hold one call of `Experiment.step`, and then forget samples that no later step uses.
+
+        Only the runtime calls this. Raises UserError for an exception of the user's own code.
+        """
         try:
-            step(self)
+            yield
         except UserError:
             raise
         except (Exception, SystemExit) as error:

@@ -13,6 +13,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.checkpoint.hf import load_weights
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import ParallelGroups, World
+from realhf.engine.base import PassSettings
 from realhf.engine.chunked_loss import compute_outputs
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
@@ -233,9 +234,8 @@ def test_sft_loss_is_the_cross_entropy_of_transformers(tmp_path):
     tokens, mask = Packed(ids.flatten(), [11] * 4), Packed(wanted.flatten().double(), [11] * 4)
     batch = Batch([0, 1, 2, 3], {"sequence_ids": tokens, "response_mask": mask})
     loss = CrossEntropy()
-    outputs = compute_outputs(
-        model, model(tokens.values, tokens.lengths), tokens, mask=mask, output=loss.output
-    )
+    settings = PassSettings("sequence_ids", loss.output, loss=loss)
+    outputs = compute_outputs(model, model(tokens.values, tokens.lengths), batch, settings)
     value, _ = loss(outputs, batch, loss.totals(batch))
     assert value.item() == pytest.approx(answer.loss.item(), rel=1e-6)  # theirs is in float32
     exact = F.cross_entropy(answer.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -14,7 +14,7 @@ from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.pipeline import run_pipeline
+from realhf.engine.pipeline import forward_passes
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.models.families import FAMILIES
@@ -65,18 +65,15 @@ def _logits_and_gradients(engine, layout, rank):
     first, last = even_split(len(ids), layout.strategy.cp, layout.coordinate(rank).cp)
     found = []
     model.enable_grad()
-
-    def forward(_, hidden):
-        hidden = model(ids if hidden is None else hidden, lengths)
-        if not model.groups.is_last_stage:
-            return hidden
-        logits = model.logits(hidden)
-        rows = slice(starts[0] + first, starts[0] + last)
-        found.append((rows.start, model.vocab_range[0], logits.detach()))
-        return (logits * _logit_weights()[rows, slice(*model.vocab_range)]).sum()
-
     shape = (last - first, model.config.hidden_size)
-    run_pipeline(forward, model.groups, hidden_shapes=[shape], dtype=model.flat.dtype)
+    outputs = {}
+    for i, hidden in forward_passes(model.groups, outputs, hidden_shapes=[shape], dtype=model.flat.dtype):
+        outputs[i] = model(ids if hidden is None else hidden, lengths)
+        if model.groups.is_last_stage:
+            logits = model.logits(outputs[i])
+            rows = slice(starts[0] + first, starts[0] + last)
+            found.append((rows.start, model.vocab_range[0], logits.detach()))
+            outputs[i] = (logits * _logit_weights()[rows, slice(*model.vocab_range)]).sum()
     model.finish_grads()
     grads = model.grad_shards()
     return found, {name: (region, grads[name]) for name, region in model.regions.items()}

@@ -7,7 +7,7 @@ import transformers
 from realhf.checkpoint.hf import load_weights
 from realhf.devices.half_precision import split_into
 from realhf.distributed.world import World
-from realhf.engine.pipeline import run_pipeline
+from realhf.engine.pipeline import forward_passes
 from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout
 from realhf.nn.attention import token_range
@@ -112,28 +112,26 @@ def _train(world, hf, text, recompute):
     ids, cp = tokens().split(SEQ_LENS), model.groups.cp
     start, stop = model.vocab_range
     losses = [RouterLosses(balance_scale=3.0, z_scale=0.1) for _ in parts]
+    found = {}
+    ranges = [token_range(sum(SEQ_LENS[j] for j in part), cp) for part in parts]
+    shapes = [(last - first, HIDDEN) for first, last in ranges]
     outputs = {}
-
-    def forward(i, hidden):
+    for i, hidden in forward_passes(model.groups, outputs, hidden_shapes=shapes, dtype=torch.float64):
         lens = [SEQ_LENS[j] for j in parts[i]]
         x = torch.cat([ids[0][:0], *(ids[j] for j in parts[i])]) if hidden is None else hidden
-        x = model(x, lens, recompute=recompute, router_losses=losses[i])
+        outputs[i] = x = model(x, lens, recompute=recompute, router_losses=losses[i])
         if not model.groups.is_last_stage:
-            return x
+            continue
         logits = model.logits(x)
         mine = slice(*token_range(sum(lens), cp))
         at = [(j, t) for j in parts[i] for t in range(SEQ_LENS[j])][mine]
-        outputs.update(zip(at, logits.detach(), strict=True))
+        found.update(zip(at, logits.detach(), strict=True))
         weights = [_weights(SEQ_LENS[j], seed=j)[:, start:stop] for j in parts[i]]
-        return (logits * torch.cat([logits.new_zeros(0, stop - start), *weights])[mine]).sum()
-
-    ranges = [token_range(sum(SEQ_LENS[j] for j in part), cp) for part in parts]
-    shapes = [(last - first, HIDDEN) for first, last in ranges]
-    run_pipeline(forward, model.groups, hidden_shapes=shapes, dtype=torch.float64)
+        outputs[i] = (logits * torch.cat([logits.new_zeros(0, stop - start), *weights])[mine]).sum()
     model.finish_grads()
     grads = model.grad_shards()
     pieces = [(name, region, grads[name]) for name, region in model.regions.items()]
-    return (start, stop), outputs, pieces, sum(found.sums() for found in losses)
+    return (start, stop), found, pieces, sum(loss.sums() for loss in losses)
 
 
 def _weights(length, seed):

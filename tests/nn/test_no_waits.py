@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from realhf.calls import OptimizerConfig, SamplingConfig
+from realhf.calls import Loss, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.devices import chunk_sizes
+from realhf.distributed.process import no_report
 from realhf.distributed.world import World
 from realhf.engine.base import PassSettings
 from realhf.inference.sampling import sample
@@ -147,6 +148,17 @@ def test_most_probable_tokens_on_the_device_are_those_of_the_cpu():
         assert torch.equal(ours, wanted)
 
 
+class LogProbsAndEntropy(Loss):
+    output = "logprobs"
+    entropy = True
+
+    def totals(self, batch):
+        return {"samples": len(batch)}
+
+    def __call__(self, outputs, batch, totals):
+        return (outputs["logprobs"] + outputs["entropy"]).sum(), {}
+
+
 @pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
 @pytest.mark.parametrize("chunk_tokens", [4, 1000])
 def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chunk_tokens):
@@ -154,14 +166,7 @@ def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chun
     host, forward and backward."""
     monkeypatch.setattr(chunk_sizes, "CHUNK_NUMEL", chunk_tokens * SIZES["vocab_size"] // 8)
     directory = write_model(tmp_path / "model", name)
-    num_parts = []
-
-    def finish(outputs, samples):
-        num_parts.append(len(samples))
-        return (outputs["logprobs"] + outputs["entropy"]).sum()
-
-    settings = PassSettings(
-        "ids", {"output": "logprobs", "temperature": 0.7, "entropy": True, "token_ids": ()}, finish, 1000)
+    settings = PassSettings("ids", "logprobs", 0.7, loss=LogProbsAndEntropy())
     with pretended_device() as device:
         engine = engine_of(
             directory, device=device, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3))
@@ -170,9 +175,9 @@ def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chun
         batch = Batch(list(range(5)), {"ids": ids, "response_mask": ids.like(mask.float())})
         batch = batch.to(device).select([4, 1, 0, 2, 3])
         with host_traffic() as traffic:
-            engine._run_micro_batch(batch, None, settings, layer_done=None).backward()
+            parts = engine._run_passes([batch], settings, no_report)
     assert not traffic.waits_but("Event.synchronize") and traffic.launches > 50
-    assert len(num_parts) == (4 if chunk_tokens == 4 else 1)
+    assert len(parts) == (4 if chunk_tokens == 4 else 1)
 
 
 def test_outputs_without_gradients_never_wait(tmp_path):
@@ -180,10 +185,10 @@ def test_outputs_without_gradients_never_wait(tmp_path):
     with pretended_device() as device:
         engine = engine_of(directory, device=device, dtype="bfloat16")
         batch = Batch([0, 1], {"ids": Packed(tokens(9), [4, 5])}).to(device)
-        for output in ({"output": "logprobs"}, {"output": "logprobs", "top": 3}):
-            settings = PassSettings("ids", output, lambda outputs, _: outputs, 1000)
+        for top in (0, 3):
+            settings = PassSettings("ids", "logprobs", top=top)
             with host_traffic() as traffic, torch.no_grad():
-                engine._run_micro_batch(batch, None, settings, layer_done=None)
+                engine._run_passes([batch], settings, no_report)
             assert not traffic.waits and traffic.launches > 20
 
 

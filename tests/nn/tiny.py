@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from realhf.distributed.world import ParallelGroups, World
-from realhf.engine.pipeline import run_pipeline
+from realhf.engine.pipeline import forward_passes
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
@@ -75,18 +75,16 @@ def step(model: Transformer, *, recompute: bool = False) -> Step:
     trained.enable_grad()
     groups, ids, found = model.groups, tokens(), list[Logits]()
     rows, columns = token_range(len(ids), groups.cp), model.vocab_range
-
-    def forward(_: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        hidden = model(ids if hidden is None else hidden, SEQ_LENS, recompute=recompute)
-        if not groups.is_last_stage:
-            return hidden
-        logits = model.logits(hidden)
-        found.append((rows, columns, logits.detach()))
-        weights = torch.randn(len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
-        return (logits * weights[slice(*rows), slice(*columns)]).sum()
-
     shape = (rows[1] - rows[0], model.config.hidden_size)
-    run_pipeline(forward, groups, hidden_shapes=[shape], dtype=model.flat.dtype)
+    outputs: dict[int, torch.Tensor] = {}
+    for i, hidden in forward_passes(groups, outputs, hidden_shapes=[shape], dtype=model.flat.dtype):
+        outputs[i] = model(ids if hidden is None else hidden, SEQ_LENS, recompute=recompute)
+        if groups.is_last_stage:
+            logits = model.logits(outputs[i])
+            found.append((rows, columns, logits.detach()))
+            weights = torch.randn(
+                len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+            outputs[i] = (logits * weights[slice(*rows), slice(*columns)]).sum()
     trained.finish_grads()
     assert trained.grad_buffer is not None
     groups.cp.all_reduce(trained.grad_buffer)

@@ -74,7 +74,8 @@ class Case:
         for step in range(1, experiment.steps + 1):
             self.operations.append(("begin", step, step == experiment.steps))
             for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
-                runner.execute(experiment.step)
+                with runner.one_step():
+                    experiment.step(runner)
 
     def seen_by_one_process(self):
         """Return for each run of a call its operation, its updates so far, and what has made its inputs."""

@@ -26,8 +26,8 @@ from realhf.data.micro_batch import attention_share, interleaved_group, micro_ba
 from realhf.distributed.pieces import Shards
 from realhf.distributed.process import Report
 from realhf.distributed.world import ParallelGroups, World
-from realhf.engine.base import DTYPES, Engine, PassSettings
-from realhf.engine.chunked_loss import loss_by_chunks
+from realhf.engine.base import DTYPES, Engine, Outputs, PassSettings
+from realhf.engine.chunked_loss import run_head
 from realhf.engine.megatron.model import MegatronModel, make_config
 from realhf.engine.megatron.optimizer import MegatronTrainer
 from realhf.engine.megatron.pieces import blocks_of, by_name
@@ -38,8 +38,8 @@ from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
 
-ResultOf = Callable[[int, Tensor], Any]
-"""(number of the micro-batch, hidden states of the last stage) -> its loss, or any result."""
+LossOf = Callable[[int, Tensor], Tensor | None]
+"""(number of the micro-batch, hidden states of the last stage) -> its loss if autograd is on."""
 
 
 class MegatronEngine(Engine):
@@ -121,20 +121,24 @@ class MegatronEngine(Engine):
             count = max(self.groups.ep_control.all_gather_json(count))
         return parts + [[]] * (count - len(parts))
 
-    def _run_passes(self, micro_batches: list[Batch], settings: PassSettings, report: Report) -> list[Any]:
+    def _run_passes(
+        self, micro_batches: list[Batch], settings: PassSettings, report: Report
+    ) -> list[Outputs]:
         packed = [samples[settings.key] for samples in micro_batches]
+        results: list[Outputs] = []
 
-        def result_of(number: int, hidden: torch.Tensor) -> Any:
+        def loss_of(number: int, hidden: torch.Tensor) -> torch.Tensor | None:
             report(f"micro-batch {number + 1} of {len(micro_batches)}")
             hidden_TH = self.model.rows(hidden)[: len(packed[number].values)]
-            return loss_by_chunks(
-                self.model, hidden_TH, micro_batches[number], settings.result_of, key=settings.key,
-                group_size=settings.group_size, **settings.outputs)
+            loss, parts = run_head(self.model, hidden_TH, micro_batches[number], settings)
+            results.extend(parts)
+            return loss
 
         if torch.is_grad_enabled():
             assert self._trainer is not None
             self._trainer.start()
-        return self._schedule.run(packed, result_of, recompute=settings.recompute)
+        self._schedule.run(packed, loss_of, recompute=settings.recompute)
+        return results
 
 
 def _start_globals() -> None:
@@ -172,8 +176,8 @@ class PipelineSchedule:
         self._messages = (
             {"p2p_communicator": StageMessages(groups, collection.pp, config)} if layout.pp > 1 else {})
 
-    def run(self, micro_batches: Sequence[Packed], result_of: ResultOf, *, recompute: bool) -> list[Any]:
-        """Return the last stage's results; run backward passes, and sum the gradients, if autograd is on.
+    def run(self, micro_batches: Sequence[Packed], loss_of: LossOf, *, recompute: bool) -> None:
+        """Run micro-batches through the stages; if autograd is on, run backward passes and sum the gradients.
 
         With `recompute`, every layer keeps only its input for the backward pass.
         """
@@ -183,7 +187,6 @@ class PipelineSchedule:
         self._config.recompute_num_layers = 1 if recompute else None
         count = len(micro_batches)
         sizes = self._padded_sizes(micro_batches)
-        results: list[Any] = []
 
         def forward(numbers: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Any]:
             number = next(numbers)
@@ -191,10 +194,9 @@ class PipelineSchedule:
             return model(ids_T, seq_lens), partial(collect, number)
 
         def collect(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            result = result_of(number, hidden)
-            results.append(result.detach() if train else result)
+            loss = loss_of(number, hidden)
             # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
-            return (result, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
+            return (loss, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
 
         numbers = [iter(range(count)) for _ in self._chunks]
         if self._is_interleaved:
@@ -204,7 +206,6 @@ class PipelineSchedule:
             model=self._chunks if self._is_interleaved else self._chunks[0], num_microbatches=count,
             seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
             pg_collection=self._collection, **self._messages)  # fmt: skip
-        return results
 
     def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
         """Return the size of each micro-batch: a multiple of tp, and under a pipeline the same for all.

@@ -68,8 +68,8 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
         runner = experiment.step_runner(graph, executor, steps=steps)
         for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
-            with time_limit(_MAX_SECONDS, _endless):
-                runner.execute(experiment.step)
+            with time_limit(_MAX_SECONDS, _endless), runner.one_step():
+                experiment.step(runner)
         operations = operations or executor.operations
     for name, value in vars(experiment).items():
         if value is not fields.get(name):

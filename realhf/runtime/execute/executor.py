@@ -37,7 +37,7 @@ from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flop
 from realhf.runtime.records.recorder import StepRecord
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.samples.rollout_collector import RolloutCollector
-from realhf.runtime.samples.sample_store import SampleStore, UnfinishedSamples
+from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.reallocations import Arrivals
 
@@ -117,7 +117,7 @@ _MAX_SAVED = 16
 
 
 class Executor:
-    """Executes the parts of one graph on this rank; see `part_executor.PartExecutor`."""
+    """Executes the parts of one graph on this rank; see `sample_pool.PartExecutor`."""
 
     def __init__(
         self, state: RankState, program: PartsProgram, observed: Observations | None = None
@@ -132,7 +132,6 @@ class Executor:
         self._observed = observed or Observations()
         actions = [action for part in program.parts.values() for action in part]
         self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
-        self._unfinished = UnfinishedSamples(state.samples, program.num_rounds)
         self._agreements = Agreements(state.world)
         self.memory = MemoryMeter(state.world, state.models.engines, self._observed.predicted_memory)
         self._record = StepRecord()
@@ -164,7 +163,7 @@ class Executor:
         sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
+        """Run a part on the samples of some prompts, see `sample_pool.PartExecutor`."""
         self._operation = operation
         self._context.updates = dict(updates or {})
         self._context.run_state = MappingProxyType({} if state is None else state)
@@ -185,7 +184,13 @@ class Executor:
             elif isinstance(action, Redistribute):
                 self._redistribute(action)
             else:
-                self._run(action, inputs.pop(action.call.name, None))
+                self._wait_for_weights(action)
+                if (minibatches := inputs.pop(action.call.name, None)) is not None:
+                    if action.call.kind == "host":
+                        self._run_host(action, minibatches)
+                    else:
+                        self._run_model(action, minibatches)
+                self._count_update(action.call)
         if (rollouts := self._observed.rollouts) is not None:
             self._record.rollouts += rollouts.collect(part, prompts, self._samples, self._context)
 
@@ -221,10 +226,10 @@ class Executor:
         """Free the caches that generation keeps between rounds, as a resumed run begins without them."""
         for action in self._calls.values():
             call = action.call
-            if call.role is not None and self._unfinished.has(call):
+            if call.role is not None and self._in_rounds(call):
                 if self._world.rank in action.layout:
                     self._models.engines.generating((call.role, action.layout)).flush_cache(call.name)
-                self._unfinished.engine_has_forgotten(call)
+                self._samples.held_by_engine.discard(call.name)
 
     def note(self, number: int, text: str, digest: str) -> None:
         """Tell the watcher which operation follows, and the digest of all operations so far."""
@@ -239,17 +244,16 @@ class Executor:
     def _samples_of(self, prompts: Sequence[int]) -> "_Chosen":
         return _Chosen(tuple(prompts), frozenset(samples_of(prompts, self._program.group_size)))
 
-    def _run(self, action: Run, minibatches: list[Batch] | None) -> None:
-        """Run a call if this rank has inputs for it. Every rank counts the update of a train step."""
+    def _wait_for_weights(self, action: Run) -> None:
+        """Wait for the weights of a call on this rank; and before an update, for all copies of the role."""
         call = action.call
         if call.role is not None and call.kind == "train_step":
             self._wait(call.role)  # Parameters in flight must not change.
         elif call.role is not None and self._world.rank in action.layout:
             self._wait(call.role, action.layout)
-        if minibatches is not None:
-            run = self._run_host if call.kind == "host" else self._run_model
-            if (outputs := run(action, minibatches)) is not None:
-                self._samples.put(call.name, outputs)
+
+    def _count_update(self, call: FunctionCall) -> None:
+        """Count the update of a train step, as every rank does."""
         if call.kind == "train_step" and call.role is not None:
             self._models.updated(call.role)
             self._context.updates[call.role] = self._context.updates.get(call.role, 0) + 1
@@ -273,14 +277,16 @@ class Executor:
     def _redistribute(self, action: Redistribute) -> None:
         """Distribute the unfinished samples of a generating call evenly among the replicas."""
         call = action.call
-        if self._world.rank not in action.layout or self._unfinished.engine_holds(call):
+        if self._world.rank not in action.layout or call.name in self._samples.held_by_engine:
             return
-        mine = self._unfinished.of(call) if self._world.rank in action.layout.result_ranks else None
+        mine = None
+        if self._world.rank in action.layout.result_ranks:
+            mine = self._samples.unfinished_of(call.name)
         routing = Routing(self._program.group_size, keep_groups=True, equal_costs=True)
         with self._waiting(call.name, "waits for unfinished samples"):
             (samples,) = self._exchange.receive(
                 [Source(action.layout, mine, action.tag)], action.layout, routing, tag=action.tag)
-        self._unfinished.replace(call, samples)
+        self._samples.unfinished[call.name] = samples
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
@@ -341,32 +347,58 @@ class Executor:
         self._waited += time.monotonic() - start
         self._arrivals.add(finished)
 
-    def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
-        """Run a call on a model; return its outputs on the layout's result ranks, and None on other ranks."""
+    def _run_model(self, action: Run, minibatches: list[Batch]) -> None:
+        """Run a call on a model; the layout's result ranks store its outputs."""
         call = action.call
         layout = action.layout
         rank = self._world.rank
+        samples = self._samples
         assert call.role is not None
+        plan = self._program.plan[call.name]
+        engines = self._models.engines
+        note = self._world.process.note
         weights = self._weights(action)
         timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.process.doing(call.name)
         explained = explaining(call, rank, self._context.step)
         with doing, weights, explained, timed as event, self.memory.of_call(action, event):
-            before = self._unfinished.of(call)
-            result = self._run_engine(action, minibatches)
+            before = samples.unfinished_of(call.name)
+            if call.kind == "generate":
+                budget = None
+                if self._in_rounds(call):
+                    budget = -(-call.work.sampling.max_new_tokens // self._program.num_rounds)
+                result = engines.generating((call.role, layout)).generate(
+                    call, minibatches[0], budget=budget, version=self._context.updates.get(call.role, 0),
+                    unfinished=None if call.name in samples.held_by_engine else before, report=note)
+            elif call.kind == "train_step":
+                metrics = engines[call.role, layout].train(
+                    call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
+                    gather=False, report=note)
+                result = CallResult(Batch([]), metrics)
+            else:
+                outputs = engines[call.role, layout].forward(
+                    call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=note)
+                result = CallResult(outputs, {})
             self._arrivals.delay(event)
             if call.kind != "forward" and rank in layout.result_ranks:
                 event["num_tokens"] = self._count_tokens(call, minibatches, before, result)
             if call.role in self._observed.flops and rank in layout.result_ranks:
                 event["flops"] = self._count_flops(call, minibatches, before, result)
-        if self._unfinished.has(call):
-            self._unfinished.put(call, result.unfinished)
+        if self._in_rounds(call):
+            samples.unfinished[call.name] = result.unfinished
+            if call.work.cache_on_update == "keep":
+                samples.held_by_engine.add(call.name)
+        if rank in layout.result_ranks:
+            samples.put(call.name, result.batch)
         if result.metrics.get("skipped_updates") and rank in layout.result_ranks:
             self._save_samples(call.name, minibatches)
         if rank == layout.result_ranks[0]:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             self._record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
-        return result.batch if rank in layout.result_ranks else None
+
+    def _in_rounds(self, call: FunctionCall) -> bool:
+        """Return whether a call may leave samples unfinished."""
+        return call.kind == "generate" and self._program.num_rounds > 1
 
     def _count_tokens(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
@@ -387,22 +419,6 @@ class Executor:
         return generate_flops(
             call, flops, minibatches[0], group_size=self._program.group_size, before=before,
             after=[result.batch, result.unfinished])
-
-    def _run_engine(self, action: Run, minibatches: list[Batch]) -> CallResult:
-        """Let the engine of a call generate, train or run forward passes."""
-        call = action.call
-        plan = self._program.plan[call.name]
-        key = (call.role or "", action.layout)
-        note = self._world.process.note
-        if call.kind == "generate":
-            options = {"version": self._context.updates.get(key[0], 0), **self._unfinished.options(call)}
-            return self._models.engines.generating(key).generate(call, minibatches[0], report=note, **options)
-        engine = self._models.engines[key]
-        passes: dict[str, Any] = {"micro_batch_tokens": plan.micro_batch_tokens, "report": note}
-        if call.kind == "train_step":
-            metrics = engine.train(call, minibatches, recompute=plan.recompute, gather=False, **passes)
-            return CallResult(Batch([]), metrics)
-        return CallResult(engine.forward(call, minibatches[0], **passes), {})
 
     def _take_waited(self) -> float:
         waited = self._waited
@@ -440,7 +456,8 @@ class Executor:
         with self._record.timed(**about, what="release"):
             weights.release()
 
-    def _run_host(self, action: Run, minibatches: list[Batch]) -> Batch:
+    def _run_host(self, action: Run, minibatches: list[Batch]) -> None:
+        """Call a host function and store its outputs."""
         (batch,) = minibatches
         call = action.call
         timed = self._record.timed(
@@ -454,7 +471,7 @@ class Executor:
         if batch.ids:
             metrics = result.metrics.items()
             self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics]
-        return result.batch
+        self._samples.put(call.name, result.batch)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """SampleStore: the outputs of calls that this rank holds, by call and unfinished answers."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from safetensors.torch import load, save
 
 from realhf.data.batch import Batch
 from realhf.data.order import prompt_of
-from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 
 
@@ -17,6 +15,9 @@ class SampleStore:
     def __init__(self) -> None:
         self.complete: dict[str, list[Batch]] = {}
         self.unfinished: dict[str, Batch] = {}
+        self.held_by_engine: set[str] = set()
+        """The calls whose engine holds the unfinished samples, too, with its cache; other engines get them
+        again for each round. Checkpoints do not say so: a resumed run begins without caches."""
 
     def copied(self) -> "SampleStore":
         """Return a store with the same samples, which later changes of this one leave as it is."""
@@ -70,6 +71,10 @@ class SampleStore:
         """
         return Batch.concat([_select(batch, keys, ids) for batch in self.complete.get(producer, [Batch([])])])
 
+    def unfinished_of(self, call: str) -> Batch:
+        """Return the samples that a call has left unfinished."""
+        return self.unfinished.get(call, Batch([]))
+
     def forget(self, ids: Collection[int], *, producers: Collection[str] | None = None) -> None:
         """Free the memory of these samples, of some calls or of all.
 
@@ -97,48 +102,3 @@ def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
     indices = [i for i, sample in enumerate(batch.ids) if sample in ids]
     picked = batch.pick(keys) if batch.fields else batch
     return picked if len(indices) == len(batch) else picked.select(indices)
-
-
-class UnfinishedSamples:
-    """This rank's unfinished samples of generating calls, whose columns are in the sample store.
-
-    An engine that keeps its cache between rounds holds them, too; others get them again for each round.
-    """
-
-    def __init__(self, samples: SampleStore, num_rounds: int) -> None:
-        self._samples = samples
-        self._num_rounds = num_rounds
-        self._held_by_engine: set[str] = set()
-
-    def has(self, call: FunctionCall) -> bool:
-        """Return whether a call may leave samples unfinished."""
-        return call.kind == "generate" and self._num_rounds > 1
-
-    def engine_holds(self, call: FunctionCall) -> bool:
-        """Return whether the engine holds the call's samples from the last round."""
-        return call.name in self._held_by_engine
-
-    def of(self, call: FunctionCall) -> Batch:
-        """Return the columns of the call's samples."""
-        return self._samples.unfinished.get(call.name, Batch([]))
-
-    def options(self, call: FunctionCall) -> dict[str, Any]:
-        """Return the options of `generate` for the next round of a call."""
-        if not self.has(call):
-            return {}
-        budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
-        return {"budget": budget, "unfinished": None if self.engine_holds(call) else self.of(call)}
-
-    def put(self, call: FunctionCall, samples: Batch) -> None:
-        """Store the samples that a round left unfinished, which the engine may hold, too."""
-        self._samples.unfinished[call.name] = samples
-        if call.work.cache_on_update == "keep":
-            self._held_by_engine.add(call.name)
-
-    def replace(self, call: FunctionCall, samples: Batch) -> None:
-        """Store other samples for the next round, which the engine does not hold."""
-        self._samples.unfinished[call.name] = samples
-
-    def engine_has_forgotten(self, call: FunctionCall) -> None:
-        """Note that the engine does not hold the samples any more, so that the next round gets them."""
-        self._held_by_engine.discard(call.name)
