@@ -366,23 +366,23 @@ class GenerateOutputs(NamedTuple):
         return cls(*call.outputs)
 
 
-_ANSWERS = GenerateOutputs("sequence_ids", "response_mask", "gen_logprobs", "finished", "versions")
-"""The keys of answers in the shipped algorithms."""
+_USUAL_KEYS = GenerateOutputs("sequence_ids", "response_mask", "gen_logprobs", "finished", "versions")
+"""The keys of responses in the shipped algorithms."""
 
 
-def answer_keys(graph: DataflowGraph) -> GenerateOutputs | None:
-    """Return the keys of a graph's answers; None if it has no answers, or if it is not clear which these are.
+def response_keys(graph: DataflowGraph) -> GenerateOutputs | None:
+    """Return the keys of a graph's responses; None if it has none, or if it is not clear which these are.
 
     They are `sequence_ids`, `response_mask` and so on, whichever calls write them, and where none does, the
     outputs of the only call that generates. A key that no call writes is among them, too.
     """
     generating = graph.of_kind("generate")
     own = GenerateOutputs.of(generating[0]) if len(generating) == 1 else None
-    if graph.producer(_ANSWERS.mask) is None or (own or _ANSWERS).sequences in graph.inputs:
+    if graph.producer(_USUAL_KEYS.mask) is None or (own or _USUAL_KEYS).sequences in graph.inputs:
         return own
     known = {
-        field: usual for field, usual in _ANSWERS._asdict().items() if graph.producer(usual) is not None}
-    return (_ANSWERS if own is None else own)._replace(**known)
+        field: usual for field, usual in _USUAL_KEYS._asdict().items() if graph.producer(usual) is not None}
+    return (_USUAL_KEYS if own is None else own)._replace(**known)
 
 
 @dataclass(frozen=True)

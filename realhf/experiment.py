@@ -40,17 +40,17 @@ class Evaluation:
     """
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    samples: int = 1  # Answers to each prompt.
+    samples: int = 1  # Samples of each prompt.
     sampling: SamplingConfig | None = None
-    """How answers are drawn. None: greedily if `samples` is 1, else as in training."""
+    """How responses are drawn. None: greedily if `samples` is 1, else as in training."""
     max_rows: int = 0  # Most rows, spread evenly over those of the dataset; 0: all of them.
     function: Any = None
-    """Scores the answers, in the place of the experiment's `eval_function` or `reward_function`."""
+    """Scores the responses, in the place of the experiment's `eval_function` or `reward_function`."""
     correct_by: str | None = None
-    """Name of the reward that decides which answers are right, in pass@k, majority@k and the other metrics of
+    """Name of the reward that decides which samples are right, in pass@k, majority@k and the other metrics of
     several samples; None: the first reward. The score is the weighted sum of all rewards."""
     correct_above: float | None = None
-    """An answer counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
+    """A sample counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
 
     def __post_init__(self) -> None:
         check_types(self, "Evaluation.")
@@ -61,9 +61,9 @@ class Evaluation:
         if self.sampling is not None:
             self._require_random(self.sampling, "Evaluation.sampling.temperature")
 
-    def answer_sampling(self, training: SamplingConfig) -> SamplingConfig:
-        """Return how answers are drawn in an experiment with this sampling. Raises ValueError if all samples
-        of a prompt would be equal."""
+    def sampling_for(self, training: SamplingConfig) -> SamplingConfig:
+        """Return how responses are drawn in an experiment with this sampling. Raises ValueError if all
+        samples of a prompt would be equal."""
         if self.sampling is not None:
             return self.sampling
         if self.samples == 1:
@@ -125,7 +125,7 @@ def metric_prefix(name: str) -> str:
 
 
 def sampling_seed(seed: int, name: str) -> int:
-    """Return the seed of a set's answers: different for each set, and different from that of training."""
+    """Return the seed of a set's responses: different for each set, and different from that of training."""
     return seed ^ zlib.crc32(metric_prefix(name).encode())
 
 
@@ -136,9 +136,9 @@ _COMPARED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class RolloutLog:
-    """Which answers of training are kept in rollouts.jsonl, and how large the file may become.
+    """Which samples of training are kept in rollouts.jsonl, and how large the file may become.
 
-    All answers to a kept prompt are kept, so that they can be compared. The choice depends on the seed, the
+    All samples of a kept prompt are kept, so that they can be compared. The choice depends on the seed, the
     step and the numbers of prompts and rows only, so it is the same under every plan.
     """
 
@@ -151,8 +151,8 @@ class RolloutLog:
     """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""
     max_characters: int = 20_000  # Longer texts lose their middle.
     tokens: bool = False
-    """Whether the token ids of each answer are kept, with the response mask and the log-probs with which the
-    tokens were sampled, so that anyone can check them."""
+    """Whether the token ids of each response are kept, with the response mask and the log-probs with which
+    the tokens were sampled, so that anyone can check them."""
 
     def __post_init__(self) -> None:
         check_types(self, "rollouts.")
@@ -164,7 +164,7 @@ class RolloutLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether any answer is kept."""
+        """Whether any sample is kept."""
         return self.prompts_per_step > 0 or self.follow_rows > 0
 
     @property
@@ -330,8 +330,8 @@ class Expected:
     a response ends with the same chance after each token."""
     lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
-    reward_seconds: float = 0.0  # Mean time in which the reward functions score one answer.
-    reward_p99_seconds: float | None = None  # 99 % of the answers take no longer; None: all take the mean.
+    reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.
+    reward_p99_seconds: float | None = None  # 99 % of the samples take no longer; None: all take the mean.
     part_runs: dict[str, float] = field(default_factory=dict)
     """Part -> how often a step runs it on average, such as one that samples again; 1 for all others."""
 
@@ -359,14 +359,14 @@ class Experiment:
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
-    rollouts: RolloutLog = field(default_factory=RolloutLog)  # Answers that are kept to read.
+    rollouts: RolloutLog = field(default_factory=RolloutLog)  # Samples that are kept to read.
     max_lag: int = 0
     """The most updates between sampling a token and training on it. Above 0, generation runs ahead of
     training by that many batches."""
     rounds: int | None = None
-    """How many rounds, one in each step, an answer may take; weights may change between rounds. With
+    """How many rounds, one in each step, a response may take; weights may change between rounds. With
     `max_lag` rounds, generation and training overlap if each has devices of its own. With one more, long
-    answers go on in the next step on the same devices. Others are not legal. None: `max_lag`, at least 1."""
+    responses go on in the next step on the same devices. Others are illegal. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory or hub name of the tokenizer; None: that of the first role.
 
@@ -451,7 +451,7 @@ class Experiment:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in which an answer is generated."""
+        """Rounds in which a response is generated."""
         return max(1, self.max_lag) if self.rounds is None else self.rounds
 
     @property

@@ -27,7 +27,7 @@ from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import read_rows
 from realhf.models import families
-from realhf.rewards.scorer import Answers
+from realhf.rewards.scorer import SamplesToScore
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.execute.host_call import call_host_function
 from tests.cli.test_plan import write_profile
@@ -265,7 +265,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
         exec(f"def {name}(completions):\n    return [0.5 for c in completions]", names)
     exec(block, names)
     call = RewardCall(names["experiment"].reward_function, ())
-    answers = Answers([0], ["p"], ["a"], [[1]], {})
+    answers = SamplesToScore([0], ["p"], ["a"], [[1]], {})
     assert call.scored(answers).by_name == [{"exact_answer": 0.5, "polite": 0.5, "judge": 0.5}]
     assert call.scored(answers).totals == [0.5 + 0.1 + 0.5]
 

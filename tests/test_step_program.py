@@ -675,7 +675,7 @@ def test_rounds_need_one_generating_call_whose_answers_go_to_other_parts():
         checked_parts(Toy(given_parts=parts, max_lag=2), graph)
     parts = {"rollout": ("generate", "judge"), "score": ("logprobs",), "train": ("prepare", "train")}
     checked_parts(Toy(given_parts=parts, max_lag=1), GRAPH)
-    with pytest.raises(ValueError, match="rounds is 2: call 'judge' .*unfinished answers of 'generate'"):
+    with pytest.raises(ValueError, match="rounds is 2: call 'judge' .*unfinished samples of 'generate'"):
         checked_parts(Toy(given_parts=parts, max_lag=2), GRAPH)
 
 

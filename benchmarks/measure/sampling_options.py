@@ -11,7 +11,7 @@ import torch
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.distributed.world import World
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
 from realhf.inference.sampling import sample
 from realhf.inference.stops import StopMatcher, StopStrings
 
@@ -35,7 +35,7 @@ def seconds_per_step(options: dict, *, rows: int, vocabulary: int) -> float:
     """Return the median time of a step after the first ones."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work = Generate(SamplingConfig(max_new_tokens=STEPS, **options))
-    samples = RolloutBuffer(
+    samples = ResponseBuffer(
         rows, work=work, eos_ids=[0], seed=0, device=device, vocab_range=(0, vocabulary))
     prompt = torch.randint(1, vocabulary, (512,), generator=torch.Generator().manual_seed(0)).tolist()
     for i in range(rows):

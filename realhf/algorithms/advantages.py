@@ -135,7 +135,7 @@ class SampleAdvantages:
     group_size: int
     baseline: Baseline = "group_mean"
     """What the score is compared with: the mean of the prompt's samples (GRPO), the mean of its other samples
-    (RLOO), the score of the greedy answer (ReMax), or nothing."""
+    (RLOO), the score of the greedy response (ReMax), or nothing."""
     normalize: Normalize = "group"
     """What divides the difference: the standard deviation of the prompt's scores (`group`), or that of all
     differences of the batch, whose mean is subtracted, too (`batch`: each sample counts once; `tokens`: each

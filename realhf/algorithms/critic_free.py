@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _GREEDY = ("greedy_ids", "greedy_mask", "greedy_logprobs", "greedy_finished")
-"""Keys of greedy answers."""
+"""Keys of greedy responses."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CriticFree(OnPolicy):
     group_size: int = 8  # Samples per prompt.
     baseline: Baseline = "group_mean"
     """What a score is compared with: the mean of the prompt's samples (`group_mean`), the mean of its other
-    samples (`leave_one_out`), the score of the greedy answer (`greedy`), or nothing (`none`)."""
+    samples (`leave_one_out`), the score of the greedy response (`greedy`), or nothing (`none`)."""
     normalize: Normalize = "group"
     """What the difference is divided by: the standard deviation of the prompt's scores (`group`), that of all
     differences, whose mean is subtracted, too (`batch`: each sample counts once; `tokens`: each response
@@ -95,8 +95,8 @@ class CriticFree(OnPolicy):
         return FunctionCall("advantages", "host", keys, outputs, work=work)
 
     def _greedy_calls(self) -> tuple[FunctionCall, FunctionCall]:
-        """Return the calls that answer the prompts greedily and score these answers."""
-        rule = "be 1, as a prompt has one greedy answer"
+        """Return the calls that answer the prompts greedily and score the responses."""
+        rule = "be 1, as a prompt has one greedy response"
         require(self.group_size == 1, "group_size", self.group_size, rule)
         rule = "be false with a greedy baseline, which compares no groups"
         require(not self.filter_groups, "filter_groups", self.filter_groups, rule)
@@ -117,13 +117,13 @@ class CriticFree(OnPolicy):
 
 @dataclass(frozen=True)
 class GreedyScores:
-    """Calls a reward's host function on greedy answers, which have other keys."""
+    """Calls a reward's host function on greedy responses, which have other keys."""
 
     reward: Any
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        answers = {"sequence_ids": batch["greedy_ids"], "response_mask": batch["greedy_mask"]}
-        columns = self.reward(replace(batch, fields=batch.fields | answers), context)
+        responses = {"sequence_ids": batch["greedy_ids"], "response_mask": batch["greedy_mask"]}
+        columns = self.reward(replace(batch, fields=batch.fields | responses), context)
         return {"greedy_score": columns["score"]}
 
 
@@ -206,9 +206,9 @@ class ReinforcePlusPlus(CriticFree):
 
 @dataclass
 class ReMax(CriticFree):
-    """ReMax (Li et al. 2023, arXiv:2310.10505): REINFORCE with the score of the greedy answer as baseline.
+    """ReMax (Li et al. 2023, arXiv:2310.10505): REINFORCE with the score of the greedy response as baseline.
 
-    A = r(sampled answer) - r(greedy answer). The calls `greedy_generate` and `greedy_reward` make the
+    A = r(sampled response) - r(greedy response). The calls `greedy_generate` and `greedy_reward` make the
     baseline.
     """
 
@@ -224,7 +224,7 @@ class ReMax(CriticFree):
 class DAPO(CriticFree):
     """DAPO (Yu et al. 2025, arXiv:2503.14476): dynamic sampling, a higher upper clip, a penalty on length.
 
-    Prompts are sampled until the batch is full of groups whose answers differ in score, as the others teach
+    Prompts are sampled until the batch is full of groups whose responses differ in score, as the others teach
     nothing. The average is that of equation 8: over the tokens of a prompt's group, then over prompts. The
     authors' own code averages over all tokens of the batch (`loss.average="token"`).
     """
@@ -234,7 +234,7 @@ class DAPO(CriticFree):
         default_factory=lambda: PolicyLossConfig(clip_low=0.2, clip_high=0.28, average="prompt"))
     max_rounds: int = 4  # Most batches of prompts that a step samples.
     overlong_buffer: int = 0
-    """Tokens before sampling.max_new_tokens over which answers lose up to 1 of their score; 0: none."""
+    """Tokens before sampling.max_new_tokens over which responses lose up to 1 of their score; 0: none."""
 
     def shaping(self) -> ScoreShaping | None:
         if not self.overlong_buffer:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: the loss of their completions, and the scores of answers."""
+"""Evaluation on held-out rows: the loss of their completions, and the scores of responses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 
-HELD_OUT_ANSWER = ("answer_ids", "answer_mask")
-"""Keys of the answers. Those of `SEQUENCE` are the completions of the rows."""
+HELD_OUT_RESPONSE = ("held_out_ids", "held_out_mask")
+"""Keys of the responses. Those of `SEQUENCE` are the completions of the rows."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
     return FunctionCall("eval_loss", "host", tuple(inputs), work=work)
 
 
-def scored_answers(
+def scored_completions(
     function: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str,
     limits: RewardLimits | None = None,
 ) -> tuple[FunctionCall, ...]:
-    """Return the calls that answer prompts and score the answers; none without a function.
+    """Return the calls that answer prompts and score the responses; none without a function.
 
     The function and the sampling of the held-out set, if it has them, come before these.
     """
     function = held_out.function or function
     if function is None:
         return ()
-    sampling = held_out.answer_sampling(sampling)
+    sampling = held_out.sampling_for(sampling)
     generate = Generate(sampling=sampling, tokenizer=tokenizer if sampling.reads_text else None)
-    written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
+    written = (*HELD_OUT_RESPONSE, "gen_logprobs", "finished")
     columns = reward_columns(function, extra_columns(held_out.dataset))
-    call = RewardCall(function, columns, limits, sequence=HELD_OUT_ANSWER)
+    call = RewardCall(function, columns, limits, sequence=HELD_OUT_RESPONSE)
     reward = HostFunction(call, splittable=True, timeout_seconds=None)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
@@ -76,7 +76,7 @@ def scored_answers(
 
 @dataclass
 class Evaluate(Experiment):
-    """Lets the frozen `actor` answer the prompts of `eval_dataset`, and scores the answers."""
+    """Lets the frozen `actor` answer the prompts of `eval_dataset`, and scores the responses."""
 
     actor: Role = field(default_factory=lambda: Role(model=""))
     reward_function: Any = None
@@ -90,7 +90,7 @@ class Evaluate(Experiment):
         return self.eval_graph()
 
     def eval_graph(self) -> DataflowGraph:
-        calls = scored_answers(
+        calls = scored_completions(
             self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir(),
             limits=self.reward_limits)
         return graph_of(*calls)

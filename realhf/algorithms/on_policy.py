@@ -1,4 +1,4 @@
-"""OnPolicy: roles, settings and calls of algorithms that train a model on its own answers."""
+"""OnPolicy: roles, settings and calls of algorithms that train a model on its own responses."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 SEQUENCE = ("sequence_ids", "response_mask")
 """Keys of a sequence: token ids of prompt and response, and a mask that is 1 on response tokens."""
-ANSWER = (*SEQUENCE, "gen_logprobs", "finished")
-"""Keys of an answer, which `actor_generate` writes."""
+RESPONSE = (*SEQUENCE, "gen_logprobs", "finished")
+"""Keys of a response, which `actor_generate` writes."""
 
 
 @dataclass
 class OnPolicy(Experiment):
-    """The base of algorithms in which the actor answers prompts, the answers are scored and the actor trains.
+    """The base of algorithms in which the actor answers prompts, responses are scored and the actor trains.
 
     A subclass defines `roles` and `graph`, and with them how scores become advantages.
     """
@@ -58,19 +58,19 @@ class OnPolicy(Experiment):
     reward_scores: Scores = field(default_factory=Scores)
     """Whether the reward model's score is its logit or its probability."""
     reward_function: RewardFunctions | None = None
-    """Scores the answers, when there is no reward model: a function, or a list of functions and `Reward`s."""
+    """Scores the responses if there is no reward model: a function, or a list of functions and `Reward`s."""
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     """What happens when a reward function fails, or takes too long."""
     score_shaping: ScoreShaping | None = None
-    """Changes the scores of training by the lengths of answers, such as `CosineReward`."""
+    """Changes the scores of training by the lengths of responses, such as `CosineReward`."""
     token_rewards: tuple[TokenReward, ...] = ()
     """Rewards of single tokens, each with its own discount, such as `RepetitionPenalty`; their returns are
     added to the advantages."""
     eval_function: RewardFunctions | None = None
-    """Scores the answers to `eval_dataset`; None: the training reward scores them."""
+    """Scores the responses to prompts of `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_new_tokens_key: str | None = None
-    """Column of the dataset with the most new tokens of each prompt's answers, whole numbers of at least 1;
+    """Column of the dataset with the most new tokens of each prompt's responses, whole numbers of at least 1;
     `sampling.max_new_tokens` is the limit of all. None: there is no such column."""
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
@@ -83,7 +83,7 @@ class OnPolicy(Experiment):
     cuda_graphs: CudaGraphs = Generate.cuda_graphs
     cache_on_update: CacheOnUpdate = Generate.cache_on_update
     interruption: Interruption | None = None
-    """Ends over-long thinking by a phrase that is inserted into the answer; None: nothing is inserted."""
+    """Ends over-long thinking by a phrase that is inserted into the response; None: nothing is inserted."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
@@ -107,7 +107,7 @@ class OnPolicy(Experiment):
         work = Generate(**settings)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
         inputs = ("prompt_ids", *limits)
-        outputs = (*ANSWER, *self.version_keys)
+        outputs = (*RESPONSE, *self.version_keys)
         return FunctionCall("actor_generate", "generate", inputs, outputs, role="actor", work=work)
 
     @property
@@ -167,12 +167,12 @@ class OnPolicy(Experiment):
         return (FunctionCall("actor_forward", "forward", SEQUENCE, outputs, role="actor", work=work),)
 
     def ref_forward(self) -> FunctionCall:
-        """Return the call that computes the reference's log-probs of the answers."""
+        """Return the call that computes the reference's log-probs of the responses."""
         work = LogProbs(temperature=self.temperature)
         return FunctionCall("ref_forward", "forward", SEQUENCE, ("ref_logprobs",), role="ref", work=work)
 
     def reward_forward(self) -> FunctionCall:
-        """Return the call that scores the answers, by the reward function or the reward model."""
+        """Return the call that scores the responses, by the reward function or the reward model."""
         if self.reward_function is not None:
             return self._reward_call(self.reward_function, self.dataset)
         work = self.reward_scores
@@ -242,22 +242,22 @@ class OnPolicy(Experiment):
         return self.sampling.greedy()
 
     def eval_graph(self) -> DataflowGraph | None:
-        """Return the calls that answer held-out prompts and score the answers.
+        """Return the calls that answer held-out prompts and score the responses.
 
         They are those of `graph` on which the scores depend, so that a subclass that answers in several calls
         is evaluated by the same calls. Each generating call has the sampling of the evaluation.
         """
         held_out = self.evaluation
         function = held_out.function or self.eval_function or self.reward_function
-        answering = self._answering_calls()
+        generating = self._generating_calls()
         if function is not None:
-            return graph_of(*answering, self._reward_call(function, held_out.dataset))
+            return graph_of(*generating, self._reward_call(function, held_out.dataset))
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
-        return graph_of(*answering, self.reward_forward(), decode)
+        return graph_of(*generating, self.reward_forward(), decode)
 
-    def _answering_calls(self) -> list[FunctionCall]:
-        """Return the calls of the training graph that make the answers, as an evaluation runs them."""
+    def _generating_calls(self) -> list[FunctionCall]:
+        """Return the calls of the training graph that make the responses, as an evaluation runs them."""
         held_out = self.evaluation
         graph = self.graph()
         makers = [call for key in SEQUENCE if (call := graph.producer(key)) is not None]
@@ -269,11 +269,11 @@ class OnPolicy(Experiment):
         def evaluated(call: FunctionCall) -> FunctionCall:
             if call.kind != "generate":
                 return call
-            sampling = held_out.answer_sampling(call.work.sampling)
+            sampling = held_out.sampling_for(call.work.sampling)
             tokenizer = self.tokenizer_dir() if sampling.reads_text else None
-            prompts, *limits = call.inputs  # The limits of answers may be a column of the training rows only.
+            prompts, *limits = call.inputs  # Training rows alone may have a column of limits.
             limits = [key for key in limits if key in columns or graph.producer(key) is not None]
-            outputs = [key for i, key in enumerate(call.outputs) if i < len(ANSWER) or key in needed]
+            outputs = [key for i, key in enumerate(call.outputs) if i < len(RESPONSE) or key in needed]
             return replace(
                 call, inputs=(prompts, *limits), outputs=tuple(outputs),
                 work=replace(call.work, sampling=sampling, tokenizer=tokenizer))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from realhf.algorithms.held_out import held_out_loss, scored_answers
+from realhf.algorithms.held_out import held_out_loss, scored_completions
 from realhf.algorithms.on_policy import SEQUENCE, graph_of, initial_reference
 from realhf.algorithms.responses import num_trained_tokens, response_sums
 from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, Scores, TrainStep
@@ -148,7 +148,7 @@ class DPO(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         inputs = ("response_mask", IS_CHOSEN, "logprobs", "ref_logprobs")
-        answers = scored_answers(
+        answers = scored_completions(
             self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir())
         forwards = (_log_probs("ref", "ref_logprobs"), _log_probs("actor", "logprobs"))
         return graph_of(*forwards, held_out_loss(self.loss, inputs), *answers)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from realhf.algorithms.held_out import held_out_loss, scored_answers
+from realhf.algorithms.held_out import held_out_loss, scored_completions
 from realhf.algorithms.on_policy import SEQUENCE, graph_of
 from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import may_have_completions
@@ -63,7 +63,7 @@ class SFT(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         held_out = self.evaluation
-        answers = scored_answers(
+        answers = scored_completions(
             self.reward_function, self.sampling, held_out, tokenizer=self.tokenizer_dir())
         if answers and not may_have_completions(held_out.dataset):
             return graph_of(*answers)

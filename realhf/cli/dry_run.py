@@ -18,8 +18,8 @@ from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym
 from realhf.rewards.remote_judge import RemoteJudge
 from realhf.rewards.reward import column_key, name_of
-from realhf.rewards.scorer import Answers
-from realhf.rewards.scoring import AnswerScores, RewardCall
+from realhf.rewards.scorer import SamplesToScore
+from realhf.rewards.scoring import RewardCall, RewardScores
 from realhf.rewards.unit_tests import UnitTests
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
@@ -213,7 +213,7 @@ def _never_differs(name: str, values: Sequence[float | None], prompt: Any) -> st
 def _scores(
     reward: RewardCall, rows: TokenizedRows, samples: Sequence[dict[str, Any]], texts: list[str],
     *, is_quiet: bool = False,
-) -> AnswerScores:
+) -> RewardScores:
     """Call reward functions with a completion for each of these samples; `is_quiet`: print nothing."""
     end = [rows.tokenizer.eos_token_id or 0]
     ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
@@ -229,7 +229,7 @@ def _scores(
         shown = io.StringIO() if is_quiet else sys.stderr
         with (contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown),
               time_limit(_TRIAL_SECONDS, too_long)):
-            return reward.scored(Answers(range(len(samples)), prompts, texts, ids, columns))
+            return reward.scored(SamplesToScore(range(len(samples)), prompts, texts, ids, columns))
     except UserError as error:
         made_up = ", ".join(repr(text[:40]) for text in texts[:_SAMPLES])
         made_up += f" and {len(texts) - _SAMPLES} others" if len(texts) > _SAMPLES else ""

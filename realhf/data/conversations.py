@@ -99,7 +99,7 @@ def is_continued(prompt: list[dict[str, Any]], completion: Any) -> bool:
     return is_open and (not isinstance(completion, list) or completion[0]["role"] == "assistant")
 
 
-def as_answer(completion: Any) -> Any:
+def as_messages(completion: Any) -> Any:
     """Return a completion of a chat as messages; one that is text is what the assistant says."""
     return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
-from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_answer, is_continued
+from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_messages, is_continued
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -260,7 +260,7 @@ class TokenizedRows:
         if isinstance(prompt, str):
             ids = self._texts.prompt(prompt)
         else:
-            completions = [as_answer(completion) for completion in completions]
+            completions = [as_messages(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
         self._look_at(row, number, tools, {column: row[column] for column in columns}, is_text=is_text)
         if not ids and "prompt_ids" in self.keys:

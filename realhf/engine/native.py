@@ -33,7 +33,7 @@ from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup, Size
+from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig

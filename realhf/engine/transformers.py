@@ -43,7 +43,7 @@ from realhf.engine.chunked_loss import run_head
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import agreed_sizes, check_positions
-from realhf.inference.rollout_buffer import RolloutBuffer, output_columns
+from realhf.inference.response_buffer import ResponseBuffer, output_columns
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
@@ -252,7 +252,7 @@ class TransformersEngine(GeneratingEngine):
         groups = [*round_.groups(call), *prompt_groups(batch, call.inputs)]
         for size in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
             check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
-        samples = RolloutBuffer(
+        samples = ResponseBuffer(
             len(groups), work=work, eos_ids=config.eos_token_ids,
             seed=stream_seed(work.seed, call.name), device=self.flat.device, budget=round_.budget,
             vocab_range=(0, config.vocab_size))
@@ -303,7 +303,7 @@ class _Sampler:
 
     model: TransformersModel
     sampling: SamplingConfig
-    samples: RolloutBuffer
+    samples: ResponseBuffer
     rows: Sequence[int]  # Their numbers in the buffer.
     report: Report
 

@@ -17,7 +17,7 @@ from realhf.calls import Generate
 from realhf.distributed.world import ParallelGroups
 from realhf.errors import UserError
 from realhf.inference.kv_cache import BlockTables
-from realhf.inference.rollout_buffer import PromptGroup, Size
+from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.models.kv_blocks import (
     SHARE_OF_DEVICE,
     SHARE_OF_HOST,

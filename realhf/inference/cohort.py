@@ -37,7 +37,7 @@ from realhf.inference.forward_batch import ChunkPages, chunk_pages, paged_chunks
 from realhf.inference.kv_cache import BlockManager, Flags, RowPages
 from realhf.inference.page_pool import DecodeGraphs, PagePool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
 from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import DecodeWindows, ParkedRow, Prompt, Scheduler, Step
@@ -108,7 +108,7 @@ class Cohort:
         self._queue = queue
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
         capacity = sum(len(group.ids) for group in groups) + (0 if kept is None else len(kept.rows))
-        self.buffer = RolloutBuffer(
+        self.buffer = ResponseBuffer(
             capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
         # Rows of a longrope model restart by their lengths, which must then be known. In a pipeline, other

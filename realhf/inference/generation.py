@@ -22,7 +22,7 @@ from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_s
 from realhf.inference.cohort import Cohort
 from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, Size, join_equal, output_columns
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer, Size, join_equal, output_columns
 from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import stream_seed
 from realhf.layout import even_split
@@ -78,7 +78,7 @@ class Generation:
         """One cache for each cohort, once there are any."""
         self._in_turns = in_turns
         self._block_size: int | None = None
-        self._last_buffers: list[RolloutBuffer] = []
+        self._last_buffers: list[ResponseBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
 
@@ -236,7 +236,7 @@ def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[Pro
     return [join_equal(groups[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
-def _progress(buffers: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
+def _progress(buffers: Sequence[ResponseBuffer], num_own: int, budget: int | None) -> str:
     """Return in words how many samples of this replica have ended, those that it has stolen included."""
     ended = sum(buffer.num_ended for buffer in buffers)
     tokens = sum(buffer.num_tokens for buffer in buffers)

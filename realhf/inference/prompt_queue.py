@@ -15,7 +15,7 @@ from realhf.data.batch import Batch
 from realhf.distributed import tags
 from realhf.distributed.group import Pending, peer_errors
 from realhf.distributed.world import ParallelGroups
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 
 
 class Lines:

@@ -17,7 +17,7 @@ from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import GenerationLimits
 from realhf.inference.kv_cache import BlockManager
 from realhf.inference.page_pool import PagePool
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
 from realhf.inference.scheduler import ParkedRow, Prompt
 from realhf.models.kv_blocks import num_blocks
 
@@ -139,7 +139,7 @@ class KeptRow:
     parked: ParkedRow
     waits: bool = False
 
-    def continue_in(self, buffer: RolloutBuffer) -> ParkedRow | Prompt:
+    def continue_in(self, buffer: ResponseBuffer) -> ParkedRow | Prompt:
         """Add the sample to a round. Return a row if only its last token is not cached, else a prompt."""
         prompt = buffer.add(self.group)
         parked = self.parked
@@ -193,7 +193,7 @@ class KeptCache:
         self.blocks = BlockManager([])
         self.rows = []
 
-    def keep(self, parked: Sequence[ParkedRow], buffer: RolloutBuffer) -> None:
+    def keep(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
         """Replace the rows of a round by those that it leaves unfinished."""
         self.rows = [row for row in self.rows if row.waits]
         groups = buffer.as_groups([row.sample for row in parked])

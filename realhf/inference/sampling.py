@@ -36,7 +36,7 @@ from realhf.distributed.group import Group
 from realhf.inference.kv_cache import Integers
 
 if TYPE_CHECKING:
-    from realhf.inference.rollout_buffer import RolloutBuffer
+    from realhf.inference.response_buffer import ResponseBuffer
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
@@ -341,7 +341,7 @@ class TokenHistory:
         """Each sample's row; -1: it has none."""
         self._free: list[int] = []
 
-    def rows(self, samples: RolloutBuffer, numbers: Sequence[int]) -> Tensor:
+    def rows(self, samples: ResponseBuffer, numbers: Sequence[int]) -> Tensor:
         """Return the rows of samples after their newest tokens, one each since the last call, are in them."""
         at_B = np.array(numbers, np.int64)
         if (lacking := int(at_B.max(initial=-1)) + 1 - len(self._row_of)) > 0:
@@ -372,7 +372,7 @@ class TokenHistory:
                 at = rows, torch.where(is_here_B, local_B, 0)
                 table_RV[at] = table_RV[at] + is_here_B.to(table_RV.dtype)
 
-    def _begin(self, samples: RolloutBuffer, numbers: Sequence[int]) -> None:
+    def _begin(self, samples: ResponseBuffer, numbers: Sequence[int]) -> None:
         """Give rows to samples that have no token of this round; neighbours share prompts."""
         if (lacking := len(numbers) - len(self._free)) > 0:
             self._grow(max(lacking, len(self.last_RP)))
@@ -456,7 +456,7 @@ class LogitProcessors:
         lasts = np.array([word[-1] - self._start for word in here], np.int64)
         return upload(prefixes, self._device), upload(lasts, self._device)
 
-    def prepare(self, samples: RolloutBuffer, numbers: Sequence[int]) -> Tensor | None:
+    def prepare(self, samples: ResponseBuffer, numbers: Sequence[int]) -> Tensor | None:
         """Read the newest tokens of the samples that get one in this step; all of these calls come in turn.
 
         Returns what `__call__` needs, so that it need not wait for the host.

@@ -26,7 +26,7 @@ from realhf.inference.kv_cache import BlockManager, BlockTables, Flags
 from realhf.models.kv_blocks import num_blocks, padded_size
 
 if TYPE_CHECKING:
-    from realhf.inference.rollout_buffer import RolloutBuffer
+    from realhf.inference.response_buffer import ResponseBuffer
 
 MOST_STEPS = 16
 """Most steps of a window. Free slots are filled only when it ends, and its last steps may have no rows."""
@@ -459,7 +459,7 @@ class DecodeWindows:
         self.now = DecodeWindow()
         """The window of the step that has been planned last."""
 
-    def next_step(self, scheduler: Scheduler, buffer: RolloutBuffer, *, num_pages: int) -> Step | None:
+    def next_step(self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int) -> Step | None:
         """Return this rank's next step; None if only other ranks have one, or if all have ended.
 
         `num_pages` is the width of this rank's tables, which does not change in a round.
@@ -477,7 +477,7 @@ class DecodeWindows:
         return step
 
     def _agree(
-        self, step: Step | None, scheduler: Scheduler, buffer: RolloutBuffer, num_pages: int
+        self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
         prefilled = scheduler.prefilled_samples

@@ -28,7 +28,7 @@ from realhf.devices.pinned import upload
 from realhf.inference.kv_cache import Flags, Integers
 
 if TYPE_CHECKING:
-    from realhf.inference.rollout_buffer import RolloutBuffer
+    from realhf.inference.response_buffer import ResponseBuffer
 
 
 class StopMatcher:
@@ -78,7 +78,7 @@ class StopStrings:
         self._states = np.zeros(0, np.int64)
         """Each sample's state; -1: none of its tokens of this round has been read."""
 
-    def advance(self, samples: RolloutBuffer, numbers: Integers, tokens_B: Integers) -> Flags:
+    def advance(self, samples: ResponseBuffer, numbers: Integers, tokens_B: Integers) -> Flags:
         """Read the next token of some samples; return which of them complete a stop string."""
         if (lacking := int(numbers.max(initial=-1)) + 1 - len(self._states)) > 0:
             more = max(lacking, len(self._states) // 8)
@@ -154,7 +154,7 @@ class PhraseInserter:
         self._is_decided = np.zeros(0, bool)
         self._is_interrupted = torch.zeros(0, dtype=torch.bool, device=device)
 
-    def insertions(self, samples: RolloutBuffer, numbers: Sequence[int]) -> Insertions | None:
+    def insertions(self, samples: ResponseBuffer, numbers: Sequence[int]) -> Insertions | None:
         """Return what replaces the next tokens of these samples; None if none of them is replaced."""
         rows = np.array(numbers, np.int64)
         at = samples.num_drawn[rows] + samples.lengths[rows] - self._num_before
@@ -173,7 +173,7 @@ class PhraseInserter:
             self._is_decided = np.pad(self._is_decided, (0, lacking))
             self._is_interrupted = torch.nn.functional.pad(self._is_interrupted, (0, lacking))
 
-    def _decide(self, samples: RolloutBuffer, rows: Integers) -> None:
+    def _decide(self, samples: ResponseBuffer, rows: Integers) -> None:
         """Decide about those of these samples for which that has not happened yet."""
         rows = rows[~self._is_decided[rows]]
         if len(rows):
@@ -182,7 +182,7 @@ class PhraseInserter:
             has_ended_B = self._contain_end(tokens_BA)
             self._is_interrupted[upload(rows, has_ended_B.device)] = ~has_ended_B
 
-    def _first_tokens(self, samples: RolloutBuffer, rows: Integers) -> Tensor:
+    def _first_tokens(self, samples: ResponseBuffer, rows: Integers) -> Tensor:
         """Return the first tokens of responses; those of earlier rounds are at the ends of their prompts."""
         count = self._num_before
         earlier_BA = np.zeros((len(rows), count), np.int64)

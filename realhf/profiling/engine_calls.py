@@ -32,7 +32,7 @@ from realhf.inference.cpu_decoding import Decode, DecodingSteps
 from realhf.inference.forward_batch import PagedBackends, Prefill, paged_rows
 from realhf.inference.kv_cache import BlockManager, BlockTables, RowPages
 from realhf.inference.page_pool import PagePool, page_pool
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import Layout, even_split
 from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read

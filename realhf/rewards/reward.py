@@ -30,8 +30,8 @@ _NOT_EXTRA = ("prompt", "completion")
 """Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
 _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
           "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
-          "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "answer_ids", "answer_mask",
-          "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
+          "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "held_out_ids",
+          "held_out_mask", "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
           "reward_metrics")
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")

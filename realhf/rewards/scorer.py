@@ -24,7 +24,7 @@ _MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
-class Answers:
+class SamplesToScore:
     """The samples to score: ids, and lists with an entry for each sample."""
 
     ids: Sequence[int]
@@ -87,30 +87,30 @@ class Scorer:
         """Whether the function runs in the thread that calls it, so that no other runs at the same time."""
         return self.reward.concurrency is None and not is_async(self.reward.function)
 
-    def __call__(self, answers: Answers) -> Scored:
+    def __call__(self, samples: SamplesToScore) -> Scored:
         """Score the samples. Raises UserError if the function fails and samples may not be dropped.
 
         The function gets completions of chats as messages, as in TRL.
         """
-        if not answers.ids:
+        if not samples.ids:
             return Scored([], [], [])
         # The lists are copies, so that a function that changes one changes it for no other function.
         standard = {
-            "prompts": list(answers.prompts), "completion_ids": list(map(list, answers.completion_ids)),
+            "prompts": list(samples.prompts), "completion_ids": list(map(list, samples.completion_ids)),
             "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}
+                for prompt, text in zip(samples.prompts, samples.completions, strict=True)]}
         arguments = {name: standard[name] for name in self._standard}
-        arguments |= {name: list(answers.columns[name]) for name in self.columns}
+        arguments |= {name: list(samples.columns[name]) for name in self.columns}
         if self.reward.concurrency is not None:
-            scored = self._pooled(arguments, answers)
+            scored = self._pooled(arguments, samples)
         else:
-            scored = self._together(arguments, answers)
+            scored = self._together(arguments, samples)
         self._check_awaited(scored.values)
         if self.on_failure == "stop":
-            self._check_finite(scored.values, answers)
+            self._check_finite(scored.values, samples)
             return scored
-        scored.values = self._without_failed(scored.values, answers.ids)
+        scored.values = self._without_failed(scored.values, samples.ids)
         return self._with_skipped(scored) if self.on_failure == "skip" else scored
 
     def _with_skipped(self, scored: Scored) -> Scored:
@@ -123,48 +123,48 @@ class Scorer:
                   for value, failed in zip(scored.values, skipped, strict=True)]
         return Scored(values, metrics, scored.extra, skipped)
 
-    def _together(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+    def _together(self, arguments: dict[str, list[Any]], samples: SamplesToScore) -> Scored:
         """Call the function with all samples."""
         try:
-            values, log = self._call(arguments, answers.step)
+            values, log = self._call(arguments, samples.step)
         except (Exception, SystemExit) as error:
             if self.on_failure == "stop" or isinstance(error, SystemExit):
-                raise self._explain(error, arguments, answers) from error
+                raise self._explain(error, arguments, samples) from error
             if isinstance(error, ServiceError):  # The service is away for each of them.
                 whole = Scored([], [], [])
-                for _ in answers.ids:
+                for _ in samples.ids:
                     self._add_failed(whole, error)
                 return whole
-            return self._one_by_one(arguments, answers)
-        self._check_length(values, answers.ids)
+            return self._one_by_one(arguments, samples)
+        self._check_length(values, samples.ids)
         return self._scored(list(values), log)
 
-    def _pooled(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+    def _pooled(self, arguments: dict[str, list[Any]], samples: SamplesToScore) -> Scored:
         """Call the function with one sample at a time, several times at once."""
         logs: dict[int, _Log] = {}
 
         def maker(i: int) -> Callable[[], dict[str, Any]]:
             def make() -> dict[str, Any]:
                 logs[i] = _Log()  # A call that is made again logs anew.
-                return _sample(arguments, i) | self._callables(logs[i], answers.step)
+                return _sample(arguments, i) | self._callables(logs[i], samples.step)
 
             return make
 
         concurrency = self.reward.concurrency or 1
-        makers = [maker(i) for i in range(len(answers.ids))]
+        makers = [maker(i) for i in range(len(samples.ids))]
         outcomes = self._limited.each(makers, concurrency=concurrency)
         whole = Scored([], [], [])
         for i, outcome in enumerate(outcomes):
             if outcome.error is not None:
                 if self.on_failure == "stop" or not isinstance(outcome.error, Exception):
-                    raise self._failure(outcome.error, _sample_words(answers, i)) from outcome.error
+                    raise self._failure(outcome.error, _sample_words(samples, i)) from outcome.error
                 self._add_failed(whole, outcome.error)
                 continue
-            self._check_length(outcome.value, answers.ids[i : i + 1])
+            self._check_length(outcome.value, samples.ids[i : i + 1])
             _extend(whole, self._scored(list(outcome.value), logs[i]))
         return whole
 
-    def _one_by_one(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+    def _one_by_one(self, arguments: dict[str, list[Any]], samples: SamplesToScore) -> Scored:
         """Score with one call per sample; a sample whose call fails has NaN.
 
         After ten times the time limit, and at most an hour, the samples that are left count as failed.
@@ -173,16 +173,16 @@ class Scorer:
         if self._seconds is not None:
             deadline = time.monotonic() + min(10 * self._seconds, max(self._seconds, _MAX_SINGLE_SECONDS))
         whole = Scored([], [], [])
-        for i in range(len(answers.ids)):
+        for i in range(len(samples.ids)):
             try:
                 if (left := deadline - time.monotonic()) <= 0:
                     raise TimeoutError("the time for calls with single samples is over")
                 log = _Log()
-                call_arguments = _sample(arguments, i) | self._callables(log, answers.step)
+                call_arguments = _sample(arguments, i) | self._callables(log, samples.step)
                 _extend(whole, self._scored([self._limited.once(call_arguments, at_most=left)[0]], log))
             except Exception as error:
                 self._add_failed(whole, error)
-        self._check_length(whole.values, answers.ids)
+        self._check_length(whole.values, samples.ids)
         return whole
 
     def _call(self, arguments: dict[str, list[Any]], step: int) -> tuple[Any, _Log]:
@@ -237,12 +237,12 @@ class Scorer:
                 f"reward function {self.name} returned {type(waiting[0]).__name__}s, which nothing has "
                 "awaited: make it `async def`, and return `await asyncio.gather(*...)` of them")
 
-    def _check_finite(self, scores: Sequence[Any], answers: Answers) -> None:
+    def _check_finite(self, scores: Sequence[Any], samples: SamplesToScore) -> None:
         """Raise UserError that names the first sample whose score is neither None nor a finite number."""
         for i, score in enumerate(scores):
             if score is not None and not _is_finite(score):
                 raise UserError(
-                    f"reward function {self.name} returned {score!r} for {_sample_words(answers, i)}: "
+                    f"reward function {self.name} returned {score!r} for {_sample_words(samples, i)}: "
                     "it must be a finite number")
 
     def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
@@ -259,21 +259,23 @@ class Scorer:
             warn(f"reward function {self.name} {failure}: {cause}; {then}")
         return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
-    def _explain(self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers) -> UserError:
+    def _explain(
+        self, error: BaseException, arguments: dict[str, list[Any]], samples: SamplesToScore
+    ) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
-        which = f"samples {answers.ids[0]} to {answers.ids[-1]}"
+        which = f"samples {samples.ids[0]} to {samples.ids[-1]}"
         deadline = time.monotonic() + _SEARCH_SECONDS
-        for i in range(0 if isinstance(error, ServiceError) else len(answers.ids)):
+        for i in range(0 if isinstance(error, ServiceError) else len(samples.ids)):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             try:
-                call_arguments = _sample(arguments, i) | self._callables(_Log(), answers.step)
+                call_arguments = _sample(arguments, i) | self._callables(_Log(), samples.step)
                 self._limited.once(call_arguments, at_most=left)
             except (Exception, SystemExit) as alone:
                 if time.monotonic() < deadline:  # Else it may be slow, and no more than that.
                     error = alone
-                    which = _sample_words(answers, i)
+                    which = _sample_words(samples, i)
                 break
         return self._failure(error, which)
 
@@ -292,10 +294,10 @@ def _extend(whole: Scored, part: Scored) -> None:
     whole.extra += part.extra
 
 
-def _sample_words(answers: Answers, i: int) -> str:
-    text = repr(answers.prompts[i])
+def _sample_words(samples: SamplesToScore, i: int) -> str:
+    text = repr(samples.prompts[i])
     short = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-    return f"sample {answers.ids[i]} with the prompt {short}"
+    return f"sample {samples.ids[i]} with the prompt {short}"
 
 
 def _mend(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from realhf.rewards.reward import (
     rewards_of,
     texts_in,
 )
-from realhf.rewards.scorer import Answers, Scored, Scorer
+from realhf.rewards.scorer import SamplesToScore, Scored, Scorer
 from realhf.user_input.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def decode_responses(
 
 
 @dataclass(frozen=True)
-class AnswerScores:
+class RewardScores:
     """The scores of samples, with an entry for each."""
 
     totals: list[float]
@@ -154,7 +154,8 @@ class RewardCall:
         completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)
         columns = {name: batch[column_key(name)] for name in self.columns}
         step = getattr(context, "step", 0)
-        scores = self.scored(Answers(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
+        scores = self.scored(
+            SamplesToScore(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
         outputs = {
             "score": batch[self.sequence[1]].values.double().new_tensor(scores.totals),
             "completion": completions,
@@ -167,14 +168,14 @@ class RewardCall:
         columns: dict[str, list[Any]],
     ) -> list[float]:
         """Return the score of each sample, NaN for those to drop. Raises UserError if a function fails."""
-        return self.scored(Answers(ids, prompts, completions, completion_ids, columns)).totals
+        return self.scored(SamplesToScore(ids, prompts, completions, completion_ids, columns)).totals
 
-    def scored(self, answers: Answers) -> AnswerScores:
+    def scored(self, samples: SamplesToScore) -> RewardScores:
         """Score the samples by all rewards, at the same time if they are `async`, limited or concurrent.
 
         Raises UserError if a function fails: the first one of the list, if several do.
         """
-        work = [partial(scorer, answers) for scorer in self._scorers]
+        work = [partial(scorer, samples) for scorer in self._scorers]
         outcomes = run_together(work, here=[scorer.runs_here for scorer in self._scorers])
         results: list[Scored] = [outcome.unwrap() for outcome in outcomes]
         names = [reward.label for reward in self.rewards]
@@ -187,8 +188,8 @@ class RewardCall:
             totals.append(math.nan if is_lost else _weighted_sum(applied))
             shown = [None if value is None or math.isnan(value) else value for value in values]
             by_name.append(dict(zip(names, shown, strict=True)))
-        self._warn_of_none(answers.ids, results)
-        return AnswerScores(totals, by_name, _merged([result.metrics for result in results]),
+        self._warn_of_none(samples.ids, results)
+        return RewardScores(totals, by_name, _merged([result.metrics for result in results]),
                       _merged([result.extra for result in results]))
 
     def _warn_of_none(self, ids: Sequence[int], results: Sequence[Scored]) -> None:

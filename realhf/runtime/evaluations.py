@@ -1,5 +1,5 @@
 """Evaluations: runs the evaluations of a program on this rank, merges the records of all ranks, and computes
-the metrics of several answers to each prompt.
+the metrics of several samples of each prompt.
 
 A score is NaN if its reward has failed. Such samples do not count.
 """
@@ -29,13 +29,13 @@ from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, war
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import AnswerFiles, StepRecord, finite, merge_metrics
+from realhf.runtime.records.recorder import EvaluationFiles, StepRecord, finite, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 
 @dataclass(frozen=True)
-class ScoredAnswer:
-    """An answer as the metrics see it; `vote` is its text in a majority vote, None if there is no answer."""
+class ScoredSample:
+    """A sample as the metrics see it; `vote` is its answer in a majority vote, None if it has none."""
 
     score: float
     vote: str | None = None
@@ -51,7 +51,7 @@ def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def majority_score(answers: Sequence[ScoredAnswer]) -> float:
+def majority_score(samples: Sequence[ScoredSample]) -> float:
     """Return the score of the most frequent answer of one prompt.
 
     Samples without an answer do not vote, unless none has one. The score of an answer is the mean over the
@@ -59,8 +59,8 @@ def majority_score(answers: Sequence[ScoredAnswer]) -> float:
     the order of the samples does not matter.
     """
     votes: dict[str | None, list[float]] = {}
-    for answer in answers:
-        votes.setdefault(answer.vote, []).append(answer.score)
+    for sample in samples:
+        votes.setdefault(sample.vote, []).append(sample.score)
     if len(votes) > 1:
         votes.pop(None, None)
     most = max(len(scores) for scores in votes.values())
@@ -74,26 +74,26 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def sample_metrics(
-    prompts: Sequence[Sequence[ScoredAnswer]], *, samples: int, correct_above: float
+    prompts: Sequence[Sequence[ScoredSample]], *, samples: int, correct_above: float
 ) -> dict[str, float]:
-    """Return the metrics of scored answers, given as the answers to each prompt.
+    """Return the metrics of scored samples, given as the samples of each prompt.
 
-    `score` is the mean over all answers. With several samples per prompt there are also `mean@k` (the same),
+    `score` is the mean over all of them. With several samples per prompt there are also `mean@k` (the same),
     and the means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the
     number of samples. A prompt with fewer than k samples does not count in pass@k. A metric for which no
-    answer or prompt counts is left out.
+    sample or prompt counts is left out.
     """
-    scored = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
-    scored = [answers for answers in scored if answers]
-    scores = [answer.score for answers in scored for answer in answers]
+    scored = [[sample for sample in of_prompt if not isnan(sample.score)] for of_prompt in prompts]
+    scored = [of_prompt for of_prompt in scored if of_prompt]
+    scores = [sample.score for of_prompt in scored for sample in of_prompt]
     values = {"score": scores}
     if samples > 1:
         values[f"mean@{samples}"] = scores
-        counts = [(len(answers), sum(a.score > correct_above for a in answers)) for answers in scored]
+        counts = [(len(of_prompt), sum(x.score > correct_above for x in of_prompt)) for of_prompt in scored]
         for k in pass_sizes(samples):
             values[f"pass@{k}"] = [pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k]
-        values[f"majority@{samples}"] = [majority_score(answers) for answers in scored]
-        values[f"best@{samples}"] = [max(answer.score for answer in answers) for answers in scored]
+        values[f"majority@{samples}"] = [majority_score(of_prompt) for of_prompt in scored]
+        values[f"best@{samples}"] = [max(sample.score for sample in of_prompt) for of_prompt in scored]
     return means(values)
 
 
@@ -109,7 +109,7 @@ def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, floa
 
 
 def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean length in tokens of answers, and the share of those that were cut off."""
+    """Return the mean length in tokens of responses, and the share of those that were cut off."""
     if not rows or "length" not in rows[0]:
         return {}
     return {
@@ -133,20 +133,20 @@ _PART = "evaluation"
 """Name of the only part of an evaluation's graph."""
 _EVAL = "eval/"
 _FAILED = "failed"
-"""The metric of a set with the share of answers whose reward has failed; it is left out if there are none."""
+"""The metric of a set with the share of samples whose reward has failed; it is left out if there are none."""
 
 
 @dataclass
 class SetRecord:
-    """The part of a set's evaluation that one rank has, as JSON values: metrics, events and answers."""
+    """The part of a set's evaluation that one rank has, as JSON values: metrics, events and samples."""
 
     record: StepRecord = field(default_factory=StepRecord)
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SetRecord:
         """Return the record that `to_json` has written."""
-        return cls(StepRecord(**document["record"]), document["answers"])
+        return cls(StepRecord(**document["record"]), document["samples"])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -156,13 +156,13 @@ class SetRecord:
 class EvaluationReport:
     """The result of an evaluation of all sets.
 
-    The names of metrics begin with `eval/`, `answers` are by set, and an event of any rank has the name of
+    The names of metrics begin with `eval/`, `samples` are by set, and an event of any rank has the name of
     its set before that of its call. `faults` are sentences about scores and metrics that are missing,
-    `doubts` about settings of sets by which the answers seem to be judged wrongly.
+    `doubts` about settings of sets by which samples seem to be judged wrongly.
     """
 
     metrics: Mapping[str, float]
-    answers: Mapping[str, Sequence[Mapping[str, Any]]]
+    samples: Mapping[str, Sequence[Mapping[str, Any]]]
     events: Sequence[dict[str, Any]]
     faults: Sequence[str] = ()
     doubts: Sequence[str] = ()
@@ -225,11 +225,11 @@ class Evaluations:
             process.step = f"evaluation{of_set}{after}"
             prompts = self._prompts[eval_set.name]
             executor = self._executors[eval_set.name]
-            self._context.answers = []
+            self._context.kept_samples = []
             executor.begin_step()
             executor.run(_PART, prompts, updates=self._context.updates)
             executor.forget(prompts)
-            records.append(SetRecord(executor.take_record(), self._context.answers))
+            records.append(SetRecord(executor.take_record(), self._context.kept_samples))
         return records
 
     def wait(self) -> None:
@@ -241,65 +241,65 @@ class Evaluations:
 def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetRecord]]) -> EvaluationReport:
     """Return the result of an evaluation from the records of all ranks, which have one for each set."""
     metrics: dict[str, float] = {}
-    answers: dict[str, list[dict[str, Any]]] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
     events: list[dict[str, Any]] = []
     faults: list[str] = []
     doubts: list[str] = []
     for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
-        if of_set := [answer for record in records for answer in record.answers]:
-            answers[eval_set.name] = of_set
+        if of_set := [sample for record in records for sample in record.samples]:
+            samples[eval_set.name] = of_set
         decides = eval_set.evaluation.correct_by or next(iter((of_set or [{}])[0].get("scores", ())), None)
-        scored = [[_scored(answer, decides) for answer in group] for group in _by_prompt(of_set)]
-        if (doubt := eval_set.doubt(answer.score for group in scored for answer in group)) is not None:
+        scored = [[_scored(sample, decides) for sample in group] for group in _by_prompt(of_set)]
+        if (doubt := eval_set.doubt(sample.score for group in scored for sample in group)) is not None:
             doubts.append(doubt)
-        of_answers = _metrics_of_answers(eval_set, of_set, scored)
+        of_samples = _metrics_of_samples(eval_set, of_set, scored)
         of_calls, others = finite(merge_metrics([StepRecord(record.record.metrics) for record in records]))
         faults += [f"{name} of {eval_set.field} is {value}: it is left out" for name, value in others.items()]
-        of_answers |= of_calls
-        metrics |= {eval_set.prefix + name.removeprefix(_EVAL): value for name, value in of_answers.items()}
+        of_samples |= of_calls
+        metrics |= {eval_set.prefix + name.removeprefix(_EVAL): value for name, value in of_samples.items()}
         events += [_named(event, eval_set) for record in records for event in record.record.events]
-        if of_answers.get(_FAILED) == 1.0:
-            faults.append(f"the reward of every answer of {eval_set.field} has failed: it has no score")
-    return EvaluationReport(metrics, answers, events, faults, doubts)
+        if of_samples.get(_FAILED) == 1.0:
+            faults.append(f"the reward of every sample of {eval_set.field} has failed: it has no score")
+    return EvaluationReport(metrics, samples, events, faults, doubts)
 
 
-def _metrics_of_answers(
-    eval_set: EvaluationProgram, answers: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[ScoredAnswer]],
+def _metrics_of_samples(
+    eval_set: EvaluationProgram, samples: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[ScoredSample]],
 ) -> dict[str, float]:
-    """Return the metrics of answers, which `prompts` has by prompt with the values of the deciding reward."""
-    if not answers:
+    """Return the metrics of samples, which `prompts` has by prompt with the values of the deciding reward."""
+    if not samples:
         return {}
-    of_samples = sample_metrics(
+    by_prompt = sample_metrics(
         prompts, samples=eval_set.evaluation.samples, correct_above=eval_set.correct_above)
-    scores = known_values(answer["score"] for answer in answers)
-    metrics = means({"score": scores}) | {name: x for name, x in of_samples.items() if name != "score"}
-    if "scores" in answers[0]:
-        metrics = named_scores([answer["scores"] for answer in answers]) | metrics
-    if len(scores) < len(answers):
-        metrics[_FAILED] = 1.0 - len(scores) / len(answers)
-    return metrics | length_metrics(answers)
+    scores = known_values(sample["score"] for sample in samples)
+    metrics = means({"score": scores}) | {name: x for name, x in by_prompt.items() if name != "score"}
+    if "scores" in samples[0]:
+        metrics = named_scores([sample["scores"] for sample in samples]) | metrics
+    if len(scores) < len(samples):
+        metrics[_FAILED] = 1.0 - len(scores) / len(samples)
+    return metrics | length_metrics(samples)
 
 
-def _scored(answer: Mapping[str, Any], decides: str | None) -> ScoredAnswer:
-    """Return an answer with its value by the reward `decides`, or with its score if rewards have no names.
+def _scored(sample: Mapping[str, Any], decides: str | None) -> ScoredSample:
+    """Return a sample with its value by the reward `decides`, or with its score if rewards have no names.
 
     A majority vote compares the final answer that the reward has extracted, or else the stripped text.
     """
-    value = answer["score"] if decides is None else answer["scores"][decides]
-    text = answer["completion"]
-    vote = answer["final_answer"] if "final_answer" in answer else text.strip()
-    return ScoredAnswer(math.nan if value is None else value, vote)
+    value = sample["score"] if decides is None else sample["scores"][decides]
+    text = sample["completion"]
+    vote = sample["final_answer"] if "final_answer" in sample else text.strip()
+    return ScoredSample(math.nan if value is None else value, vote)
 
 
-def _by_prompt(answers: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the answers to each prompt, which have rising numbers."""
+def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the samples of each prompt, which have rising numbers."""
     group: list[Mapping[str, Any]] = []
-    for answer in answers:
-        if group and answer["sample"] <= group[-1]["sample"]:
+    for sample in samples:
+        if group and sample["sample"] <= group[-1]["sample"]:
             yield group
             group = []
-        group.append(answer)
+        group.append(sample)
     if group:
         yield group
 
@@ -343,7 +343,7 @@ def first_and_last(
 def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict[str, Any]:
     """Evaluate all sets once; every rank calls this.
 
-    Return the summary on rank 0, which writes it to `out` with the answers, and an empty one elsewhere.
+    Return the summary on rank 0, which writes it to `out` with the samples, and an empty one elsewhere.
     """
     started = time.time()
     experiment = program.experiment
@@ -382,7 +382,7 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         "seconds": time.time() - started}
     if out is not None:
         try:
-            AnswerFiles(out).write(0, result.answers)
+            EvaluationFiles(out).write(0, result.samples)
             program.plan.save(out / "plan.yaml")
             (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:

@@ -196,7 +196,7 @@ class Journal:
     def _evaluation(
         self, step: int, by_rank: Sequence[Sequence[SetRecord]]
     ) -> tuple[dict[str, float], list[StepRecord]]:
-        """Write the answers of an evaluation; return its metrics and events.
+        """Write the samples of an evaluation; return its metrics and events.
 
         Its reallocations count for the step, because the next step need not repeat them.
         """
@@ -207,7 +207,7 @@ class Journal:
             warn(f"evaluation {when(step)}: {sentence}")
         self.evaluations[step] = dict(result.metrics)
         if self._recorder is not None:
-            self._recorder.evaluation(step, result.answers)
+            self._recorder.evaluation(step, result.samples)
         if self._progress is not None:
             self._progress.evaluation(step, result.metrics, next(iter(self.evaluations.values())))
         of_ranks = [[event for of_set in of_sets for event in of_set.record.events] for of_sets in by_rank]

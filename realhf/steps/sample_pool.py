@@ -184,7 +184,7 @@ class Pool:
     def add(self, samples: Samples | None, *, where: str | None = None) -> None:
         """Add samples; with `where`, only those of prompts whose samples were all kept by this filter.
 
-        `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its answer.
+        `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its result.
         """
         added = list(samples.prompts if samples else ())
         self._owner.ledger.require(added, step=self._owner.number)

@@ -22,7 +22,7 @@ _MAX_SHOWN = 500
 
 
 class _UnfinishedBatch(NamedTuple):
-    """A batch with unfinished answers, and the number of rounds in which they have been continued."""
+    """A batch with unfinished responses, and the number of rounds in which they have been continued."""
 
     prompts: tuple[int, ...]
     rounds: int
@@ -176,9 +176,9 @@ class StepRunner:
 
         All ranks wait here for the decision, which is the same on all of them.
         """
-        answer = self._executor.decision(call, self._last_run_of(call, "decides").operation)
-        self.count_operation(f"agree {call} {json.dumps(answer, sort_keys=True)}")
-        return answer
+        decision = self._executor.decision(call, self._last_run_of(call, "decides").operation)
+        self.count_operation(f"agree {call} {json.dumps(decision, sort_keys=True)}")
+        return decision
 
     def updates(self, role: str) -> int:
         """Return how often a train step of the role has run."""
@@ -268,7 +268,7 @@ class StepRunner:
         if self._steps > saved["steps"] and saved["number"] > saved["steps"]:
             raise UserError(
                 f"steps is {self._steps} now, and the checkpoint is of the end of a run of {saved['steps']}: "
-                f"with max_lag {self._max_lag} its last steps began no new answers, "
+                f"with max_lag {self._max_lag} its last steps began no new samples, "
                 "so it cannot go on further; resume from an earlier checkpoint")
 
     @property

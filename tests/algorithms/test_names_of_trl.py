@@ -92,7 +92,7 @@ def test_what_the_page_says_about_deviations_and_evaluations(theirs):
     assert "advantages / (std_rewards + 1e-4)" in inspect.getsource(trl.GRPOTrainer)
     assert SampleAdvantages(group_size=2).eps == 1e-6
     assert theirs.num_generations_eval is None and Evaluation().samples == 1
-    assert Evaluation().answer_sampling(GRPO().sampling).temperature == 0
+    assert Evaluation().sampling_for(GRPO().sampling).temperature == 0
 
 
 def test_the_experiment_with_defaults_of_trl_has_them(theirs):

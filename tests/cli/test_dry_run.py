@@ -72,9 +72,9 @@ def test_nothing_is_said_of_what_is_sound(check):
 
 
 @pytest.mark.parametrize(("value", "says"), [
-    ("0.5 * right", "the highest value is 0.5, so that no answer counts as right"),
-    ("right - 1.0", "the highest value is 0, so that no answer counts as right"),
-    ("100.0 * right + 3", "answers with values from 3 to 103 all count as right"),
+    ("0.5 * right", "the highest value is 0.5, so that no sample counts as right"),
+    ("right - 1.0", "the highest value is 0, so that no sample counts as right"),
+    ("100.0 * right + 3", "samples with values from 3 to 103 all count as right"),
     ("1.0 * right", None), ("0.6 * right + 0.1", None), ("2.0 * right - 1", None),
 ])  # fmt: skip
 def test_scores_by_which_no_answer_is_right_or_every_one(check, tmp_path, value, says):

@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from realhf.runtime.evaluations import (
-    ScoredAnswer,
+    ScoredSample,
     majority_score,
     named_scores,
     pass_at,
@@ -50,7 +50,7 @@ def _naive_majority(votes, scores):
 def test_the_majority_is_that_of_a_count(votes, scores, expected):
     assert _naive_majority(votes, scores) == expected
     for order in permutations(range(len(votes))):
-        answers = [ScoredAnswer(scores[i], votes[i]) for i in order]
+        answers = [ScoredSample(scores[i], votes[i]) for i in order]
         assert majority_score(answers) == pytest.approx(expected)
 
 
@@ -60,8 +60,8 @@ def test_powers_of_two_and_the_number_of_samples_have_a_pass_rate():
 
 def test_all_metrics_of_two_prompts():
     prompts = [
-        [ScoredAnswer(1, "a"), ScoredAnswer(0, "b"), ScoredAnswer(0, "b")],
-        [ScoredAnswer(1, "a"), ScoredAnswer(1, "a"), ScoredAnswer(0.5, "b")],
+        [ScoredSample(1, "a"), ScoredSample(0, "b"), ScoredSample(0, "b")],
+        [ScoredSample(1, "a"), ScoredSample(1, "a"), ScoredSample(0.5, "b")],
     ]
     found = sample_metrics(prompts, samples=3, correct_above=0.5)
     assert found == pytest.approx({
@@ -69,12 +69,12 @@ def test_all_metrics_of_two_prompts():
         "pass@3": 1.0, "majority@3": 0.5, "best@3": 1.0,
     })  # fmt: skip
     assert sample_metrics(prompts, samples=3, correct_above=0.25)["pass@1"] == pytest.approx(2 / 3)
-    single = [[ScoredAnswer(1)], [ScoredAnswer(0)]]
+    single = [[ScoredSample(1)], [ScoredSample(0)]]
     assert sample_metrics(single, samples=1, correct_above=0) == {"score": 0.5}
 
 
 def test_failed_rewards_do_not_count():
-    prompts = [[ScoredAnswer(1, "a"), ScoredAnswer(nan, "b")], [ScoredAnswer(nan, "a")] * 2]
+    prompts = [[ScoredSample(1, "a"), ScoredSample(nan, "b")], [ScoredSample(nan, "a")] * 2]
     found = sample_metrics(prompts, samples=2, correct_above=0.5)
     assert found == {  # No prompt has two samples, so that there is no pass@2.
         "score": 1.0, "mean@2": 1.0, "pass@1": 1.0, "majority@2": 1.0, "best@2": 1.0}  # fmt: skip

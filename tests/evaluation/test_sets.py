@@ -42,11 +42,11 @@ def test_how_answers_are_drawn():
     training = SamplingConfig(max_new_tokens=5, temperature=0.7, top_p=0.9, top_k=3)
     greedy = SamplingConfig(max_new_tokens=5, temperature=0.0)
     own = SamplingConfig(max_new_tokens=3, temperature=0.5)
-    assert Evaluation(DATA).answer_sampling(training) == greedy
-    assert Evaluation(DATA, samples=2).answer_sampling(training) == training
-    assert Evaluation(DATA, sampling=own).answer_sampling(training) == own
+    assert Evaluation(DATA).sampling_for(training) == greedy
+    assert Evaluation(DATA, samples=2).sampling_for(training) == training
+    assert Evaluation(DATA, sampling=own).sampling_for(training) == own
     with pytest.raises(ValueError, match=r"^sampling.temperature is 0.0: it must be above 0, as Eval.*is 2"):
-        Evaluation(DATA, samples=2).answer_sampling(greedy)
+        Evaluation(DATA, samples=2).sampling_for(greedy)
 
 
 def test_each_set_has_random_numbers_of_its_own():

@@ -10,7 +10,7 @@ from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference import cache_memory
 from realhf.inference.cache_memory import CacheSizes, GenerationLimits
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 from realhf.layout import Layout, even_split
 from realhf.models.kv_blocks import SHARE_OF_HOST
 from realhf.models.model_config import ModelConfig

@@ -7,7 +7,7 @@ import torch
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.distributed.world import World
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
 from realhf.inference.sampling import sample, stream_seed, uniform
 from tests.engine.reference import plain_model
 from tests.inference.sampling_reference import Reference
@@ -52,7 +52,7 @@ def _draw(world, cuts, settings):
     group = world.group(tuple(range(len(cuts) - 1)))
     shard = (cuts[group.index], cuts[group.index + 1])
     work = Generate(SamplingConfig(max_new_tokens=40, **settings))
-    samples = RolloutBuffer(
+    samples = ResponseBuffer(
         0, work=work, eos_ids=EOS, seed=SEED, device=torch.device("cpu"), vocab_range=shard)
     for prompt in PROMPTS:
         samples.add(PromptGroup(*prompt))
@@ -136,7 +136,7 @@ def test_a_shard_without_a_legal_token_gives_none(pool):
 
 def test_without_options_nothing_is_processed():
     work = Generate(SamplingConfig(top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(3,)))
-    samples = RolloutBuffer(
+    samples = ResponseBuffer(
         1, work=work, eos_ids=EOS, seed=SEED, device=torch.device("cpu"), vocab_range=(0, 29))
     samples.add(PromptGroup([1], [0]))
     assert samples.processing([0]) is None
@@ -144,7 +144,7 @@ def test_without_options_nothing_is_processed():
 
 def test_rows_of_ended_samples_are_used_again():
     work = Generate(SamplingConfig(max_new_tokens=2, frequency_penalty=1.0))
-    samples = RolloutBuffer(
+    samples = ResponseBuffer(
         0, work=work, eos_ids=[], seed=SEED, device=torch.device("cpu"), vocab_range=(0, 29))
     for i in range(20):
         samples.add(PromptGroup([i], [i]))

@@ -9,7 +9,7 @@ from realhf.calls import Generate, SamplingConfig
 from realhf.inference.cache_memory import CacheSizes, GenerationLimits
 from realhf.inference.cpu_decoding import DecodingSteps
 from realhf.inference.kv_cache import BlockManager, BlockTables
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.models.kv_blocks import block_size, blocks_for, num_blocks
 from tests.samples import drawn

@@ -13,7 +13,7 @@ from realhf.engine.native import pass_bytes
 from realhf.inference.cache_memory import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.layout import Layout
 from tests.inference.rounds import EOS, SEED, Case, make_engine, prompts_of, write_versions

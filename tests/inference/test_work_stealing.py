@@ -20,7 +20,7 @@ from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import Lines, PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.response_buffer import PromptGroup
 from realhf.inference.rounds import prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.models.model_config import ModelConfig

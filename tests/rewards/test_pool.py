@@ -10,7 +10,7 @@ import pytest
 from realhf import Reward, RewardLimits
 from realhf.errors import UserError
 from realhf.rewards.reward import reward_columns
-from realhf.rewards.scorer import Answers
+from realhf.rewards.scorer import SamplesToScore
 from realhf.rewards.scoring import RewardCall
 
 COUNT = 64
@@ -20,7 +20,7 @@ def _score(given, limits=None, count=COUNT):
     call = RewardCall(given, reward_columns(given), limits)
     texts = [str(i) for i in range(count)]
     prompts = [f"prompt {text}" for text in texts]
-    return call.scored(Answers(list(range(count)), prompts, texts, [[1]] * count, {}))
+    return call.scored(SamplesToScore(list(range(count)), prompts, texts, [[1]] * count, {}))
 
 
 def _sleeper(seconds, *, is_async):

@@ -17,7 +17,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of
-from realhf.rewards.scorer import Answers
+from realhf.rewards.scorer import SamplesToScore
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
@@ -45,7 +45,7 @@ def _scored(given, limits=None, texts=TEXTS, **columns):
     call = RewardCall(given, reward_columns(given), limits)
     ids = list(range(len(texts)))
     prompts = [f"prompt {text}" for text in texts]
-    return call.scored(Answers(ids, prompts, list(texts), [[1]] * len(texts), columns))
+    return call.scored(SamplesToScore(ids, prompts, list(texts), [[1]] * len(texts), columns))
 
 
 def test_the_score_is_the_weighted_sum_of_the_rewards_that_apply():
@@ -235,7 +235,7 @@ def test_functions_may_log(tmp_path):
     call = RewardCall(rewards, reward_columns(rewards))
     assert call.outputs == ("score", "completion", "reward_scores", "reward_metrics", "reward_extra")
     assert RewardCall(length, ()).outputs == ("score", "completion", "reward_scores")
-    found = call.scored(Answers([0, 1], ["p", "q"], ["a", "bb"], [[1], [1]], {}, step=7))
+    found = call.scored(SamplesToScore([0, 1], ["p", "q"], ["a", "bb"], [[1], [1]], {}, step=7))
     assert found.metrics == [{"told/longest": 1.0}, {"told/longest": 2.0}]
     assert found.extra == [{"first": "a"}, {"first": "b"}] and found.totals == [8.0, 9.0]
     metrics = rollout_metrics(_batch(found.totals, reward_metrics=found.metrics))

@@ -478,7 +478,7 @@ def test_an_outage_of_the_reward_leaves_an_evaluation_without_a_score(samples, t
     assert summary["eval_metric"] == "eval/away/score" and summary["eval_steps"] == [1, 1]
     assert summary["eval_first"] == summary["eval_last"] == 0.75
     err = capsys.readouterr().err
-    sentence = "the reward of every answer of eval_dataset.away has failed: it has no score"
+    sentence = "the reward of every sample of eval_dataset.away has failed: it has no score"
     assert err.count(f"realhf: warning: evaluation before step 1: {sentence}") == err.count(sentence) == 1
     assert "nan" not in err.replace("it returned nan", "")
 
@@ -494,7 +494,7 @@ def test_an_evaluation_alone_without_a_score(task, tmp_path, capsys):
     summary = evaluate(compile_evaluation(experiment, None, world_size=1), World(), out=tmp_path)
     assert _strict((tmp_path / "summary.json").read_text())["metrics"]["eval/failed"] == 1.0
     assert summary["eval_metric"] is None and "eval/score" not in summary["metrics"]
-    assert "the reward of every answer of eval_dataset has failed: it has no score" in capsys.readouterr().err
+    assert "the reward of every sample of eval_dataset has failed: it has no score" in capsys.readouterr().err
 
 
 def test_metrics_that_are_not_finite_are_left_out_with_a_warning(task, tmp_path, capsys):
@@ -541,8 +541,8 @@ def test_one_of_several_rewards_decides_which_answers_are_right(task, tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "says"), [
-    (0.5, "the highest value is 0.5, so that no answer counts as right"),
-    (10.0, "answers with values from 5 to 10 all count as right"), (1.0, None)])  # fmt: skip
+    (0.5, "the highest value is 0.5, so that no sample counts as right"),
+    (10.0, "samples with values from 5 to 10 all count as right"), (1.0, None)])  # fmt: skip
 def test_a_limit_by_which_no_answer_is_right_or_every_one(task, capsys, factor, says):
     """It is said once. Lengths of answers give 0, half the factor and the factor."""
 

@@ -233,29 +233,29 @@ def test_a_run_without_a_learning_signal_warns_once(task, capsys):
     Trainer(compile_program(experiment, None, world_size=1), World()).run()
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if "warning" in line] == [
-        "realhf: warning: in 3 steps the answers to each prompt all had the same reward (mean 0.25): nothing "
-        "is learned from them; 100% of the answers were cut off at sampling.max_new_tokens; "
+        "realhf: warning: in 3 steps the samples of each prompt all had the same reward (mean 0.25): nothing "
+        "is learned from them; 100% of the responses were cut off at sampling.max_new_tokens; "
         "`realhf rollouts` shows them"]
 
 
 def test_faults_are_named_by_what_all_steps_have_in_common():
     """A single step with a signal is enough. An algorithm that compares no groups has another metric."""
     equal = {"reward/zero_std_groups": 1.0, "response_length/clip_ratio": 0.5, "reward/mean": 0.0}
-    assert "50% of the answers" in fault_of([equal] * 3)[1]
+    assert "50% of the responses" in fault_of([equal] * 3)[1]
     assert fault_of([equal, equal | {"reward/zero_std_groups": 0.9}, equal]) is None
     assert fault_of([{"reward/mean": 0.0}] * 3) is None
     alone = {"reward/std": 1e-17, "reward/mean": 0.7, "actor/grad_norm": 0.3}
-    assert "all answers had the same reward (0.7)" in fault_of([alone] * 3)[1]
+    assert "all samples had the same reward (0.7)" in fault_of([alone] * 3)[1]
     assert fault_of([alone, alone | {"reward/std": 0.1}]) is None
     still = {"actor/loss": 0.3, "actor/grad_norm": 0.0, "critic/grad_norm": 0.1}
     assert fault_of([still] * 3) == ("still", "in 3 steps the gradient of actor was 0: nothing is learned")
     assert fault_of([still, still | {"actor/grad_norm": 1e-9}]) is None
     cut = {"reward/zero_std_groups": 0.1, "response_length/clip_ratio": 1.0}
-    assert "no answer ended by itself" in fault_of([cut] * 3)[1]
+    assert "no response ended by itself" in fault_of([cut] * 3)[1]
     assert fault_of([cut] * 3, may_end=False) is None
     assert fault_of([cut, cut | {"response_length/clip_ratio": 0.99}]) is None
     boxed = {"reward/a/mean": 0.5, "reward/a/std": 0.1, "reward/boxed/mean": 0.0, "reward/boxed/std": 0.0}
-    sentence = "in 3 steps reward boxed was 0 for every answer: it teaches nothing"
+    sentence = "in 3 steps reward boxed was 0 for every sample: it teaches nothing"
     assert fault_of([boxed] * 3) == ("constant", sentence)
     assert fault_of([boxed, boxed | {"reward/boxed/std": 0.2}]) is None
 

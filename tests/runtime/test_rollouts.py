@@ -20,7 +20,7 @@ from realhf import (
     RolloutLog,
     SamplingConfig,
 )
-from realhf.calls import answer_keys
+from realhf.calls import response_keys
 from realhf.data.batch import Packed
 from realhf.data.order import row_order
 from realhf.distributed.world import World
@@ -264,12 +264,12 @@ def test_several_generating_calls_without_a_response_mask_are_a_warning(tmp_path
     experiment = masked(write_task(tmp_path))
     program = compile_program(experiment, None, world_size=1)
     assert not [text for text in warnings.warnings_of(program, None, {}) if "rollouts" in text]
-    assert answer_keys(program.graph)[:4] == ("sequence_ids", "response_mask", "gen_logprobs", "finished")
+    assert response_keys(program.graph)[:4] == ("sequence_ids", "response_mask", "gen_logprobs", "finished")
     generate = program.graph["actor_generate"]
     calls = [replace(generate, name=f"g{i}", outputs=tuple(f"{key}{i}" for key in "abcd")) for i in (1, 2)]
-    assert answer_keys(DataflowGraph((calls[0],), generate.inputs))[:4] == ("a1", "b1", "c1", "d1")
+    assert response_keys(DataflowGraph((calls[0],), generate.inputs))[:4] == ("a1", "b1", "c1", "d1")
     several = DataflowGraph(tuple(calls), generate.inputs)
-    assert answer_keys(several) is None
+    assert response_keys(several) is None
     (warning,) = warnings._no_rollouts(replace(program, graph=several))
     assert warning.startswith("rollouts are not kept: g1 and g2 generate, and no call writes response_mask")
 

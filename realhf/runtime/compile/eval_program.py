@@ -13,13 +13,13 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
-from realhf.runtime.compile.kept_answers import REWARD_SCORES, with_record
+from realhf.runtime.compile.kept_samples import REWARD_SCORES, with_record
 
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and
 `eval/<set>/<call>` for one set."""
 _CORRECT_ABOVE = 0.5
-"""An answer is right if its reward is above this, unless the evaluation or the reward say otherwise."""
+"""A sample is right if its reward is above this, unless the evaluation or the reward say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EvaluationProgram:
 
     @property
     def deciding(self) -> str | None:
-        """The name of the reward that decides which answers are right; None if it is known only later."""
+        """The name of the reward that decides which samples are right; None if it is known only later."""
         return self.evaluation.correct_by or next(iter(self.rewards), None)
 
     @property
@@ -84,7 +84,7 @@ class EvaluationProgram:
 
 
 def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
-    """Return the sets with their graphs, extended by a call that keeps the scored answers.
+    """Return the sets with their graphs, extended by a call that keeps the scored samples.
 
     Raises ValueError about the first fault of a graph, or of the rows that it reads.
     """
@@ -96,13 +96,13 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
         if eval_set.reads_pairs and evaluation.samples > 1:
             raise ValueError(
                 f"{eval_set.field}.samples is {evaluation.samples}: it must be 1, as rows are "
-                "preference pairs: their prompts get one answer")
+                "preference pairs: their prompts get one sample")
         _check_deciding_reward(eval_set)
         rows = checks.check_rows(evaluation.dataset, eval_set.field, graph)
-        with_answers = with_record(
+        recorded = with_record(
             graph, rows, samples_per_prompt=eval_set.group_size, keeps_all=not eval_set.reads_pairs,
             log=experiment.rollouts)
-        sets.append(replace(eval_set, graph=with_answers))
+        sets.append(replace(eval_set, graph=recorded))
     return sets
 
 
@@ -212,16 +212,16 @@ def _naming_own(own_plans: Mapping[str, CallPlan]) -> Iterator[None]:
 def doubt_of_limit(
     values: Iterable[float | None], correct_above: float, *, is_chosen: bool
 ) -> str | None:
-    """Return in words why `correct_above` seems not to tell right answers, judged by values of a reward.
+    """Return in words why `correct_above` seems not to tell right samples, judged by values of a reward.
 
     Return None if nothing is wrong with it. If the user has chosen it, it may be far below the highest value.
     """
     known = sorted(set(known_values(values)))
     right = [value for value in known if value > correct_above]
     if known and not right and (len(known) > 1 or known[0] > 0):
-        return f"the highest value is {known[-1]:g}, so that no answer counts as right"
+        return f"the highest value is {known[-1]:g}, so that no sample counts as right"
     if len(right) > 1 and not is_chosen and (right[-1] > 1 or len(right) == len(known)):
-        return f"answers with values from {right[0]:g} to {right[-1]:g} all count as right"
+        return f"samples with values from {right[0]:g} to {right[-1]:g} all count as right"
     return None
 
 

@@ -48,7 +48,7 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
     for name in generating if experiment.num_rounds > 1 else ():
         if near := [reader for reader in graph.nx_graph.successors(name) if part_of[reader] == part_of[name]]:
             raise ValueError(
-                f"rounds is {experiment.num_rounds}: call {near[0]!r} would get unfinished answers of "
+                f"rounds is {experiment.num_rounds}: call {near[0]!r} would get unfinished samples of "
                 f"{name!r}, so parts() must put it elsewhere")
     return parts
 

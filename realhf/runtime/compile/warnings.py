@@ -11,9 +11,9 @@ from realhf.calls import (
     Generate,
     OptimizerConfig,
     SamplingConfig,
-    answer_keys,
     default_rates,
     longest_response,
+    response_keys,
 )
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.checkpoint.tensor_files import SCORE, open_checkpoint
@@ -138,7 +138,7 @@ def warnings_of(
 def _no_rollouts(program: Program) -> Iterator[str]:
     """Yield a warning if answers are to be kept, and it is not clear which of the calls has them."""
     generating = [call.name for call in program.graph.of_kind("generate")]
-    if program.experiment.rollouts.is_on and generating and answer_keys(program.graph) is None:
+    if program.experiment.rollouts.is_on and generating and response_keys(program.graph) is None:
         yield (
             f"rollouts are not kept: {' and '.join(generating)} generate, and no call writes response_mask, "
             "which says what of sequence_ids is the answer")

@@ -63,7 +63,7 @@ class PartsProgram:
     """Returns the batch of some prompts; None on ranks that do not hold the dataset."""
     group_size: int = 1
     num_rounds: int = 1
-    """Rounds in which an answer is generated; each may add an equal share of its tokens."""
+    """Rounds in which a response is generated; each may add an equal share of its tokens."""
     is_evaluation: bool = False
     prefix: str = ""
     """The beginning of the names under which its host calls have their states."""
@@ -202,20 +202,20 @@ class Executor:
 
     def kept(self, call: str, operation: int) -> list[int]:
         """Return the prompts of which a filtering call has kept all samples in this operation."""
-        answers = self._read_answers(call, operation)
+        results = self._read_results(call, operation)
         group_size = self._program.group_size
-        samples = [sample for answer in answers for sample in answer["kept"]]
+        samples = [sample for result in results for sample in result["kept"]]
         counts = Counter(prompt_of(sample, group_size) for sample in samples)
         return sorted(prompt for prompt, count in counts.items() if count == group_size)
 
     def decision(self, call: str, operation: int) -> Any:
         """Return the decision of a call in this operation."""
-        (answer,) = self._read_answers(call, operation)
-        return answer["decision"]
+        (result,) = self._read_results(call, operation)
+        return result["decision"]
 
-    def _read_answers(self, call: str, operation: int) -> list[Any]:
-        """Return the answers of a host call; the wait counts for this rank's next call."""
-        with self._waiting(call, f"waits for the answer of {call}"):
+    def _read_results(self, call: str, operation: int) -> list[Any]:
+        """Return the results of a host call; the wait counts for this rank's next call."""
+        with self._waiting(call, f"waits for the result of {call}"):
             return self._agreements.read(call, operation, self._calls[call].layout.result_ranks)
 
     def forget(self, prompts: Sequence[int]) -> None:
@@ -290,7 +290,7 @@ class Executor:
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
-        """Record how long this rank waits for the inputs or the answer of a call."""
+        """Record how long this rank waits for the inputs or the result of a call."""
         start = time.monotonic()
         with self._world.process.doing(doing), self._record.timed(
             rank=self._world.rank, name=call, kind="move"
@@ -466,8 +466,8 @@ class Executor:
         with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
             result = call_host_function(call, batch, context)
         if call.work.filters or call.work.decides:
-            answer = {"kept": result.batch.ids, "decision": result.decision}
-            self._agreements.post(call.name, self._operation, answer)
+            agreed = {"kept": result.batch.ids, "decision": result.decision}
+            self._agreements.post(call.name, self._operation, agreed)
         if batch.ids:
             metrics = result.metrics.items()
             self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics]

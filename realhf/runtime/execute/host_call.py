@@ -1,4 +1,4 @@
-"""Calls in plain Python: their context, inputs, outputs and shared answers."""
+"""Calls in plain Python: their context, inputs, outputs, and what ranks agree on."""
 
 import json
 from collections import deque
@@ -37,8 +37,8 @@ class HostContext:
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """The answers that an evaluation has just kept on this rank."""
+    kept_samples: list[dict[str, Any]] = field(default_factory=list)
+    """The samples that an evaluation has just kept on this rank."""
 
     @contextmanager
     def of_call(self, name: str) -> Iterator["HostContext"]:
@@ -54,11 +54,11 @@ class HostContext:
 
 _ANY_TIME = timedelta(days=365)
 _KEPT_STEPS = 8
-"""Steps for which an answer stays: no rank is further behind (see Outbox and StepDecisions)."""
+"""Steps for which a result stays: no rank is further behind (see Outbox and StepDecisions)."""
 
 
 class Agreements:
-    """Answers of host calls by operation, in the store that all ranks share. Posting one waits for nobody."""
+    """Results of host calls by operation, in the store that all ranks share. Posting one waits for nobody."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -66,16 +66,16 @@ class Agreements:
         self._own: dict[str, Any] = {}
         self._posted: deque[list[str]] = deque([[]])
 
-    def post(self, call: str, operation: int, answer: Any) -> None:
-        """Post this rank's answer, a JSON value."""
+    def post(self, call: str, operation: int, result: Any) -> None:
+        """Post this rank's result, a JSON value."""
         key = _key(call, operation, self._world.rank)
-        self._own[key] = answer
+        self._own[key] = result
         self._posted[-1].append(key)
         if self._store is not None:
-            self._store.set(key, json.dumps(answer))
+            self._store.set(key, json.dumps(result))
 
     def read(self, call: str, operation: int, ranks: Sequence[int]) -> list[Any]:
-        """Return the answers of these ranks, in their order; wait until they are there."""
+        """Return the results of these ranks, in their order; wait until they are there."""
         return [self._read(_key(call, operation, rank), rank) for rank in ranks]
 
     def _read(self, key: str, rank: int) -> Any:
@@ -87,7 +87,7 @@ class Agreements:
             return json.loads(self._store.get(key))
 
     def next_step(self) -> None:
-        """Delete this rank's oldest answers, which no rank will read any more."""
+        """Delete this rank's oldest results, which no rank will read any more."""
         self._posted.append([])
         if len(self._posted) > _KEPT_STEPS:
             for key in self._posted.popleft():
@@ -118,15 +118,16 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
     """
     inputs = {key: json_form(column) if isinstance(column, list) else column
              for key, column in batch.fields.items()}
-    answer = _answer(call, Batch(batch.ids, inputs), context)
-    columns, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+    returned = _returned(call, Batch(batch.ids, inputs), context)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    columns, metrics = returned if is_pair else (returned, {})
     if not isinstance(columns, Mapping | None):
         raise UserError(
             f"host call {call.name!r} returned {type(columns).__name__}: "
             "it must return a dict of columns, by output key")
     columns = columns or {}
-    answers = [key for key, wanted in ((KEEP, call.work.filters), (DECISION, call.work.decides)) if wanted]
-    for key in (*call.outputs, *answers):
+    more = [key for key, wanted in ((KEEP, call.work.filters), (DECISION, call.work.decides)) if wanted]
+    for key in (*call.outputs, *more):
         if key not in columns:
             raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
     try:
@@ -155,7 +156,7 @@ def _kept(column: Any, num_samples: int) -> list[int]:
     return [i for i, value in enumerate(values) if value]
 
 
-def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
+def _returned(call: FunctionCall, batch: Batch, context: Any) -> Any:
     """Call the function. Raises UserError with the line number for an exception in the user's own code, and
     if it takes longer than its limit."""
     limit = call.work.timeout_seconds

@@ -229,20 +229,20 @@ class Progress:
 def fault_of(steps: Sequence[Mapping[str, float]], *, may_end: bool = True) -> tuple[str, str] | None:
     """Return a reason why nothing is learned in these steps, with its kind, or None.
 
-    `may_end` is whether an answer can end by itself, without which it counts as cut off.
+    `may_end` is whether a response can end by itself, without which it counts as cut off.
     """
     newest = steps[-1]
     ended = f"in {len(steps)} steps"
     hint = "nothing is learned from them"
     if all(step.get("reward/zero_std_groups", 0.0) == 1.0 for step in steps):
-        equal = f"the answers to each prompt all had the same reward (mean {_number(newest['reward/mean'])})"
+        equal = f"the samples of each prompt all had the same reward (mean {_number(newest['reward/mean'])})"
     elif "reward/zero_std_groups" not in newest and all(step.get("reward/std", 1.0) < 1e-9 for step in steps):
-        equal = f"all answers had the same reward ({_number(newest['reward/mean'])})"
+        equal = f"all samples had the same reward ({_number(newest['reward/mean'])})"
     else:
         equal = ""
     cut_off = [step.get("response_length/clip_ratio", 0.0) for step in steps]
     if equal:
-        share = f"{sum(cut_off) / len(steps):.0%} of the answers were cut off at sampling.max_new_tokens"
+        share = f"{sum(cut_off) / len(steps):.0%} of the responses were cut off at sampling.max_new_tokens"
         return "equal", f"{ended} {equal}: {hint}; {share}; `realhf rollouts` shows them"
     still = [name.partition("/")[0] for name in newest if name.endswith("/grad_norm")
              and all(step.get(name, 1.0) == 0.0 for step in steps)]
@@ -252,10 +252,10 @@ def fault_of(steps: Sequence[Mapping[str, float]], *, may_end: bool = True) -> t
     for name in rewards:
         if all(step.get(f"reward/{name}/std") == 0.0 for step in steps):
             value = _number(newest[f"reward/{name}/mean"])
-            return "constant", f"{ended} reward {name} was {value} for every answer: it teaches nothing"
+            return "constant", f"{ended} reward {name} was {value} for every sample: it teaches nothing"
     if may_end and min(cut_off) == 1.0:
-        why = "no answer ended by itself: all were cut off at sampling.max_new_tokens"
-        return "cut", f"{ended} {why}; raise it, or see with `realhf rollouts` why answers go on"
+        why = "no response ended by itself: all were cut off at sampling.max_new_tokens"
+        return "cut", f"{ended} {why}; raise it, or see with `realhf rollouts` why responses go on"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Recorder and AnswerFiles: write metrics, events and answers of a run into its directory, on rank 0."""
+"""Recorder and EvaluationFiles: write metrics, events and samples of a run into its directory, on rank 0."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import torch
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
-from realhf.runtime.compile.kept_answers import SHOWN
+from realhf.runtime.compile.kept_samples import SHOWN
 from realhf.runtime.records.pictures import draw_pictures
 from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.records.trackers import Ending, Trackers
@@ -41,7 +41,7 @@ class StepRecord:
     metrics: list[tuple[str, float, float]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """This rank's descriptions of logged answers (see RolloutCollector)."""
+    """This rank's descriptions of logged samples (see RolloutCollector)."""
 
     @contextmanager
     def timed(self, **event: Any) -> Iterator[dict[str, Any]]:
@@ -173,7 +173,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """The writer of the files of a run: metrics, timeline, rollouts, TensorBoard files, answers and summary.
+    """The writer of the files of a run: metrics, timeline, rollouts, TensorBoard files, evaluations, summary.
 
     A resumed run continues the files after its checkpoint; `history` is the checkpoint's file of metrics.
     Raises UserError if something cannot be written.
@@ -197,7 +197,7 @@ class Recorder:
             self._open()
             last = self.history[-1]["step"] if self.history else -1
             earlier = None if history is None else history.absolute().parents[2]
-            self._answers = AnswerFiles(directory, last=last, earlier=earlier)
+            self._evaluation_files = EvaluationFiles(directory, last=last, earlier=earlier)
             self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
 
     def _open(self) -> None:
@@ -258,10 +258,10 @@ class Recorder:
             raise UserError(what) from error
         return self._metrics.tell()
 
-    def evaluation(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Write the answers of the evaluation after a step, by set."""
+    def evaluation(self, step: int, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the samples of the evaluation after a step, by set."""
         with _explained(self.directory):
-            self._answers.write(step, answers)
+            self._evaluation_files.write(step, samples)
 
     def stop_tracking(self, ending: Ending) -> None:
         """Tell the trackers how the run has ended, and wait a limited time for them."""
@@ -322,7 +322,7 @@ def _start_with(path: Path, records: Sequence[Mapping[str, Any]]) -> TextIO:
     return path.open("a")
 
 
-class AnswerFiles:
+class EvaluationFiles:
     """The writer of eval.jsonl and of evals/.
 
     A run that continues after the step `last` keeps the files up to it, also those of its earlier directory,
@@ -338,7 +338,7 @@ class AnswerFiles:
                 path.unlink()
 
     def _copy(self, earlier: Path) -> None:
-        """Copy the answers of the run that this one continues in another directory."""
+        """Copy the samples of the run that this one continues in another directory."""
         for path in [*self._files(earlier), *earlier.glob(_LAST)]:
             target = self._directory / path.relative_to(earlier)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -347,32 +347,32 @@ class AnswerFiles:
     def _files(self, directory: Path) -> list[Path]:
         return [path for path in sorted((directory / _ALL).rglob("step_*.jsonl")) if _step_of(path) >= 0]
 
-    def write(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Write the answers of the evaluation after a step, by set, each file at once or not at all.
+    def write(self, step: int, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the samples of the evaluation after a step, by set, each file at once or not at all.
 
-        Scores of failed rewards are null. eval.jsonl gets the first answer to each prompt.
+        Scores of failed rewards are null. eval.jsonl gets the first sample of each prompt.
         """
         last = []
-        for name, of_set in answers.items():
-            documents = [{"set": name} | _without_nan(answer) for answer in of_set]
-            _write_answers(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
-            firsts = [answer for answer in documents if answer["sample"] == 0]
-            last += [_shown(answer) | ({"set": name} if name else {}) for answer in firsts]
+        for name, of_set in samples.items():
+            documents = [{"set": name} | _without_nan(sample) for sample in of_set]
+            _write_samples(self._directory / _ALL / name / f"step_{step}.jsonl", documents)
+            firsts = [sample for sample in documents if sample["sample"] == 0]
+            last += [_shown(sample) | ({"set": name} if name else {}) for sample in firsts]
         if last:
-            _write_answers(self._directory / _LAST, last)
+            _write_samples(self._directory / _LAST, last)
 
 
-def _shown(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for eval.jsonl: if no column has the usual name of an answer, all columns."""
-    has_answer = "answer" in answer or "ground_truth" in answer
+    has_answer = "answer" in sample or "ground_truth" in sample
     names = SHOWN if has_answer else (*SHOWN, "columns")
-    return {name: answer[name] for name in names if name in answer}
+    return {name: sample[name] for name in names if name in sample}
 
 
-def _write_answers(path: Path, answers: Sequence[Mapping[str, Any]]) -> None:
+def _write_samples(path: Path, samples: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    part.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     part.replace(path)
 
 
@@ -383,7 +383,7 @@ def _step_of(path: Path) -> int:
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer with None in place of NaN, which JSON does not have."""
+    """Return the sample with None in place of NaN, which JSON does not have."""
     parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
              if row.get(key) is not None}
     return {**row, "score": _known(row["score"]), **parts}

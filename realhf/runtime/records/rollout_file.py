@@ -24,17 +24,17 @@ _Kind = tuple[int, bool]
 
 
 def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the ranks' descriptions of a step's answers (see RolloutCollector) into one object per answer.
+    """Merge the ranks' descriptions of a step's samples (see RolloutCollector) into one rollout per sample.
 
     They are in the order of their sample ids. Fields that no rank has described are left out.
     """
     prompts: dict[int, dict[str, Any]] = {}
-    answers: dict[int, dict[str, Any]] = {}
+    rollouts: dict[int, dict[str, Any]] = {}
     for fragment in fragments:
-        into = answers if "sample" in fragment else prompts
+        into = rollouts if "sample" in fragment else prompts
         into.setdefault(fragment.get("sample", fragment["prompt_number"]), {}).update(fragment)
-    generated = [answers[sample] for sample in sorted(answers) if "length" in answers[sample]]
-    whole = [prompts.get(answer["prompt_number"], {}) | answer for answer in generated]
+    generated = [rollouts[sample] for sample in sorted(rollouts) if "length" in rollouts[sample]]
+    whole = [prompts.get(rollout["prompt_number"], {}) | rollout for rollout in generated]
     return [
         {"followed": bool(rollout.get("followed"))} | {key: rollout[key] for key in _FIELDS if key in rollout}
         for rollout in whole
@@ -42,7 +42,7 @@ def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class RolloutFile:
-    """A file with one line of JSON per answer, in the order of steps, which has at most `max_bytes`.
+    """A file with one line of JSON per rollout, in the order of steps, which has at most `max_bytes`.
 
     If a step does not fit, every second step is dropped from the file: first the lines of rows that are not
     followed, and if that is not enough, those of followed rows. So older steps are dropped more often. If a
@@ -69,7 +69,7 @@ class RolloutFile:
         self._file = path.open("ab")
 
     def add(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Write the answers of a step. Raises OSError if that is impossible."""
+        """Write the rollouts of a step. Raises OSError if that is impossible."""
         groups: dict[Any, list[tuple[_Kind, bytes]]] = {}
         for rollout in rollouts:
             kind = step, bool(rollout["followed"])

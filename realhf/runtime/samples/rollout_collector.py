@@ -1,6 +1,6 @@
-"""RolloutCollector: describes, on each rank, what its calls have computed for the answers that are logged.
+"""RolloutCollector: describes, on each rank, what its calls have computed for the samples that are logged.
 
-No samples are sent for this. The rank that scored an answer describes its score, the rank that generated it
+No samples are sent for this. The rank that scored a sample describes its score, the rank that generated it
 its length, and the rank that reads the dataset its prompt; rank 0 merges these (see `rollout_file.merged`).
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import GenerateOutputs, answer_keys
+from realhf.calls import GenerateOutputs, response_keys
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, DatasetMixture, column_of
 from realhf.data.loader import Loader, MixedLoader
@@ -33,9 +33,9 @@ _LOGPROB_DIGITS = 9
 
 
 class RolloutCollector:
-    """Describes, as JSON objects, the logged answers of a step as far as this rank knows them.
+    """Describes, as JSON objects, the logged samples of a step as far as this rank knows them.
 
-    An answer is logged in the step in which it is scored or, in graphs without scores, trained on.
+    A sample is logged in the step in which it is scored or, in graphs without scores, trained on.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class RolloutCollector:
         scoring = graph.producer("score") or next(iter(graph.of_kind("train_step")))
         self._scoring_part = self._part_of[scoring.name]
         self._decodes = graph.producer("completion") is None
-        answers = answer_keys(graph)
-        assert answers is not None, "the graph has answers"
-        self._answers = answers
+        keys = response_keys(graph)
+        assert keys is not None, "the graph has responses"
+        self._response_keys = keys
         self._keys: dict[str, list[str]] = {}
         """Call -> the keys of its outputs that are described."""
-        logged = [key for key in answers if key is not None and (self._log.tokens or key != answers.logprobs)]
+        logged = [key for key in keys if key is not None and (self._log.tokens or key != keys.logprobs)]
         for described in (*logged, *_OF_SCORES, _ADVANTAGES):
             if (call := graph.producer(described)) is not None:
                 self._keys.setdefault(call.name, []).append(described)
         self._masks: dict[str, str] = {}
         """Key of sequences or versions -> that of the response mask that the same call writes, if it does."""
-        for key in (answers.sequences, answers.versions):
+        for key in (keys.sequences, keys.versions):
             if key is None or (call := graph.producer(key)) is None:
                 continue
-            mask = GenerateOutputs.of(call).mask if call.kind == "generate" else answers.mask
+            mask = GenerateOutputs.of(call).mask if call.kind == "generate" else keys.mask
             if mask in call.outputs:
                 self._masks[key] = mask
                 if mask not in self._keys[call.name]:
@@ -86,7 +86,7 @@ class RolloutCollector:
     def collect(
         self, part: str, prompts: Sequence[int], samples: SampleStore, context: Any
     ) -> list[dict[str, Any]]:
-        """Return this rank's descriptions of the answers to log, after a part has run on `prompts`."""
+        """Return this rank's descriptions of the samples to log, after a part has run on `prompts`."""
         if context.step != self._step:
             self._step = context.step
             self._kept = {}
@@ -152,16 +152,16 @@ class RolloutCollector:
             described.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
         if "completion" in columns:
             described.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
-        described += self._described_answers(columns, context)
+        described += self._described_responses(columns, context)
         if _ADVANTAGES in columns:
             described.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
         return described
 
-    def _described_answers(
+    def _described_responses(
         self, columns: Mapping[str, Any], context: Any
     ) -> Iterator[tuple[str, Sequence[Any]]]:
-        """Yield what the calls that write answers know of them."""
-        keys = self._answers
+        """Yield what the calls that write responses know of them."""
+        keys = self._response_keys
         if keys.mask in columns:
             mask = _packed(columns[keys.mask])
             yield "length", response_lengths(mask).tolist()
@@ -193,8 +193,8 @@ class RolloutCollector:
 
 
 def keeps_rollouts(program: Program) -> bool:
-    """Return whether rollouts are logged: the experiment asks for it, and its graph has answers."""
-    return program.experiment.rollouts.is_on and answer_keys(program.graph) is not None
+    """Return whether rollouts are logged: the experiment asks for it, and its graph has responses."""
+    return program.experiment.rollouts.is_on and response_keys(program.graph) is not None
 
 
 def _packed(column: Any) -> Packed:

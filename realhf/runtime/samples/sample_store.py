@@ -1,4 +1,4 @@
-"""SampleStore: the outputs of calls that this rank holds, by call and unfinished answers."""
+"""SampleStore: the outputs of calls that this rank holds, by call, and samples that are unfinished."""
 
 from collections.abc import Collection, Mapping, Sequence
 

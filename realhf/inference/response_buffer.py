@@ -1,4 +1,4 @@
-"""RolloutBuffer: the samples of a generation, and the tokens that have been drawn for them so far."""
+"""ResponseBuffer: the samples of a generation, and the tokens that have been drawn for them so far."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,7 +60,7 @@ def join_equal(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         PromptGroup(tokens, [i for group in run for i in group.ids], *rest) for (tokens, *rest), run in runs]
 
 
-class RolloutBuffer:
+class ResponseBuffer:
     """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive.
 
     A sample ends as `work.sampling` says: at an end-of-sequence token, at a stop, or when it has its most
@@ -264,7 +264,7 @@ def _processors(
         sampling, end_ids=end_ids, bad_words=bad_words, vocab_range=vocab_range, device=device)
 
 
-def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
+def output_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> list:
     """Return the first four columns of `Generate`: sequences, response mask, log-probs and finished flags.
 
     Tokens of earlier rounds count as the prompt. The mask is 0 on inserted tokens.
