@@ -6,7 +6,7 @@ weights.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from realhf.calls import OptimizerConfig
@@ -37,9 +35,6 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
-
-LossOf = Callable[[int, Tensor], Tensor | None]
-"""(number of the micro-batch, hidden states of the last stage) -> its loss if autograd is on."""
 
 
 class MegatronEngine(Engine):
@@ -70,8 +65,14 @@ class MegatronEngine(Engine):
             self._optimizer = self._trained = self._trainer  # type: ignore[assignment]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-        runs = self.chunks if self._trainer is None else self._trainer.wrapped
-        self._schedule = PipelineSchedule(runs, config, collection, groups)
+        self._runs = [*self.chunks] if self._trainer is None else [*self._trainer.wrapped]
+        """The chunks, or their wrappers for training."""
+        self._config = config
+        self._schedule = get_forward_backward_func(
+            pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None)
+        self._options: dict[str, Any] = {"pg_collection": collection}
+        if layout.pp > 1:
+            self._options["p2p_communicator"] = StageMessages(groups, collection.pp, config)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -124,20 +125,42 @@ class MegatronEngine(Engine):
     def _run_passes(
         self, micro_batches: list[Batch], settings: PassSettings, report: Report
     ) -> list[Outputs]:
+        train = torch.is_grad_enabled()
+        layout = self.groups.layout
+        config = self._config
+        config.recompute_granularity = "full" if settings.recompute else None
+        config.recompute_method = "uniform" if settings.recompute else None
+        config.recompute_num_layers = 1 if settings.recompute else None
+        if train:
+            assert self._trainer is not None
+            self._trainer.start()
+        count = len(micro_batches)
         packed = [samples[settings.key] for samples in micro_batches]
+        sizes = padded_sizes(packed, layout)
         results: list[Outputs] = []
 
-        def loss_of(number: int, hidden: torch.Tensor) -> torch.Tensor | None:
-            report(f"micro-batch {number + 1} of {len(micro_batches)}")
+        def forward(numbers: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            number = next(numbers)
+            ids_T, seq_lens = padded(packed[number], sizes[number])
+            return model(ids_T, seq_lens), partial(loss_of, number)
+
+        def loss_of(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            report(f"micro-batch {number + 1} of {count}")
             hidden_TH = self.model.rows(hidden)[: len(packed[number].values)]
             loss, parts = run_head(self.model, hidden_TH, micro_batches[number], settings)
             results.extend(parts)
-            return loss
+            # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
+            return (loss, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
 
-        if torch.is_grad_enabled():
-            assert self._trainer is not None
-            self._trainer.start()
-        self._schedule.run(packed, loss_of, recompute=settings.recompute)
+        numbers = [iter(range(count)) for _ in self._runs]
+        is_interleaved = layout.vp > 1
+        if is_interleaved:
+            config.microbatch_group_size_per_vp_stage = interleaved_group(count, layout.pp)
+        self._schedule(
+            forward_step_func=forward, data_iterator=numbers if is_interleaved else numbers[0],
+            model=self._runs if is_interleaved else self._runs[0], num_microbatches=count,
+            seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
+            **self._options)
         return results
 
 
@@ -159,62 +182,13 @@ def _start_globals() -> None:
         model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
 
 
-class PipelineSchedule:
-    """The schedule of the chunks of a stage, or of their wrappers for training."""
+def padded_sizes(micro_batches: Sequence[Packed], layout: Layout) -> list[int]:
+    """Return the size of each micro-batch: a multiple of tp, and under a pipeline the same for all.
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig,
-        collection: ProcessGroupCollection, groups: ParallelGroups,
-    ) -> None:  # fmt: skip
-        self._chunks = list(chunks)
-        self._config = config
-        self._collection = collection
-        self._layout = layout = groups.layout
-        self._is_interleaved = len(chunks) > 1
-        self._run = get_forward_backward_func(
-            pp_size=layout.pp, vp_size=layout.vp if self._is_interleaved else None)
-        self._messages = (
-            {"p2p_communicator": StageMessages(groups, collection.pp, config)} if layout.pp > 1 else {})
-
-    def run(self, micro_batches: Sequence[Packed], loss_of: LossOf, *, recompute: bool) -> None:
-        """Run micro-batches through the stages; if autograd is on, run backward passes and sum the gradients.
-
-        With `recompute`, every layer keeps only its input for the backward pass.
-        """
-        train = torch.is_grad_enabled()
-        self._config.recompute_granularity = "full" if recompute else None
-        self._config.recompute_method = "uniform" if recompute else None
-        self._config.recompute_num_layers = 1 if recompute else None
-        count = len(micro_batches)
-        sizes = self._padded_sizes(micro_batches)
-
-        def forward(numbers: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            number = next(numbers)
-            ids_T, seq_lens = padded(micro_batches[number], sizes[number])
-            return model(ids_T, seq_lens), partial(collect, number)
-
-        def collect(number: int, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            loss = loss_of(number, hidden)
-            # A loss, the number of tokens by which nothing is divided, and what the schedule collects.
-            return (loss, torch.ones((), dtype=torch.int, device=hidden.device), {}) if train else {}
-
-        numbers = [iter(range(count)) for _ in self._chunks]
-        if self._is_interleaved:
-            self._config.microbatch_group_size_per_vp_stage = interleaved_group(count, self._layout.pp)
-        self._run(
-            forward_step_func=forward, data_iterator=numbers if self._is_interleaved else numbers[0],
-            model=self._chunks if self._is_interleaved else self._chunks[0], num_microbatches=count,
-            seq_length=sizes[0], micro_batch_size=1, forward_only=not train, collect_non_loss_data=not train,
-            pg_collection=self._collection, **self._messages)  # fmt: skip
-
-    def _padded_sizes(self, micro_batches: Sequence[Packed]) -> list[int]:
-        """Return the size of each micro-batch: a multiple of tp, and under a pipeline the same for all.
-
-        Messages between stages of different sizes would have to be announced, for which the host waits.
-        """
-        tp = self._layout.tp
-        sizes = [max(1, -(-len(tokens.values) // tp)) * tp for tokens in micro_batches]
-        return sizes if self._layout.pp == 1 else [max(sizes)] * len(sizes)
+    Messages between stages of different sizes would have to be announced, for which the host waits.
+    """
+    sizes = [max(1, -(-len(tokens.values) // layout.tp)) * layout.tp for tokens in micro_batches]
+    return sizes if layout.pp == 1 else [max(sizes)] * len(sizes)
 
 
 def padded(tokens: Packed, size: int) -> tuple[Tensor, list[int]]:
