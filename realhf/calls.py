@@ -2,7 +2,7 @@
 
 Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t);
 entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask`
-is 0: on prompts, and on tokens that were inserted into responses (see `data.responses`).
+is 0: on prompts, and on tokens that were inserted into responses (see `data.batch`).
 """
 
 from __future__ import annotations

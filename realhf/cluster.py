@@ -15,8 +15,7 @@ from typing import Any
 
 from realhf.errors import shown
 from realhf.layout import MAX_RANKS
-from realhf.user_input.field_types import check_fields
-from realhf.user_input.hf_fields import is_positive
+from realhf.user_input.field_types import check_fields, is_positive
 from realhf.user_input.shipped import load_yaml
 from realhf.user_input.units import parse
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from realhf.calls import OptimizerConfig, SamplingConfig, default_rates
 from realhf.checkpoint.peft import resolved
-from realhf.data.dataset import DatasetConfig, commits_of_data
+from realhf.data.dataset import DatasetConfig
+from realhf.data.row_files import commits_of_data
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.models.engine_configs import MegatronConfig, TransformersConfig
 from realhf.models.lora import LoraConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
 from realhf.steps.sample_pool import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require

@@ -25,10 +25,9 @@ from realhf import Experiment, FunctionCall, HostFunction, Role
 from realhf.algorithms.sft import CrossEntropy
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import read_rows
+from realhf.data.rows import read_rows
 from realhf.models import families
-from realhf.rewards.scorer import SamplesToScore
-from realhf.rewards.scoring import RewardCall
+from realhf.rewards.scoring import RewardCall, SamplesToScore
 from realhf.runtime.execute.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write

@@ -15,7 +15,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer
-from realhf.runtime.weights.weight_export import config_fields, files_beside
+from realhf.runtime.weights.model_store import config_fields, files_beside
 from tests.cli_tools import TWO_RANKS, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 

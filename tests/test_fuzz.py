@@ -15,8 +15,7 @@ from benchmarks.fuzz.run_case import run_case
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
 from realhf.errors import UserError, one_line
-from realhf.models.engine_configs import TransformersConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.planner.profile import Profile
 from tests.planner.test_profile import DOCUMENT as PROFILE
 

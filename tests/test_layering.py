@@ -55,7 +55,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     "realhf.scaling",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.micro_batch", "realhf.devices.chunk_sizes"),
-    *("realhf.data.responses", "realhf.user_input"),
+    "realhf.user_input",
     *("realhf.engine.hf_factory", "realhf.steps"),
     "realhf.job_process",
     *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),

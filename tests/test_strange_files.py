@@ -24,9 +24,10 @@ from realhf.checkpoint.run_state import FORMAT, Manifest, SavedTensors, check_fi
 from realhf.checkpoint.tensor_files import find_tensors, pack_header, read_header
 from realhf.cli.main import main
 from realhf.cluster import Cluster
-from realhf.data.dataset import DatasetConfig, load_rows
+from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
+from realhf.data.rows import load_rows
 from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedRows
 from realhf.data.tokenizer_process import _renderer, render_chat

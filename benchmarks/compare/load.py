@@ -36,8 +36,7 @@ from realhf.checkpoint.hf import load_weights, save_weights
 from realhf.distributed.world import ParallelGroups, World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import ModelSpec, model_spec, region_slices
 from realhf.nn.transformer import Transformer
 
 NPROC = 4

@@ -9,8 +9,7 @@ import torch
 from realhf.distributed.pieces import one_piece_each, shards_of
 from realhf.distributed.world import World
 from realhf.layout import Layout
-from realhf.models.param_spec import ModelSpec
-from realhf.models.region import Region, overlap, region_size, region_slices
+from realhf.models.param_spec import ModelSpec, Region, overlap, region_size, region_slices
 from realhf.realloc.execute import Reallocator, assumed_links
 from realhf.realloc.schedule import make_schedule
 

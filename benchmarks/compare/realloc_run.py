@@ -38,8 +38,7 @@ from benchmarks.harness import (
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import ModelSpec, model_spec, region_slices
 
 _TIMEOUT_SECONDS = 600.0
 _SMALL_MIB = 512

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.compare.move import DTYPE, Copies, Move, shape_of
-from realhf.models.region import Region, overlap, region_size, region_slices
+from realhf.models.param_spec import Region, overlap, region_size, region_slices
 from realhf.realloc.execute import Reallocator
 
 BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # Bucket sizes: the fastest on gloo from 4 to 256 MiB.

@@ -29,8 +29,7 @@ from benchmarks.compare.realloc_run import MODELS, Truth
 from benchmarks.harness import Goal, machine, progress, report
 from benchmarks.measure.two_hosts import NoNamespacesError, add_options, meet, run_again, two_hosts
 from realhf.layout import Layout
-from realhf.models.param_spec import ModelSpec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import ModelSpec, region_slices
 
 RANKS_PER_HOST = 2
 MTU = 9000

@@ -23,8 +23,7 @@ from benchmarks.harness import Goal, machine, progress, report
 from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.region import region_size
+from realhf.models.param_spec import ModelSpec, model_spec, region_size
 from realhf.planner.links import ContiguousLayout
 from realhf.planner.reallocation import MovedModel, estimate_movement
 from realhf.realloc.links import Links

@@ -25,7 +25,6 @@ from realhf.algorithms.responses import (
 )
 from realhf.calls import KEEP
 from realhf.data.order import prompt_of
-from realhf.data.responses import response_lengths
 from realhf.errors import UserError, warn
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.shaping import ScoreShaping, name_of
@@ -83,7 +82,7 @@ class AdvantageInputs:
         """Return the scores of responses after shaping; the score of a failed reward stays NaN."""
         if self.score_shaping is None:
             return score
-        shaped = self.score_shaping(score, response_lengths(mask).to(score), finished)
+        shaped = self.score_shaping(score, mask.response_lengths().to(score), finished)
         _check_shaped(self.score_shaping, shaped, score)
         return shaped
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.on_policy import graph_of
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
-from realhf.data.dataset import extra_columns
+from realhf.data.rows import extra_columns
 from realhf.experiment import Evaluation, Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits

@@ -26,8 +26,8 @@ from realhf.calls import (
     TrainStep,
     WorkStealing,
 )
-from realhf.data.dataset import DatasetConfig, extra_columns
-from realhf.data.responses import in_response
+from realhf.data.dataset import DatasetConfig
+from realhf.data.rows import extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
@@ -289,7 +289,7 @@ class TokenReturns:
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         mask = batch["response_mask"]
-        chosen_T = in_response(mask)
+        chosen_T = mask.in_response()
         pairs = zip(batch["sequence_ids"].split(), mask.like(chosen_T).split(), strict=True)
         responses = [tokens[chosen].tolist() for tokens, chosen in pairs]
         returns = token_returns(self.token_rewards, responses)

@@ -8,7 +8,6 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from realhf.data.order import prompt_of
-from realhf.data.responses import response_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +141,7 @@ def _by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float
 
 def length_metrics(batch: Batch) -> dict[str, float]:
     """Return statistics of the responses' lengths of a batch with `response_mask` and `finished`."""
-    lengths = response_lengths(batch["response_mask"])
+    lengths = batch["response_mask"].response_lengths()
     interrupted = lengths > num_trained_tokens(batch["response_mask"])
     interruptions = {}
     if interrupted.any():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from realhf.algorithms.held_out import held_out_loss, scored_completions
 from realhf.algorithms.on_policy import SEQUENCE, graph_of
 from realhf.calls import LogProbs, Loss, OptimizerConfig, SamplingConfig, TrainStep
-from realhf.data.dataset import may_have_completions
+from realhf.data.rows import may_have_completions
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import RewardFunctions

@@ -40,8 +40,7 @@ from realhf.distributed.pieces import Shards, assembled
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
-from realhf.models.param_spec import ModelSpec, ParamSpec
-from realhf.models.region import Region, region_size, row_blocks
+from realhf.models.param_spec import ModelSpec, ParamSpec, Region, region_size, row_blocks
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.user_input.files import open_regular

@@ -12,7 +12,6 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the directory of a step's checkpoint."""
     return f"step_{step}"
 
 

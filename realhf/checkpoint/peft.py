@@ -12,8 +12,8 @@ from realhf.errors import cut, shown
 from realhf.models.lora import LoraConfig, legal_targets
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec
+from realhf.user_input.field_types import is_positive, is_whole
 from realhf.user_input.files import read_object
-from realhf.user_input.hf_fields import is_positive, is_whole
 
 CONFIG_FILE = "adapter_config.json"
 STEM = "adapter_model"

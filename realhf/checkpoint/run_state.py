@@ -23,7 +23,7 @@ from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_hea
 from realhf.distributed.pieces import Piece, cut
 from realhf.errors import shown
 from realhf.layout import MAX_RANKS
-from realhf.models.region import Region, overlap, region_size, region_slices
+from realhf.models.param_spec import Region, overlap, region_size, region_slices
 from realhf.user_input.field_types import check_types
 from realhf.user_input.files import MAX_TABLE_BYTES, open_regular, parse_json, read_bytes, read_json_lines
 
@@ -184,7 +184,6 @@ def _read(path: Path) -> bytes:
 
 
 def tensor_name(set_name: str, kind: str, parameter: str, box: Region) -> str:
-    """Return the name, in a file of a checkpoint, of a box of a parameter."""
     spans = ",".join(f"{start}:{stop}" for start, stop in box)
     return f"{set_name}/{kind}/{parameter}[{spans}]"
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.errors import cut
-from realhf.models.param_spec import ModelSpec, ParamSpec
-from realhf.models.region import Region
+from realhf.models.param_spec import ModelSpec, ParamSpec, Region
 from realhf.user_input.files import open_regular, parse_json, read_object, refuse_lfs_pointer
 
 SINGLE = "model.safetensors"
@@ -198,7 +197,6 @@ class ModelFiles:
 
 
 def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
-    """Return name of a tensor in a checkpoint -> the parameters in it."""
     by_tensor: dict[str, list[ParamSpec]] = {}
     for param in params:
         by_tensor.setdefault(param.in_file.name, []).append(param)
@@ -206,7 +204,6 @@ def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name of a tensor in a checkpoint -> its shape."""
     return {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
 
 

@@ -18,8 +18,7 @@ from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym
 from realhf.rewards.remote_judge import RemoteJudge
 from realhf.rewards.reward import column_key, name_of
-from realhf.rewards.scorer import SamplesToScore
-from realhf.rewards.scoring import RewardCall, RewardScores
+from realhf.rewards.scoring import RewardCall, RewardScores, SamplesToScore
 from realhf.rewards.unit_tests import UnitTests
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program

@@ -24,8 +24,9 @@ from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.cli.experiment_file import read_experiment
 from realhf.cli.launch import LOCAL_LAUNCHER, Job, is_worker
 from realhf.cli.overrides import override
-from realhf.data.dataset import DatasetConfig, extra_columns
-from realhf.data.rows import is_of_hub
+from realhf.data.dataset import DatasetConfig
+from realhf.data.row_files import is_of_hub
+from realhf.data.rows import extra_columns
 from realhf.errors import UserError, naming, one_line
 from realhf.experiment import Evaluation, Experiment, Role, metric_prefix
 from realhf.models.lora import LoraConfig

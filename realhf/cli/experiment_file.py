@@ -25,8 +25,7 @@ from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.user_input.field_types import check_types, explain_keyword
-from realhf.user_input.files import read_text
-from realhf.user_input.python_files import execute_file
+from realhf.user_input.files import execute_file, read_text
 from realhf.user_input.shipped import find_experiment
 from realhf.user_input.suggest import did_you_mean
 

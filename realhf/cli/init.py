@@ -10,8 +10,8 @@ from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
 from realhf.data.conversations import find_conversation
-from realhf.data.dataset import DatasetConfig, read_rows
-from realhf.data.rows import DatasetRows
+from realhf.data.dataset import DatasetConfig
+from realhf.data.rows import DatasetRows, read_rows
 from realhf.errors import UserError, warn
 from realhf.rewards.reward import EXTRAS, STANDARD
 from realhf.user_input.shipped import shipped_dir

@@ -11,21 +11,15 @@ import networkx as nx
 
 from realhf.calls import TopLogProbs, TrainStep, longest_response
 from realhf.cluster import Cluster
-from realhf.data.dataset import (
-    IS_CHOSEN,
-    DatasetConfig,
-    DatasetMixture,
-    completion_columns,
-    load_rows,
-    reads_pairs,
-)
+from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, completion_columns, reads_pairs
 from realhf.data.light_tokenizer import LightTokenizer
-from realhf.data.rows import is_of_hub
+from realhf.data.row_files import is_of_hub
+from realhf.data.rows import load_rows
 from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import adapter_spec
+from realhf.models.model_config import TransformersConfig
 from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime

@@ -1,4 +1,7 @@
-"""Batch: samples with ids and columns, which are packed sequences, tensors or lists of Python values."""
+"""Batch: samples with ids and columns, which are packed sequences, tensors or lists of Python values.
+
+The suffix T of a tensor means one entry per packed token.
+"""
 
 import json
 from collections.abc import Sequence
@@ -50,9 +53,29 @@ class Packed:
             return Packed(upload_tensor(self.values, device), self.lengths, self.values)
         return Packed(self.values.to(device), self.lengths, self.on_host)
 
+    def in_response(self) -> torch.Tensor:
+        """Return, for a response mask, which tokens are part of a response, inserted ones included.
+
+        A response mask is 1 on the tokens that were sampled. A response begins at the first of these and goes
+        on to the end of its sequence. Inside it, the mask is 0 on tokens that were inserted (`realhf.calls`).
+        """
+        sampled_T = self.values != 0
+        count_T = sampled_T.long().cumsum(0)
+        before_T = count_T - sampled_T.long()
+        lengths = count_T.new_tensor(self.lengths)
+        starts = (lengths.cumsum(0) - lengths)[lengths > 0]
+        before_sequence_T = before_T[starts].repeat_interleave(
+            lengths[lengths > 0], output_size=len(self.values))
+        return count_T > before_sequence_T
+
+    def response_lengths(self) -> torch.Tensor:
+        """Return, for a response mask, the number of tokens of each response, inserted ones included."""
+        lengths = self.values.new_tensor(self.lengths).long()
+        row_T = lengths.new_tensor(range(len(self))).repeat_interleave(lengths, output_size=len(self.values))
+        return lengths.new_zeros(len(self)).index_add(0, row_T, self.in_response().long())
+
     @property
     def host_values(self) -> torch.Tensor:
-        """The values in host memory."""
         return self.values.cpu() if self.on_host is None else self.on_host
 
     @classmethod
@@ -84,7 +107,6 @@ class Batch:
         return self.fields[key]
 
     def select(self, indices: Sequence[int]) -> "Batch":
-        """Return the samples at these indices, in this order."""
         fields = {key: _select(column, indices) for key, column in self.fields.items()}
         return Batch([self.ids[i] for i in indices], fields)
 

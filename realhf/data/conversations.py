@@ -1,15 +1,12 @@
 """Finds prompts and completions in the forms that rows of conversations have. Imports no torch."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from realhf.data.dataset import DatasetConfig
+from realhf.data.dataset import DatasetConfig
 
 IS_WHOLE = "row/is_whole"
 """Column of rows that were one conversation or text, or two whole texts: what comes before the completion is

@@ -1,15 +1,10 @@
 """The settings of data sets, and the columns of their rows that a graph reads. Imports no torch."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal
 
-from realhf.data.hub_dataset import find_dataset
 from realhf.data.order import block_counts
-from realhf.data.rows import SOURCE, DatasetRows, RowFault, first_row, is_of_hub
-from realhf.errors import UserError
 from realhf.user_input.field_types import check_types, require
 
 IS_CHOSEN = "is_chosen"
@@ -21,6 +16,8 @@ LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSE
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph, if the graph uses the column's name for something else."""
+SOURCE = "dataset"
+"""Column of a mixture's rows: the name of the part that they are from."""
 _TEMPLATE_ARGUMENTS = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
@@ -144,79 +141,12 @@ class DatasetMixture(DatasetConfig):
         object.__setattr__(self, "max_prompt_tokens", max(part.max_prompt_tokens for part in self.parts))
 
 
-def open_rows(
-    config: DatasetConfig, keys: Sequence[str], *, mixture: DatasetConfig | None = None,
-    row_faults: Sequence[RowFault] = (),
-) -> DatasetRows:
-    """Return the rows of a data set, alone or in a mixture, for a graph with these input keys.
-
-    Raises ValueError if there are no such files.
-    """
-    blank: set[str] = set()
-    source = None
-    if mixture is not None and len(mixture.parts) > 1:
-        source = dataset_name(config)
-        blank = {*extra_columns(mixture)} - {*extra_columns(config)}
-    return DatasetRows(
-        config, columns=needed_columns(config, keys), completions=completion_columns(config, keys),
-        blank=blank, source=source, row_faults=row_faults)
-
-
-def load_rows(
-    config: DatasetConfig, keys: Sequence[str], *, row_faults: Sequence[RowFault] = ()
-) -> list[dict[str, Any]]:
-    """Read the rows for a graph with these input keys, or a sample of the rows if the data set is large.
-
-    Raises ValueError, which names file and line, if a row lacks a column or has an unusable value.
-    """
-    loaded: list[dict[str, Any]] = []
-    for part in config.parts:
-        rows = open_rows(part, keys, mixture=config, row_faults=row_faults)
-        tried = rows.tried()
-        kept = [(number, row) for number in tried if (row := rows[number]) is not None]
-        if not kept and len(tried) < len(rows):
-            others = ((number, row) for number in range(len(rows)) if (row := rows[number]) is not None)
-            kept = [*islice(others, 1)]
-        if part.map is not None and kept:
-            _require_pure(rows, *kept[0])
-        loaded += [row for _, row in kept]
-    if not loaded:
-        raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
-    return loaded
-
-
-def _require_pure(rows: DatasetRows, number: int, before: dict[str, Any]) -> None:
-    """Raise UserError if the map function makes another row than `before` of the same row of the file."""
-    now = rows[number]
-    if json.dumps(now, default=str) != json.dumps(before, default=str):
-        raise UserError(
-            f"{rows.place(number)}: the map function, called twice, made different rows of it: it must be a "
-            "pure function of the row, as other ranks and resumed runs call it again")
-
-
-def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
-    """Read all rows as they are. Raises ValueError, which names file and line, if one is malformed."""
-    rows = DatasetRows(config)
-    return [row for number in range(len(rows)) if (row := rows[number]) is not None]
-
-
 def dataset_name(config: DatasetConfig) -> str:
     """Return the path of a data set for messages, with its configuration if it is on the hub."""
     if len(config.parts) > 1 or not config.path:
         return " + ".join(dataset_name(part) for part in config.parts) if config.parts != (config,) else ""
     path = config.path if isinstance(config.path, str) else ", ".join(config.path)
     return path if config.name is None else f"{path}/{config.name}"
-
-
-def commits_of_data(config: DatasetConfig) -> dict[str, str]:
-    """Return the commits of the data sets of the hub, by path, configuration and revision."""
-    commits: dict[str, str] = {}
-    for part in config.parts:
-        paths = (part.path,) if isinstance(part.path, str) else part.path
-        for path in (path for path in paths if is_of_hub(path)):
-            name = " ".join(filter(None, (path, part.name, part.revision)))
-            commits[name] = find_dataset(path, name=part.name, revision=part.revision).commit
-    return commits
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
@@ -233,14 +163,6 @@ def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     return [config.completion_key] if "sequence_ids" in keys else []
 
 
-def may_have_completions(config: DatasetConfig) -> bool:
-    """Return whether the first row has a completion or a whole conversation, or is not known."""
-    columns = extra_columns(config)
-    return not columns or any(
-        {part.completion_key, part.messages_key, part.text_key, "conversations"} & set(columns)
-        for part in config.parts)
-
-
 def reads_pairs(keys: Sequence[str]) -> bool:
     """Return whether a graph with these input keys reads preference pairs, two samples for each prompt."""
     return IS_CHOSEN in keys
@@ -249,17 +171,3 @@ def reads_pairs(keys: Sequence[str]) -> bool:
 def column_of(key: str) -> str:
     """Return the column that a key of a graph stands for."""
     return key.removeprefix(COLUMN)
-
-
-def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
-    """Return the columns of the first row other than the prompt; none if the file does not exist.
-
-    A mixture has the columns of all its parts.
-    """
-    columns: dict[str, None] = {}
-    for part in config.parts:
-        row = first_row(part) or {}
-        columns |= dict.fromkeys(key for key in row if key != part.prompt_key)
-    if columns and len(config.parts) > 1:
-        columns[SOURCE] = None
-    return tuple(columns)

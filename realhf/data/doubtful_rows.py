@@ -71,20 +71,20 @@ class DoubtfulRows:
         """
         self._num_rows += 1
         sides = list(completions.values())
-        found = dict.fromkeys(doubt for side in (prompt, *sides) for doubt in self._of(side))
+        doubts = dict.fromkeys(doubt for side in (prompt, *sides) for doubt in self._of(side))
         if isinstance(prompt, str) and len(prompt.strip()) >= _LONG_PROMPT and any(
             isinstance(side, str) and side.lstrip().startswith(prompt.strip()) for side in sides
         ):
-            found[_REPEATS] = None
+            doubts[_REPEATS] = None
         if any(map(_is_empty, sides)):
-            found["completions are empty, of which a model learns to end at once"] = None
+            doubts["completions are empty, of which a model learns to end at once"] = None
         if prompt is not None and _is_empty(prompt):
-            found["prompts are empty"] = None
+            doubts["prompts are empty"] = None
         elif isinstance(prompt, list) and {message["role"] for message in prompt} <= {"system", "developer"}:
-            found["chats have no message but the system's"] = None
+            doubts["chats have no message but the system's"] = None
         if len(completions) > 1:
-            found |= dict.fromkeys(_exchanged(row))
-        for doubt in found:
+            doubts |= dict.fromkeys(_exchanged(row))
+        for doubt in doubts:
             self._found.setdefault(doubt, []).append(number)
 
     def _of(self, side: Any) -> Iterator[str]:
@@ -130,14 +130,14 @@ def _foreign_marks(text: str) -> list[str]:
     if "<" not in text and "[" not in text:
         return []
     stripped = _STRUCK.sub("", text).strip() if "[INST]" not in text else text.strip()
-    found: dict[str, None] = {}
+    foreign: dict[str, None] = {}
     for marks in _MARKS:
         kinds = dict.fromkeys(marks.findall(stripped))
         begins = any(stripped.startswith(mark) for mark in kinds if mark != "</s>")
         ends = any(stripped.endswith(mark) for mark in kinds if mark != "<s>")
         if begins or ends or len(kinds.keys() - _ENDS_OF_TEXTS) > 1:
-            found |= kinds
-    return list(found)
+            foreign |= kinds
+    return list(foreign)
 
 
 def _is_empty(side: Any) -> bool:

@@ -1,20 +1,28 @@
-"""LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch."""
+"""LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch.
 
+Also tells what every token adds to a text, and whether two tokenizers have the same vocabulary.
+"""
+
+import filecmp
+import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realhf.data.tokenizer_process import read_tokenizer
 from realhf.errors import UserError
-from realhf.user_input.files import read_object, read_text
+from realhf.user_input.files import MAX_TABLE_BYTES, read_object, read_text
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
 _OF_ADDED_TOKENS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_ANCHORS = ("\n", "a", "=")
+_BEGINNINGS = ("\n", "a", "=")
 """Texts before one that goes on from another; it must not share a token with at least one of them."""
+_BEFORE_TOKEN = "abcdef"
+"""A text that stands before each token to decode, because the first token of a text may lose its space."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class LightTokenizer:
@@ -66,7 +74,6 @@ class LightTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def get_chat_template(self, *, tools: Sequence[Any] | None = None) -> str | None:
-        """Return the template of chats without or with tools."""
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
 
@@ -91,7 +98,7 @@ def continuation(tokenizer: Any, text: str) -> list[int]:
     Some tokenizers, such as Llama 2's, put a space before a text that they get alone. `tokenizer` is a
     LightTokenizer or one of transformers.
     """
-    for anchor in _ANCHORS:
+    for anchor in _BEGINNINGS:
         before = tokenizer.encode(anchor, add_special_tokens=False)
         ids = tokenizer.encode(anchor + text, add_special_tokens=False)
         if ids[: len(before)] == before:
@@ -162,12 +169,10 @@ def _content(token: Any, where: str) -> str:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Return whether the tokenizer in a directory has a chat template."""
     return _chat_template(directory, _settings(directory), "default") is not None
 
 
 def chat_template_of(directory: str) -> str | None:
-    """Return the chat template of the tokenizer in a directory, or None."""
     return _chat_template(Path(directory), _settings(Path(directory)), "default")
 
 
@@ -206,3 +211,122 @@ def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str 
                 raise UserError(f"{directory}: the chat template {name!r} must be text")
             return entry.get("template")
     return None
+
+
+def first_differing_token(ours: Path, theirs: Path) -> tuple[int, str, str | None] | None:
+    """Return the first id that two tokenizer.json files assign to different tokens, and both tokens.
+
+    The second token is None if the other file does not have this id, but our token at another one. Added
+    tokens may differ where no text has them: the padding token, reserved ones, and more or fewer of them. One
+    that both files have must have the same id, and where we write one ourselves (to begin and to end texts,
+    and in chats) there must be no other.
+    """
+    if ours.samefile(theirs) or filecmp.cmp(ours, theirs, shallow=False):
+        return None
+    here, there = _vocabulary(ours), _vocabulary(theirs)
+    for number in sorted(here.tokens.keys() & there.tokens.keys()):
+        if here.tokens[number] != there.tokens[number]:
+            return number, here.tokens[number], there.tokens[number]
+    ids_there = {token: number for number, token in there.all.items()}
+    padding = named_token(ours.parent, "pad_token")
+    for number, token in sorted(here.added.items()):
+        wrote = is_written(token, ours.parent)
+        is_moved = ids_there.get(token, number) != number and (wrote or token != padding)
+        if is_moved or (wrote and there.all.get(number, token) != token):
+            return number, token, there.all.get(number)
+    return None
+
+
+class _Vocabulary(NamedTuple):
+    tokens: dict[int, str]
+    """The tokens by id, without added ones."""
+    added: dict[int, str]
+
+    @property
+    def all(self) -> dict[int, str]:
+        return self.tokens | self.added
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(path: Path) -> _Vocabulary:
+    """Return the tokens of a tokenizer.json by id.
+
+    Raises ValueError, which names the file, if it is malformed.
+    """
+    content = read_object(path, most=MAX_TABLE_BYTES)
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # It has pairs of a token and its score.
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+        tokens = {number: token for token, number in vocabulary.items() if number not in added}
+        return _Vocabulary(tokens, added)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=4)
+def token_bytes(tokenizer: str) -> tuple[bytes, ...]:
+    """Return, by token id, the bytes that a token adds to a text in which it is not the first token.
+
+    Special tokens add their own text. Raises ValueError if the tokenizer's files cannot be read.
+    """
+    backend = LightTokenizer(tokenizer).backend
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    bytes_of_id = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    kinds = set(_kinds(json.loads(backend.decoder.__getstate__()))) if backend.decoder is not None else set()
+    if "ByteLevel" in kinds and "ByteFallback" not in kinds:
+        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        for token, number in vocabulary.items():
+            is_mapped = all(character in byte_of for character in token)
+            bytes_of_id[number] = bytes(map(byte_of.__getitem__, token)) if is_mapped else token.encode()
+        return tuple(bytes_of_id)
+    before = backend.encode(_BEFORE_TOKEN, add_special_tokens=False).ids
+    numbers = list(vocabulary.values())
+    texts = backend.decode_batch([[*before, number] for number in numbers], skip_special_tokens=False)
+    start = len(backend.decode(before, skip_special_tokens=False))
+    for token, number, text in zip(vocabulary, numbers, texts, strict=True):
+        match = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
+        bytes_of_id[number] = text[start:].encode() if match is None else bytes([int(match[1], 16)])
+    return tuple(bytes_of_id)
+
+
+@lru_cache(maxsize=16)
+def word_tokens(tokenizer: str, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, without and with a space before it.
+
+    Raises ValueError if the tokenizer's files cannot be read, or if it makes no tokens of a word.
+    """
+    if not words:
+        return ()
+    light = LightTokenizer(tokenizer)
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word.lstrip()}"):
+            tokens = tuple(continuation(light, text))
+            if not tokens:
+                raise ValueError(f"sampling.bad_words has {word!r}, of which the tokenizer makes no tokens")
+            sequences[tokens] = None
+    return tuple(sequences)
+
+
+def _kinds(decoder: Any) -> Iterator[str]:
+    """Yield the types of a decoder and of its parts."""
+    if isinstance(decoder, dict):
+        if isinstance(decoder.get("type"), str):
+            yield decoder["type"]
+        for value in decoder.values():
+            yield from _kinds(value)
+    elif isinstance(decoder, list):
+        for value in decoder:
+            yield from _kinds(value)
+
+
+def _byte_characters() -> list[str]:
+    """Return the characters that stand for the bytes 0 to 255 in byte-level vocabularies (GPT-2).
+
+    Printable bytes stand for themselves, the others for the characters from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

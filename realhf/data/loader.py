@@ -100,7 +100,6 @@ class Loader(TokenizedRows):
         return [self._order.state(prompts, next_prompt=next_prompt) if self._order is not None else None]
 
     def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Go on from the state of a checkpoint."""
         if self._order is not None and states[0] is not None:
             self._order.restore(states[0])
 
@@ -141,7 +140,6 @@ class MixedLoader(MixedRows):
         return [loader.state(mine, next_prompt=number)[0] for loader, mine, number in parts]
 
     def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Go on from the state of a checkpoint."""
         for loader, state in zip(self._loaders, states, strict=True):
             loader.restore([state])
 
@@ -151,7 +149,6 @@ def make_loader(
     *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
     row_faults: Sequence[RowFault] = (),
 ) -> Loader | MixedLoader:
-    """Return the loader of a data set or of a mixture."""
     if isinstance(config, DatasetMixture):
         return MixedLoader(
             config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)
@@ -162,7 +159,6 @@ def make_loader(
 def _to_batch(
     prompts: Sequence[int], samples: Sequence[TokenizedSamples], *, keys: Sequence[str], group_size: int
 ) -> Batch:
-    """Return prompts of the run, each `group_size` times, as a batch."""
     rows = [variants[k % len(variants)] for variants in samples for k in range(group_size)]
     fields: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
     for key in fields.keys() & _DTYPES.keys():

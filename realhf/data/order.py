@@ -50,7 +50,6 @@ class _EpochOrders:
         self._lock = threading.Lock()
 
     def __call__(self, num_rows: int, seed: int, epoch: int) -> NDArray[np.integer]:
-        """Return the row indices of an epoch in their random order."""
         key = (num_rows, seed, epoch)
         with self._lock:
             if key not in self._orders:
@@ -109,7 +108,6 @@ class KeptOrder:
             "earlier": [[prompt, self._position(prompt)] for prompt in sorted(prompts)]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint."""
         self._first = state["prompt"]
         self._next = state["position"]
         self._positions = array("q")
@@ -189,12 +187,10 @@ def _block(block: int, counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.i
 
 
 def prompt_of(sample: int, group_size: int) -> int:
-    """Return the prompt of a sample."""
     return sample // group_size
 
 
 def samples_of(prompts: Iterable[int], group_size: int) -> list[int]:
-    """Return the samples of prompts, in their order."""
     return [prompt * group_size + i for prompt in prompts for i in range(group_size)]
 
 

@@ -1,26 +1,44 @@
-"""Reads single rows of JSONL, parquet and Arrow files, of any size. Imports no torch."""
+"""Opens the files of a data set, on this host or on the hub, and reads single rows of them. Imports no torch.
+
+Files are JSONL, parquet or Arrow, of any size. The library `datasets` downloads data sets of the hub once per
+host and keeps them as Arrow files. We record the paths of these files in its cache, so that later processes
+map the files and ask neither the hub nor the library.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from io import BufferedReader
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realhf.data.dataset import DatasetConfig
 from realhf.errors import UserError
-from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once, refuse_lfs_pointer
+from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once, read_object, refuse_lfs_pointer
+from realhf.user_input.hub import HubName, asking_hub, host_lock, parse_hub_name
+from realhf.user_input.suggest import near_path_words
 from realhf.user_input.units import format_bytes
 
+Fingerprint = dict[str, Any]
+"""Name of a file, number of its rows and bytes, and a checksum."""
+_WILDCARDS = "*?["
+_ONLY_SPLIT = "train"
+"""The split that files which are not on the hub belong to, as in the library `datasets`."""
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_CONVERTED = {".csv": "csv", ".tsv": "csv", ".txt": "text"}
+"""Ending of a file -> the method of `datasets` that reads it."""
 LARGE_BYTES = 64 << 20
 """Files of more bytes are not read as a whole: rows are read, checked and tokenised when they come up."""
 _CHUNK_BYTES = 8 << 20
@@ -35,8 +53,118 @@ _MAX_EXPANSION = 1000
 """How much larger its rows may be than the file itself."""
 
 
-Fingerprint = dict[str, Any]
-"""Name of a file, number of its rows and bytes, and a checksum."""
+def open_files(config: DatasetConfig) -> list[RowFile]:
+    """Return the files of a data set, those of the hub included.
+
+    Raises ValueError if there is none, or if one is of another kind.
+    """
+    paths = (config.path,) if isinstance(config.path, str) else config.path
+    files: list[RowFile] = []
+    for on_hub, group in groupby(paths, is_of_hub):
+        names = list(group)
+        opened = [file for path in names for file in _open_path(config, path)]
+        if not on_hub and config.split != _ONLY_SPLIT:
+            opened = _part_of(opened, ", ".join(names), config.split)
+        files += opened
+    for field, value in (("name", config.name), ("revision", config.revision)):
+        if value is not None and not any(map(is_of_hub, paths)):
+            raise UserError(
+                f"dataset.{field} is {value!r}: it must be left out, as {paths[0]!r} is not on the hub")
+    return files
+
+
+def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
+    if Path(path).is_file():
+        names = [path]
+    elif set(path) & set(_WILDCARDS):
+        names = [name for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        if not names:
+            raise UserError(f"dataset.path {path!r}: no file matches")
+    elif is_of_hub(path):
+        try:
+            return [*open_split(path, name=config.name, split=config.split, revision=config.revision)]
+        except ValueError as error:
+            raise UserError(f"dataset.path {error}") from error
+    else:
+        if path and Path(path).is_dir():
+            raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
+        if path and Path(path).exists():
+            raise UserError(f"dataset.path {path!r} is no regular file")
+        near = near_path_words(Path(path), suffixes=_SUFFIXES) if path else ""
+        raise UserError(f"dataset.path {path!r}: there is no such file{near}")
+    for name in names:
+        if (suffix := Path(name).suffix) not in _SUFFIXES:
+            wrong = f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet"
+            if (kind := _CONVERTED.get(suffix)) is not None:
+                wrong += f" (datasets.Dataset.from_{kind}({name!r}).to_json('rows.jsonl') converts it)"
+            raise UserError(wrong)
+    files = []
+    for name in names:
+        status = Path(name).stat()
+        files.append(_opened(Path(name), status.st_size, status.st_mtime_ns))
+    return files
+
+
+def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
+    """Return a part of files, such as `train[:100]`, which are read one after the other as one split."""
+    ends = np.cumsum([len(file) for file in files])
+    chosen: list[RowFile] = []
+    try:
+        ranges = split_ranges(path, split, {_ONLY_SPLIT: int(ends[-1])})
+    except ValueError as error:
+        raise UserError(f"dataset.path {error}") from error
+    for _, start, stop in ranges:
+        for file, end in zip(files, ends.tolist(), strict=True):
+            begin = end - len(file)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                chosen.append(RowSlice(file, first - begin, last - begin))
+    if not chosen:
+        raise UserError(f"dataset.path {path!r}: split {split!r} has no rows, as there are {ends[-1]}")
+    return chosen
+
+
+@lru_cache(maxsize=64)
+def _opened(path: Path, size: int, modified: int) -> RowFile:
+    """Return the rows of a file, which is opened anew when its size or its time in nanoseconds changes."""
+    if path.suffix != ".parquet":
+        return JsonlFile(path)
+    import pyarrow.parquet
+
+    try:
+        open_regular(path).close()
+        groups = pyarrow.parquet.read_metadata(path)
+        num_bytes = 0
+        for group in map(groups.row_group, range(groups.num_row_groups)):
+            num_bytes += group.total_byte_size  # Without compression.
+            _require_short(group.total_byte_size // max(1, group.num_rows), f"dataset {path}: the mean row")
+        if num_bytes <= LARGE_BYTES and (batches := _small_batches(path)) is not None:
+            return ArrowFile(str(path), batches, num_bytes=num_bytes)
+        # Reading rows in random order from the file itself would decode a whole row group for each row.
+        key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
+        target = datasets_cache() / "realhf" / f"{path.stem}-{key}.arrow"
+        copy = prepare_once(target, lambda temporary: _copy(path, temporary))
+        return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error
+
+
+def is_of_hub(path: str) -> bool:
+    """Return whether a path names a data set of the hub, and no local file."""
+    return not set(path) & set(_WILDCARDS) and not Path(path).exists() and parse_hub_name(path) is not None
+
+
+def commits_of_data(config: DatasetConfig) -> dict[str, str]:
+    """Return the commits of the data sets of the hub, by path, configuration and revision."""
+    commits: dict[str, str] = {}
+    for part in config.parts:
+        paths = (part.path,) if isinstance(part.path, str) else part.path
+        for path in (path for path in paths if is_of_hub(path)):
+            name = " ".join(filter(None, (path, part.name, part.revision)))
+            commits[name] = find_dataset(path, name=part.name, revision=part.revision).commit
+    return commits
 
 
 class RowFile(ABC):
@@ -73,7 +201,6 @@ class RowFile(ABC):
         return {"file": self.name, "rows": len(self), "bytes": size, "crc32": checksum}
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yield the first rows."""
         for number in range(min(count, len(self))):
             yield self[number]
 
@@ -162,9 +289,9 @@ class JsonlFile(RowFile):
                 suspects.append(starts[np.isin(chunk[starts], _BLANK) & ~empty] + position)
                 starts_line = bool(chunk[-1] == _NEWLINE)
                 position += count
-            found = [s for chunk in suspects for s in chunk.tolist() if _is_blank(file, s)]
+            blank_after_spaces = [s for chunk in suspects for s in chunk.tolist() if _is_blank(file, s)]
         starts = np.concatenate(line_starts) if line_starts else np.zeros(0, np.int64)
-        all_blank = np.sort(np.concatenate([*blank, np.array(found, np.int64)]))
+        all_blank = np.sort(np.concatenate([*blank, np.array(blank_after_spaces, np.int64)]))
         return (np.setdiff1d(starts, all_blank, assume_unique=True) if len(all_blank) else starts), all_blank
 
     @property
@@ -252,38 +379,6 @@ class RowSlice(RowFile):
         return None if whole is None else whole | {"rows": len(self)}
 
 
-def open_file(path: Path, *, cache: Callable[[], Path]) -> RowFile:
-    """Return the rows of a .jsonl or .parquet file; `cache` returns where copies of large ones are kept."""
-    status = path.stat()
-    return _opened(path, status.st_size, status.st_mtime_ns, cache)
-
-
-@lru_cache(maxsize=64)
-def _opened(path: Path, size: int, modified: int, cache: Callable[[], Path]) -> RowFile:
-    if path.suffix != ".parquet":
-        return JsonlFile(path)
-    import pyarrow.parquet
-
-    try:
-        open_regular(path).close()
-        groups = pyarrow.parquet.read_metadata(path)
-        num_bytes = 0
-        for group in map(groups.row_group, range(groups.num_row_groups)):
-            num_bytes += group.total_byte_size  # Without compression.
-            _require_short(group.total_byte_size // max(1, group.num_rows), f"dataset {path}: the mean row")
-        if num_bytes <= LARGE_BYTES and (batches := _small_batches(path)) is not None:
-            return ArrowFile(str(path), batches, num_bytes=num_bytes)
-        # Reading rows in random order from the file itself would decode a whole row group for each row.
-        key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
-        target = cache() / "realhf" / f"{path.stem}-{key}.arrow"
-        copy = prepare_once(target, lambda temporary: _copy(path, temporary))
-        return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
-    except UserError:
-        raise
-    except (ValueError, OSError) as error:
-        raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error
-
-
 def mapped_batches(path: Path) -> list[Any]:
     """Return the record batches of an Arrow stream, mapped into memory."""
     import pyarrow
@@ -323,3 +418,126 @@ def _small_batches(path: Path) -> list[Any] | None:
         if num_bytes > _FACTOR_OF_SMALL * LARGE_BYTES:
             return None
     return batches
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """The prepared files of a configuration of a data set."""
+
+    commit: str
+    splits: dict[str, tuple[tuple[str, ...], int]]
+    """Name of a split -> its Arrow files and the number of its rows."""
+
+
+def datasets_cache() -> Path:
+    """Return the directory in which `datasets` keeps its files, with a folder of our own."""
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+
+
+def open_split(path: str, *, name: str | None, split: str, revision: str | None) -> list[ArrowFile]:
+    """Return the rows of a split, such as `train`, `train[:1000]` or `train+test`.
+
+    Raises UserError if the hub has no such data set, configuration or split.
+    """
+    prepared = find_dataset(path, name=name, revision=revision)
+    parts = split_ranges(path, split, {name: rows for name, (_, rows) in prepared.splits.items()})
+    return [_rows(path, part, *prepared.splits[part], start, stop) for part, start, stop in parts]
+
+
+@lru_cache(maxsize=64)
+def find_dataset(path: str, *, name: str | None, revision: str | None) -> HubDataset:
+    """Return the files of a configuration; they are downloaded if they are not in the cache."""
+    key = hashlib.sha256(json.dumps([path, name, revision]).encode()).hexdigest()[:20]
+    record = datasets_cache() / "realhf" / f"{path.replace('/', '--')}-{key}.json"
+    if (recorded := _read(record)) is not None:
+        return recorded
+    with host_lock(f"datasets--{path.replace('/', '--')}"):
+        if (recorded := _read(record)) is not None:  # Another process has prepared it.
+            return recorded
+        prepared = _prepare(path, name, revision)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        temporary = record.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"commit": prepared.commit, "splits": prepared.splits}))
+        temporary.rename(record)
+        return prepared
+
+
+def _read(record: Path) -> HubDataset | None:
+    """Return the files that an earlier process has recorded, if all of them still exist."""
+    try:
+        content = read_object(record)
+    except ValueError:
+        return None
+    splits = {split: (tuple(files), rows) for split, (files, rows) in content["splits"].items()}
+    is_there = all(Path(file).is_file() for files, _ in splits.values() for file in files)
+    return HubDataset(content["commit"], splits) if is_there else None
+
+
+def _prepare(path: str, name: str | None, revision: str | None) -> HubDataset:
+    import datasets
+    from huggingface_hub import HfApi, constants
+
+    with asking_hub(HubName(path, revision), kind="data set"):
+        # With a commit, `datasets` asks no other server than the hub.
+        commit = None if constants.HF_HUB_OFFLINE else HfApi().dataset_info(path, revision=revision).sha
+        try:
+            loaded = datasets.load_dataset(path, name, revision=commit)
+        except ValueError as error:
+            raise _refusal(path, name, commit, error) from error
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            raise UserError(
+                f"{path!r} is made by a script, and no code of the hub is run: take a revision with data "
+                "files, such as refs/convert/parquet") from error
+    splits = {
+        str(split): (tuple(file["filename"] for file in rows.cache_files), rows.num_rows)
+        for split, rows in loaded.items()}
+    first = next(files[0] for files, _ in splits.values())
+    return HubDataset(commit or Path(first).parent.name, splits)
+
+
+def _refusal(path: str, name: str | None, commit: str | None, error: ValueError) -> UserError:
+    """Return the error about a configuration that the data set does not have, or about its files."""
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(path, revision=commit)
+    except Exception:
+        names = []
+    if names and name not in names:
+        return UserError(f"{path!r}: name is {name!r}: it must be one of {', '.join(names)}")
+    return UserError(f"{path!r} cannot be read: {' '.join(str(error).split())}")
+
+
+def split_ranges(path: str, split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """Return the splits that a text names, each with the range [first, stop) of its rows.
+
+    `sizes` has the number of rows of each split. Raises UserError if the text names another split.
+    """
+    if split in sizes:
+        return [(split, 0, sizes[split])]
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        return [(part.splitname, part.from_, part.to) for part in parts]
+    except (ValueError, AssertionError, KeyError) as error:
+        names = list(sizes)
+        raise UserError(
+            f"{path!r}: split is {split!r}: it must be {' or '.join(names)}, "
+            f"or a part such as {names[0]}[:100]") from error
+
+
+def _rows(path: str, split: str, files: tuple[str, ...], num_rows: int, start: int, stop: int) -> ArrowFile:
+    import pyarrow
+
+    batches: list[Any] = [batch for file in files for batch in mapped_batches(Path(file))]
+    if (start, stop) != (0, num_rows):
+        table = pyarrow.Table.from_batches(batches)
+        batches = table.slice(start, stop - start).to_batches()
+    num_bytes = sum(Path(file).stat().st_size for file in files)
+    share = (stop - start) / max(1, num_rows)
+    return ArrowFile(f"{path} {split}", batches, num_bytes=int(num_bytes * share), start=start)

@@ -1,39 +1,30 @@
-"""DatasetRows: reads, maps and checks the rows of one data set, one at a time. Imports no torch."""
+"""DatasetRows: reads, maps and checks the rows of one data set, one at a time. Imports no torch.
 
-from __future__ import annotations
+A fault is a sentence about a value that cannot be used.
+"""
 
-import glob
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from datetime import date, time
+from decimal import Decimal
+from itertools import islice
+from typing import Any
+from uuid import UUID
 
 import numpy as np
 
 from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation, pair_fault
-from realhf.data.hub_dataset import datasets_cache, open_split, split_ranges
-from realhf.data.json_form import json_form
-from realhf.data.row_faults import fault_of, tools_fault
-from realhf.data.row_files import LARGE_BYTES, Fingerprint, RowFile, RowSlice, open_file
+from realhf.data.dataset import SOURCE, DatasetConfig, completion_columns, dataset_name, needed_columns
+from realhf.data.row_files import LARGE_BYTES, Fingerprint, RowFile, is_of_hub, open_files
 from realhf.errors import UserError, described
-from realhf.user_input.hub import parse_hub_name
-from realhf.user_input.suggest import did_you_mean, near_path_words
+from realhf.user_input.suggest import did_you_mean
 
-if TYPE_CHECKING:
-    from realhf.data.dataset import DatasetConfig
-
-SOURCE = "dataset"
-"""Column of a mixture's rows: the name of the part that they are from."""
 RowFault = Callable[[Mapping[str, Any]], "str | None"]
 """Returns a sentence if a row cannot be used, else None."""
 _NUM_TRIED = 1000
 """Number of rows of a large data set that are read at the start of a run."""
 _NUM_FIRST = 100
 """How many of these are the first rows of the data set; the others are spread over it."""
-_WILDCARDS = "*?["
-_ONLY_SPLIT = "train"
-"""The split that files which are not on the hub belong to, as in the library `datasets`."""
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 _WITHOUT_PROMPT = {
     ("instruction", "output"): "for SFT: give prompt_key='instruction' and completion_key='output'",
     ("messages",): "whole conversations: the prompt is what they have up to the user's last message",
@@ -46,8 +37,7 @@ _SCORED = {
     (name,): "for reinforcement learning, such as GRPO, whose reward function reads it"
     for name in ("answer", "ground_truth", "solution")}
 """Columns that tell of rows of what kind they are -> what these rows are for."""
-_CONVERTED = {".csv": "csv", ".tsv": "csv", ".txt": "text"}
-"""Ending of a file -> the method of `datasets` that reads it."""
+_CHAT = "a list of chat messages such as [{\"role\": \"user\", \"content\": \"...\"}]"
 _COLUMN_FIELDS = ("prompt_key", "completion_key", "chosen_key", "rejected_key", "messages_key", "tools_key")
 """Fields of a DatasetConfig that name columns."""
 
@@ -77,7 +67,7 @@ class DatasetRows:
         self.blank = blank
         self._source = source
         self._row_faults = row_faults
-        self._files = _open_files(config)
+        self._files = open_files(config)
         self._ends = np.cumsum([len(file) for file in self._files])
         if not self._ends[-1]:
             raise UserError(f"dataset {self.name} has no rows")
@@ -210,42 +200,6 @@ class DatasetRows:
         return next(filter(None, (find(row) for find in self._row_faults)), None)
 
 
-def _other_kind(row: Mapping[str, Any], *, of_prompt: bool, learned: bool) -> str:
-    """Return in words for what training a row seems to be, by its columns; an empty string if unknown.
-
-    The column that it lacks is that `of_prompt`, or one that is `learned`, or one that a reward reads.
-    """
-    kinds = _WITHOUT_PROMPT if of_prompt else _LEARNED | (_SCORED if learned else {})
-    found = (f"; rows with {' and '.join(names)} are {what}"
-             for names, what in kinds.items() if row.keys() >= set(names))
-    return next(found, "")
-
-
-def spread(total: int, limit: int) -> Sequence[int]:
-    """Return at most about `limit` of `total` row numbers: the first ones, and others spread evenly."""
-    if total <= limit:
-        return range(total)
-    first = min(_NUM_FIRST, limit // 2)
-    stride = -(-total // (limit - first))
-    return sorted({*range(first), *range(0, total, stride)})
-
-
-def first_row(config: DatasetConfig) -> dict[str, Any] | None:
-    """Return the first row that the map function keeps, without reading others; None if there is no file."""
-    try:
-        files = _open_files(config)
-    except ValueError:
-        if any(map(is_of_hub, (config.path,) if isinstance(config.path, str) else config.path)):
-            raise
-        return None
-    rows = ((file, i, row) for file in files for i, row in enumerate(file.first(_NUM_TRIED)))
-    for file, i, row in islice(rows, config.max_rows or None):
-        mapped_row = mapped(config, row, _place_in(file, i))
-        if mapped_row is not None:
-            return mapped_row
-    return None
-
-
 def _place_in(file: RowFile, number: int) -> Callable[[], str]:
     return lambda: f"dataset {file.name} {file.place(number)}"
 
@@ -270,73 +224,189 @@ def mapped(config: DatasetConfig, row: dict[str, Any], place: Callable[[], str])
     return None if columns is None else {**row, **columns}
 
 
-def _open_files(config: DatasetConfig) -> list[RowFile]:
-    """Return the files of a data set, those of the hub included.
+def _other_kind(row: Mapping[str, Any], *, of_prompt: bool, learned: bool) -> str:
+    """Return in words for what training a row seems to be, by its columns; an empty string if unknown.
 
-    Raises ValueError if there is none, or if one is of another kind.
+    The column that it lacks is that `of_prompt`, or one that is `learned`, or one that a reward reads.
     """
-    paths = (config.path,) if isinstance(config.path, str) else config.path
-    files: list[RowFile] = []
-    for on_hub, group in groupby(paths, is_of_hub):
-        names = list(group)
-        opened = [file for path in names for file in _open_path(config, path)]
-        if not on_hub and config.split != _ONLY_SPLIT:
-            opened = _part_of(opened, ", ".join(names), config.split)
-        files += opened
-    for field, value in (("name", config.name), ("revision", config.revision)):
-        if value is not None and not any(map(is_of_hub, paths)):
-            raise UserError(
-                f"dataset.{field} is {value!r}: it must be left out, as {paths[0]!r} is not on the hub")
-    return files
+    kinds = _WITHOUT_PROMPT if of_prompt else _LEARNED | (_SCORED if learned else {})
+    guesses = (f"; rows with {' and '.join(names)} are {what}"
+               for names, what in kinds.items() if row.keys() >= set(names))
+    return next(guesses, "")
 
 
-def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
-    if Path(path).is_file():
-        names = [path]
-    elif set(path) & set(_WILDCARDS):
-        names = [name for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
-        if not names:
-            raise UserError(f"dataset.path {path!r}: no file matches")
-    elif is_of_hub(path):
-        try:
-            return [*open_split(path, name=config.name, split=config.split, revision=config.revision)]
-        except ValueError as error:
-            raise UserError(f"dataset.path {error}") from error
-    else:
-        if path and Path(path).is_dir():
-            raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
-        if path and Path(path).exists():
-            raise UserError(f"dataset.path {path!r} is no regular file")
-        near = near_path_words(Path(path), suffixes=_SUFFIXES) if path else ""
-        raise UserError(f"dataset.path {path!r}: there is no such file{near}")
-    for name in names:
-        if (suffix := Path(name).suffix) not in _SUFFIXES:
-            wrong = f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet"
-            if (kind := _CONVERTED.get(suffix)) is not None:
-                wrong += f" (datasets.Dataset.from_{kind}({name!r}).to_json('rows.jsonl') converts it)"
-            raise UserError(wrong)
-    return [open_file(Path(name), cache=datasets_cache) for name in names]
+def open_rows(
+    config: DatasetConfig, keys: Sequence[str], *, mixture: DatasetConfig | None = None,
+    row_faults: Sequence[RowFault] = (),
+) -> DatasetRows:
+    """Return the rows of a data set, alone or in a mixture, for a graph with these input keys.
+
+    Raises ValueError if there are no such files.
+    """
+    blank: set[str] = set()
+    source = None
+    if mixture is not None and len(mixture.parts) > 1:
+        source = dataset_name(config)
+        blank = {*extra_columns(mixture)} - {*extra_columns(config)}
+    return DatasetRows(
+        config, columns=needed_columns(config, keys), completions=completion_columns(config, keys),
+        blank=blank, source=source, row_faults=row_faults)
 
 
-def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
-    """Return a part of files, such as `train[:100]`, which are read one after the other as one split."""
-    ends = np.cumsum([len(file) for file in files])
-    chosen: list[RowFile] = []
+def load_rows(
+    config: DatasetConfig, keys: Sequence[str], *, row_faults: Sequence[RowFault] = ()
+) -> list[dict[str, Any]]:
+    """Read the rows for a graph with these input keys, or a sample of the rows if the data set is large.
+
+    Raises ValueError, which names file and line, if a row lacks a column or has an unusable value.
+    """
+    loaded: list[dict[str, Any]] = []
+    for part in config.parts:
+        rows = open_rows(part, keys, mixture=config, row_faults=row_faults)
+        tried = rows.tried()
+        mapped_rows = [(number, row) for number in tried if (row := rows[number]) is not None]
+        if not mapped_rows and len(tried) < len(rows):
+            others = ((number, row) for number in range(len(rows)) if (row := rows[number]) is not None)
+            mapped_rows = [*islice(others, 1)]
+        if part.map is not None and mapped_rows:
+            _require_pure(rows, *mapped_rows[0])
+        loaded += [row for _, row in mapped_rows]
+    if not loaded:
+        raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
+    return loaded
+
+
+def _require_pure(rows: DatasetRows, number: int, before: dict[str, Any]) -> None:
+    """Raise UserError if the map function makes another row than `before` of the same row of the file."""
+    now = rows[number]
+    if json.dumps(now, default=str) != json.dumps(before, default=str):
+        raise UserError(
+            f"{rows.place(number)}: the map function, called twice, made different rows of it: it must be a "
+            "pure function of the row, as other ranks and resumed runs call it again")
+
+
+def spread(total: int, limit: int) -> Sequence[int]:
+    """Return at most about `limit` of `total` row numbers: the first ones, and others spread evenly."""
+    if total <= limit:
+        return range(total)
+    first = min(_NUM_FIRST, limit // 2)
+    stride = -(-total // (limit - first))
+    return sorted({*range(first), *range(0, total, stride)})
+
+
+def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
+    """Read all rows as they are. Raises ValueError, which names file and line, if one is malformed."""
+    rows = DatasetRows(config)
+    return [row for number in range(len(rows)) if (row := rows[number]) is not None]
+
+
+def first_row(config: DatasetConfig) -> dict[str, Any] | None:
+    """Return the first row that the map function keeps, without reading others; None if there is no file."""
     try:
-        ranges = split_ranges(path, split, {_ONLY_SPLIT: int(ends[-1])})
-    except ValueError as error:
-        raise UserError(f"dataset.path {error}") from error
-    for _, start, stop in ranges:
-        for file, end in zip(files, ends.tolist(), strict=True):
-            begin = end - len(file)
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                chosen.append(RowSlice(file, first - begin, last - begin))
-    if not chosen:
-        raise UserError(f"dataset.path {path!r}: split {split!r} has no rows, as there are {ends[-1]}")
-    return chosen
+        files = open_files(config)
+    except ValueError:
+        if any(map(is_of_hub, (config.path,) if isinstance(config.path, str) else config.path)):
+            raise
+        return None
+    rows = ((file, i, row) for file in files for i, row in enumerate(file.first(_NUM_TRIED)))
+    for file, i, row in islice(rows, config.max_rows or None):
+        mapped_row = mapped(config, row, _place_in(file, i))
+        if mapped_row is not None:
+            return mapped_row
+    return None
 
 
-def is_of_hub(path: str) -> bool:
-    """Return whether a path names a data set of the hub, and no local file."""
-    return not set(path) & set(_WILDCARDS) and not Path(path).exists() and parse_hub_name(path) is not None
+def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
+    """Return the columns of the first row other than the prompt; none if the file does not exist.
+
+    A mixture has the columns of all its parts.
+    """
+    columns: dict[str, None] = {}
+    for part in config.parts:
+        row = first_row(part) or {}
+        columns |= dict.fromkeys(key for key in row if key != part.prompt_key)
+    if columns and len(config.parts) > 1:
+        columns[SOURCE] = None
+    return tuple(columns)
+
+
+def may_have_completions(config: DatasetConfig) -> bool:
+    """Return whether the first row has a completion or a whole conversation, or is not known."""
+    columns = extra_columns(config)
+    return not columns or any(
+        {part.completion_key, part.messages_key, part.text_key, "conversations"} & set(columns)
+        for part in config.parts)
+
+
+def fault_of(column: str, value: Any, *, prompt: Any = None) -> str | None:
+    """Return a sentence if a prompt, or a completion of `prompt`, cannot be used, else None."""
+    if isinstance(value, str):
+        return _text_fault(column, value)
+    if not isinstance(value, list):
+        return f"{column} is {_shown(value)}: it must be text, or {_CHAT}"
+    if isinstance(prompt, str):
+        return f"{column} is a list of chat messages, but the prompt is text: both must be messages"
+    return _chat_fault(column, value)
+
+
+def tools_fault(column: str, value: Any) -> str | None:
+    """Return a sentence if a row's tools are no JSON schemas, else None."""
+    if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        return None
+    return f"{column} is {_shown(value)}: it must be null, or a list of JSON schemas"
+
+
+def _text_fault(column: str, text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{column} has half of a character at position {error.start}: no text has a lone surrogate"
+    return None
+
+
+def _chat_fault(column: str, messages: list[Any]) -> str | None:
+    if not messages:
+        return f"{column} is an empty list: it must be text, or {_CHAT}"
+    for message in messages:
+        if not isinstance(message, dict):
+            return f"{column} has the message {_shown(message)}: it must be {_CHAT}"
+        if not isinstance(message.get("role"), str):
+            hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
+            fields = ", ".join(message) or "nothing"
+            return f"{column} has a message with {fields}: it must have role and content{hint}"
+        content = message.get("content")
+        if isinstance(content, str) and (fault := _text_fault(column, content)):
+            return fault
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            return f"{column} has a message whose content is {_shown(content)}: it must be text"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def json_form(value: Any, *, as_text: bool = False) -> Any:
+    """Return a copy in JSON's types: tuples become lists, and numpy's and torch's numbers become Python's.
+
+    With `as_text`, dates, times, decimal numbers and UUIDs become text. Raises TypeError, which names the
+    type, for a value that JSON cannot hold.
+    """
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        if other := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"a dict with the key {other[0]!r}: keys must be text")
+        return {str(key): json_form(entry, as_text=as_text) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_form(entry, as_text=as_text) for entry in value]
+    if isinstance(value, str | int | float):  # This is a subclass, such as an enumeration's.
+        return json.loads(json.dumps(value))
+    if hasattr(value, "tolist"):
+        return json_form(value.tolist(), as_text=as_text)
+    if as_text and isinstance(value, date | time):
+        return value.isoformat()
+    if as_text and isinstance(value, Decimal | UUID):
+        return str(value)
+    raise TypeError(f"a value of type {type(value).__name__}")

@@ -73,14 +73,14 @@ def turn_ends(tokenizer: Any, arguments: dict[str, Any]) -> TurnEnds:
     user = {"role": "user", "content": "1"}
     answer = {"role": "assistant", "content": _MARK}
     specials = special_texts(tokenizer)
-    found = []
+    ends = []
     for messages in ([user, answer], [user, answer, user]):
         try:
             text, _ = render_chat(tokenizer, messages, **arguments)
         except Exception:  # A template may raise any exception, and refuse these messages.
             text = ""
-        found.append(first_special(text.partition(_MARK)[2], specials))
-    return TurnEnds(*found)
+        ends.append(first_special(text.partition(_MARK)[2], specials))
+    return TurnEnds(*ends)
 
 
 def missing_beginning(tokenizer: Any, arguments: dict[str, Any]) -> str | None:
@@ -95,9 +95,9 @@ def missing_beginning(tokenizer: Any, arguments: dict[str, Any]) -> str | None:
         whole, _ = render_chat(tokenizer, [*chat, {"role": "assistant", "content": _MARK}], **arguments)
     except Exception:  # A template may raise any exception, and refuse these messages.
         return None
-    before, found, _ = whole.partition(_MARK)
+    before, mark, _ = whole.partition(_MARK)
     between = before[common_length(asked, before) :]
-    return between if found and asked == plain and between.strip() else None
+    return between if mark and asked == plain and between.strip() else None
 
 
 def end_of_turn(directory: str) -> tuple[int, str] | None:
@@ -244,14 +244,14 @@ class ChatTokens:
 
         `written` has its chats, and what the template writes for them.
         """
-        found = self.oddities
+        oddities = self.oddities
         pairs = [(message, text) for chat, text in written for message in chat]
-        found.num_special += any(
+        oddities.num_special += any(
             self._special and self._special.search(said) for message, _ in pairs for said in _said(message))
-        found.num_quoted += any(
+        oddities.num_quoted += any(
             json.dumps(arguments, ensure_ascii=False) in text
             for message, text in pairs for arguments in _texts_of_arguments(message))
-        found.num_left_out += any(
+        oddities.num_left_out += any(
             said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
             for message, text in pairs for said in _said(message))
 

@@ -16,12 +16,11 @@ from realhf.data.dataset import (
     column_of,
     completion_columns,
     dataset_name,
-    open_rows,
     reads_pairs,
 )
 from realhf.data.doubtful_rows import DoubtfulRows, compared_text
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
-from realhf.data.rows import RowFault, spread
+from realhf.data.rows import RowFault, open_rows, spread
 from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
 from realhf.errors import UserError
 
@@ -98,7 +97,6 @@ class TokenizedRows:
 
     @property
     def fingerprints(self) -> list[dict[str, Any]]:
-        """Return size, number of rows and checksum of each file that is not on the hub."""
         return self._file.fingerprints
 
     @property
@@ -170,7 +168,6 @@ class TokenizedRows:
         return [i for i, row in enumerate(self.samples) if any(unknown_id in sample[key] for sample in row)]
 
     def file_place_of(self, index: int) -> str:
-        """Return the file and the line or row of a row, in words."""
         return self._file.place(self._numbers[index]).removeprefix("dataset ")
 
     def place_of_number(self, number: int) -> str:
@@ -178,7 +175,6 @@ class TokenizedRows:
         return self._file.short_place(number)
 
     def place_of(self, index: int) -> str:
-        """Return the place of a row in its file for messages, with the file if there are several."""
         return self.place_of_number(self._numbers[index])
 
     def compared(self, index: int, *, whole: bool) -> int:
@@ -199,8 +195,8 @@ class TokenizedRows:
         """Return the first row that is not left out, beside those that have been tried; none if all are."""
         tried = set(exclude)
         others = (number for number in range(self.num_in_file) if number not in tried)
-        found = ((number, samples) for number in others if (samples := self._tokenize(number)))
-        return [*islice(found, 1)]
+        remaining = ((number, samples) for number in others if (samples := self._tokenize(number)))
+        return [*islice(remaining, 1)]
 
     def _why_none(self) -> str:
         """Return in words why no row is left."""
@@ -265,13 +261,13 @@ class TokenizedRows:
         self._look_at(row, number, tools, {column: row[column] for column in columns}, is_text=is_text)
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
-        kept = self._kept_of_prompt(ids, number, is_chat=not isinstance(prompt, str))
-        if kept is None:
+        within_limit = self._kept_of_prompt(ids, number, is_chat=not isinstance(prompt, str))
+        if within_limit is None:
             return None
         if not completions:
             self.oddities.num_continued += not isinstance(prompt, str) and is_continued(prompt, None)
             self.oddities.num_questions += bool(row.get(IS_QUESTION))
-            return [{"prompt_ids": ids[kept]}]
+            return [{"prompt_ids": ids[within_limit]}]
         samples: list[dict[str, Any]] = []
         is_whole = bool(row.get(IS_WHOLE))
         try:
@@ -290,13 +286,13 @@ class TokenizedRows:
             if learned is None:
                 return None
             stop = prompt_length + len(learned)
-            mask = [*whole.mask[:prompt_length][kept], *whole.mask[prompt_length:stop]]
+            mask = [*whole.mask[:prompt_length][within_limit], *whole.mask[prompt_length:stop]]
             if not any(mask):  # The limit leaves nothing that is learned.
                 self.num_long_completions += 1
                 return None
-            before = whole.ids[:prompt_length][kept]
+            before = whole.ids[:prompt_length][within_limit]
             samples.append({
-                "prompt_ids": ids[kept], "sequence_ids": [*before, *learned], "response_mask": mask,
+                "prompt_ids": ids[within_limit], "sequence_ids": [*before, *learned], "response_mask": mask,
                 IS_CHOSEN: i == 0})
         return samples
 
@@ -355,7 +351,6 @@ class TokenizedRows:
         return [{"role": "system", "content": system}, *prompt]
 
     def _tools(self, row: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the tools of a row's chat, or None."""
         if self.config.tools_key is not None:
             return row[self.config.tools_key] or None
         return list(self.config.tools) or None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.devices.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL, block_numel
-from realhf.models.region import row_blocks
+from realhf.models.param_spec import row_blocks
 
 
 def needs_float32(x: Tensor) -> bool:

@@ -150,7 +150,6 @@ class Communicators:
         lane.mark()  # Without the lock, as the host may wait here, and the watcher must not.
 
     def _lane(self) -> _DeviceLane | _HostLane:
-        """Return the lane of the current stream."""
         if not torch.cuda.is_available():
             return self._lanes.setdefault(0, _HostLane())
         stream = torch.cuda.current_stream().cuda_stream
@@ -306,10 +305,10 @@ def _open_sockets() -> set[int]:
 def _listener(number: int) -> socket.socket | None:
     """Return another descriptor of a listening socket; None for one of another kind."""
     with suppress(OSError):
-        found = socket.socket(fileno=os.dup(number))
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return found
-        found.close()
+        listener = socket.socket(fileno=os.dup(number))
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return listener
+        listener.close()
     return None
 
 

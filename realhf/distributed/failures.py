@@ -269,7 +269,6 @@ class Heartbeat:
         self._number = 0
 
     def start(self) -> None:
-        """Start to give signs of life."""
         self._give_sign()
         self._process.is_watched = True
         self._thread.start()

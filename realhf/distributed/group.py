@@ -18,7 +18,7 @@ import torch
 
 from realhf.distributed.communicators import Operation
 from realhf.distributed.process import WatchedProcess
-from realhf.models.region import chunk_body, chunk_edges
+from realhf.models.param_spec import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
@@ -267,7 +267,6 @@ class Group:
             raise PeerError(fault)
 
     def new_operation(self, name: str) -> Operation:
-        """Return the Operation for a post, with the next number."""
         self._num_operations += 1
         return Operation(name, self.ranks, self._purpose, self._num_operations, self._process.place)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from realhf.models.region import Region, overlap, region_size, region_slices
+from realhf.models.param_spec import Region, overlap, region_size, region_slices
 
 Piece = tuple[Region, Tensor]
 """A box of a parameter in global indices, and its elements: a tensor of the box's shape, with any strides."""

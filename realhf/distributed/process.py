@@ -22,7 +22,6 @@ def no_report(_: str) -> None:
 
 
 def prefixed(report: Report, prefix: str) -> Report:
-    """Return a report function that puts `prefix` before every text."""
     return lambda text: report(prefix + text)
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from realhf.models.engine_configs import TransformersConfig
+from realhf.models.model_config import TransformersConfig
 from realhf.models.param_spec import InFile, ModelSpec, ParamSpec
 from realhf.user_input.files import require_regular_files
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from realhf.distributed.group import Group
-from realhf.models.param_spec import ParamSpec
-from realhf.models.region import Region, chunk_edges, region_size, split_evenly
+from realhf.models.param_spec import ParamSpec, Region, chunk_edges, region_size, split_evenly
 from realhf.nn.parameters import ShardedParameters
 
 _MAX_IN_FLIGHT = 2

@@ -92,22 +92,23 @@ class Cohort:
 
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
-        *, queue: PromptQueue, seed: int, pool: PagePool, kept: KeptCache | None = None,
+        *, queue: PromptQueue, seed: int, pool: PagePool, kept_cache: KeptCache | None = None,
     ) -> None:  # fmt: skip
         self.sizes = CacheSizes(groups, limits)
-        num_first = self.sizes.num_at_once(groups) if kept is None else len(groups)
+        num_first = self.sizes.num_at_once(groups) if kept_cache is None else len(groups)
         self._first_groups = groups[:num_first]
         self.rest = groups[num_first:]
         """The groups that have to wait in the queue."""
         self._model = model
         self._limits = limits
         self._pool = pool
-        self._kept = kept
+        self._kept = kept_cache
         self._parallel = model.groups
         self._device = model.flat.device
         self._queue = queue
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
-        capacity = sum(len(group.ids) for group in groups) + (0 if kept is None else len(kept.rows))
+        num_parked = 0 if kept_cache is None else len(kept_cache.rows)
+        capacity = sum(len(group.ids) for group in groups) + num_parked
         self.buffer = ResponseBuffer(
             capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)

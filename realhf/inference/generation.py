@@ -133,7 +133,7 @@ class Generation:
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
             cohorts = [
                 Cohort(
-                    self._model, limits, groups, queue=queue, seed=seed, kept=cache,
+                    self._model, limits, groups, queue=queue, seed=seed, kept_cache=cache,
                     pool=self._cohort_pool() if cache is None else cache.pool)
                 for groups, cache in zip(by_cohort, caches, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from realhf.attention.interface import token_positions
 from realhf.calls import Generate
 from realhf.data.batch import Packed
-from realhf.data.token_texts import word_tokens
+from realhf.data.light_tokenizer import word_tokens
 from realhf.devices.pinned import upload
 from realhf.inference.kv_cache import Integers
 from realhf.inference.sampling import Draws, Floats, LogitProcessors

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch, Packed
-from realhf.data.responses import response_lengths
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import GenerationLimits
@@ -69,14 +68,14 @@ class Round:
             return []
         outputs = GenerateOutputs.of(call)
         sequences = self.unfinished[outputs.sequences].split()
-        num_drawn = response_lengths(self.unfinished[outputs.mask]).tolist()
+        num_drawn = self.unfinished[outputs.mask].response_lengths().tolist()
         limits = _limits(self.unfinished, call.inputs)
         samples = zip(sequences, self.unfinished.ids, num_drawn, limits, strict=True)
         return [PromptGroup(tokens.tolist(), [i], *rest) for tokens, i, *rest in samples]
 
-    def after(self, held: Batch) -> "Round":
+    def after(self, earlier: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
-        parts = [batch for batch in (held, self.unfinished) if batch.ids]
+        parts = [batch for batch in (earlier, self.unfinished) if batch.ids]
         return replace(self, unfinished=Batch.concat(parts) if parts else Batch([]))
 
     def join(self, call: FunctionCall, made: Batch, new: Batch) -> tuple[Batch, Batch]:
@@ -101,7 +100,7 @@ class Round:
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = response_lengths(whole[outputs.mask]).tolist()
+        num_drawn = whole[outputs.mask].response_lengths().tolist()
         most = self._most_drawn(call, made.ids, new)
         flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
         has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from realhf.calls import InsertedPhrase
-from realhf.data.token_texts import token_bytes
+from realhf.data.light_tokenizer import token_bytes
 from realhf.devices.pinned import upload
 from realhf.inference.kv_cache import Flags, Integers
 

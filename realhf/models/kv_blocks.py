@@ -69,7 +69,6 @@ def block_size(
 
 
 def num_blocks(num_tokens: int, size: int) -> int:
-    """Return how many blocks of `size` tokens hold `num_tokens` tokens of a row."""
     return -(-num_tokens // size)
 
 

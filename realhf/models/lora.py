@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import InFile, ModelSpec, ParamSpec, model_spec
-from realhf.user_input.field_types import check_types, require
-from realhf.user_input.hf_fields import is_positive, is_whole
+from realhf.user_input.field_types import check_types, is_positive, is_whole, require
 
 PREFIX = "base_model.model."
 """PEFT puts this before the names of parameters."""
@@ -96,7 +95,6 @@ def _linear_layers(config: ModelConfig) -> list[ParamSpec]:
 
 
 def _module(param: ParamSpec) -> str:
-    """Return the name of a weight's module in the checkpoint."""
     return param.in_file.name.removesuffix(".weight")
 
 

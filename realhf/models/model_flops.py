@@ -45,7 +45,6 @@ class ModelFlops:
 
     @classmethod
     def of(cls, spec: ModelSpec, lora: LoraConfig | None = None) -> "ModelFlops":
-        """Return the FLOPs of a model with this parameter table, and with adapters if `lora` is given."""
         config = spec.config
         matrices = dense_params(spec)
         if config.moe is not None:

@@ -6,7 +6,8 @@ by it. No other module knows how a tensor is split.
 """
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,8 +16,11 @@ import numpy as np
 
 from realhf.layout import Coordinate, Layout, ParallelStrategy, even_part, even_split
 from realhf.models.model_config import ModelConfig
-from realhf.models.region import Region, region_size, split_evenly
 
+CHUNK_MULTIPLE = 128
+"""All chunks but the last have a multiple of this many elements, so that all start at aligned addresses."""
+Region = tuple[tuple[int, int], ...]
+"""A half-open index range for each dim."""
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """The distinct regions of a parameter under a layout, each with the ranks that hold it."""
 NUM_TERMS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
@@ -138,7 +142,7 @@ class ModelSpec:
         if not sharded:
             return {name: (region,) for name, region in self.held_by(layout, rank).items()}
         sections = self.sections(layout, rank) if rank in layout else []
-        chunks = [split_evenly(held, len(ranks))[ranks.index(rank)] for held, ranks in sections]
+        chunks = [split_evenly(section, len(ranks))[ranks.index(rank)] for section, ranks in sections]
         return {name: boxes for chunk in chunks for name, boxes in chunk.items()}
 
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
@@ -148,11 +152,11 @@ class ModelSpec:
         (for experts, replicas with the same ep index). Large sections are split between layers, so that
         gradients of the last layers can be summed while the backward pass continues.
         """
-        held = self.held_by(layout, rank)
+        by_name = self.held_by(layout, rank)
         if layout.ep == 1:
-            return [(section, layout.replicas(rank)) for section in self._split_by_layer(held)]
-        shared = {name: region for name, region in held.items() if name not in self._expert_names}
-        experts = {name: region for name, region in held.items() if name in self._expert_names}
+            return [(section, layout.replicas(rank)) for section in self._split_by_layer(by_name)]
+        shared = {name: region for name, region in by_name.items() if name not in self._expert_names}
+        experts = {name: region for name, region in by_name.items() if name in self._expert_names}
         both = ((shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank)))
         return [(section, ranks) for regions, ranks in both for section in self._split_by_layer(regions)]
 
@@ -213,7 +217,6 @@ class ModelSpec:
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
-        """Return parameter name -> layer, as in ParamSpec."""
         return {param.name: param.layer for param in self.params}
 
     @cached_property
@@ -396,3 +399,88 @@ def _mlp(
         for module in ("gate", "up") if c.gated else ("up",):
             table.add(f"{prefix}{module}.bias", (width,), layer, 0, width)
         table.add(f"{prefix}down.bias", (c.hidden_size,), layer)
+
+
+def region_size(region: Region) -> int:
+    return math.prod(stop - start for start, stop in region)
+
+
+def overlap(region: Region, other: Region) -> Region | None:
+    """Return the box that two regions of a parameter share, or None if they share nothing."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, other, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def region_slices(region: Region, *, within: Region | None = None) -> tuple[slice, ...]:
+    """Return the region as an index into the whole tensor, or into a tensor that holds region `within`."""
+    lows = (low for low, _ in within) if within is not None else (0 for _ in region)
+    return tuple(slice(start - low, stop - low) for (start, stop), low in zip(region, lows, strict=True))
+
+
+def row_blocks(num_rows: int, row_size: int, block_size: int) -> Iterator[slice]:
+    """Yield slices of rows that have `block_size` elements or bytes at most, or a single row each.
+
+    Yields one slice even if there are no rows.
+    """
+    step = max(1, block_size // max(1, row_size))
+    for start in range(0, max(1, num_rows), step):
+        yield slice(start, start + step)
+
+
+def boxes_between(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """Yield elements [start, stop) of a region, in row-major order, as at most 2 * dims - 1 boxes."""
+    if start >= stop:
+        return
+    low = region[0][0]
+    inner = region[1:]
+    row = region_size(inner)
+    first = start // row
+    last = stop // row
+
+    def inside_row(row_index: int, start: int, stop: int) -> Iterator[Region]:
+        for box in boxes_between(inner, start, stop):
+            yield ((low + row_index, low + row_index + 1), *box)
+
+    if first == last:
+        yield from inside_row(first, start % row, stop % row)
+        return
+    if start % row:
+        yield from inside_row(first, start % row, row)
+        first += 1
+    if first < last:
+        yield ((low + first, low + last), *inner)
+    yield from inside_row(last, 0, stop % row)
+
+
+def chunk_edges(numel: int, num_chunks: int) -> list[int]:
+    """Return where the chunks of a flat tensor start, and where the last one stops.
+
+    All chunks have `chunk_body` elements, so that one collective operation can send them all; the last one
+    also has the elements that are left, fewer than num_chunks * (CHUNK_MULTIPLE + 1).
+    """
+    body = chunk_body(numel, num_chunks)
+    return [*(body * i for i in range(num_chunks)), numel]
+
+
+def chunk_body(numel: int, num_chunks: int) -> int:
+    """Return the number of elements that every chunk of a flat tensor has (see `chunk_edges`)."""
+    return numel // (num_chunks * CHUNK_MULTIPLE) * CHUNK_MULTIPLE if num_chunks > 1 else numel
+
+
+def split_evenly(regions: Mapping[str, Region], num_chunks: int) -> list[dict[str, tuple[Region, ...]]]:
+    """Split regions that are stored end to end into chunks (see `chunk_edges`).
+
+    Returns, for each chunk, name -> the boxes of that region that the chunk holds.
+    """
+    sizes = [region_size(region) for region in regions.values()]
+    edges = chunk_edges(sum(sizes), num_chunks)
+    chunks: list[dict[str, tuple[Region, ...]]] = [{} for _ in range(num_chunks)]
+    start = 0
+    for (name, region), size in zip(regions.items(), sizes, strict=True):
+        for i in range(bisect_right(edges, start, hi=num_chunks) - 1, num_chunks):
+            first, last = max(edges[i], start), min(edges[i + 1], start + size)
+            if first >= last:
+                break
+            chunks[i][name] = tuple(boxes_between(region, first - start, last - start))
+        start += size
+    return chunks

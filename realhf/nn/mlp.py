@@ -15,7 +15,7 @@ from realhf.devices import half_precision
 from realhf.devices.chunk_sizes import PART_NUMEL
 from realhf.distributed.group import Group, copy_to_group, sum_over_group
 from realhf.models.model_config import ModelConfig
-from realhf.models.region import row_blocks
+from realhf.models.param_spec import row_blocks
 from realhf.nn.linear import add_bias, collects
 from realhf.nn.lora import Adapted, Adapter, adapted_linear
 from realhf.nn.parameters import Weights

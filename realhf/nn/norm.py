@@ -15,7 +15,7 @@ from torch import Tensor
 
 from realhf.devices.chunk_sizes import PART_NUMEL, block_numel
 from realhf.models.model_config import ModelConfig
-from realhf.models.region import row_blocks
+from realhf.models.param_spec import row_blocks
 from realhf.nn.linear import collects
 from realhf.nn.parameters import Weights
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from realhf.distributed.pieces import Shards, one_piece_each, pairs, shards_of
 from realhf.distributed.world import ParallelGroups
 from realhf.errors import UserError
-from realhf.models.param_spec import ModelSpec, ParamSpec
-from realhf.models.region import region_size
+from realhf.models.param_spec import ModelSpec, ParamSpec, region_size
 from realhf.nn.linear import Weight
 
 _DRAWN_NUMEL = 1 << 20
@@ -52,10 +51,10 @@ class ShardedParameters:
         """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them.
         Between `release_grads` and `hold_grads` they have no memory."""
         self._grad_shards: dict[str, Tensor] = {}
-        held = [p for p in spec.params if p.name in self.regions]
+        mine = [p for p in spec.params if p.name in self.regions]
         self._fused: dict[tuple[int | None, str], list[ParamSpec]] = {}
         """(layer, short name of a weight) -> the parameters of which that weight consists."""
-        for p in held:
+        for p in mine:
             self._fused.setdefault((p.layer, self._weight_name(p)), []).append(p)
         self._by_layer: dict[int | None, dict[str, Weight]] = {}
         """Layer (as in ParamSpec) -> short name -> weight."""
@@ -67,13 +66,13 @@ class ShardedParameters:
             self._weight_of |= {p.name: weight for p in params}
         partial: dict[tuple[int, ...], list[str]] = {}
         tp = groups.layout.tp
-        for p in held:
+        for p in mine:
             if p.has_partial_gradient(tp):
                 partial.setdefault(p.sharers(tp, groups.at.tp), []).append(p.name)
         self._partial = [(groups.tp_subgroup(members), names) for members, names in partial.items()]
         """Groups of ranks, and the parameters whose gradients they must add up."""
         if self.config.tied and groups.ends is not None:
-            self._partial.append((groups.ends, [p.name for p in held if p.short_name == "embedding.weight"]))
+            self._partial.append((groups.ends, [p.name for p in mine if p.short_name == "embedding.weight"]))
 
     def _weight_name(self, param: ParamSpec) -> str:
         """Return the short name of the weight that holds a parameter, alone or fused with others."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from realhf.devices import half_precision
 from realhf.devices.chunk_sizes import chunk_numel, slice_numel
 from realhf.distributed.group import Group, copy_to_group
-from realhf.models.region import row_blocks
+from realhf.models.param_spec import row_blocks
 from realhf.nn.linear import Weight, collects, linear
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.models.engine_configs import MegatronConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig
 
 
 @dataclass(frozen=True)

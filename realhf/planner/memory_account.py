@@ -22,8 +22,8 @@ from rich.text import Text
 
 from realhf.cluster import Cluster
 from realhf.layout import MAX_RANKS, Layout
-from realhf.models.engine_configs import MegatronConfig
 from realhf.models.kv_blocks import cache_limit
+from realhf.models.model_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner import shard
 from realhf.planner.activation_memory import CallMemory

@@ -13,9 +13,8 @@ from realhf.cluster import Cluster
 from realhf.data.micro_batch import attention_share
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import MegatronConfig, TransformersConfig
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round

@@ -18,8 +18,7 @@ from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, ParamSpec
-from realhf.models.region import chunk_body, region_size
+from realhf.models.param_spec import ModelSpec, ParamSpec, chunk_body, region_size
 from realhf.planner.problem import ModelRole, parameter_table
 from realhf.realloc.schedule import STAGING_BYTES
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from realhf.distributed.group import Group, PeerError, Pending
 from realhf.distributed.pieces import Piece, Shards, detached, in_row_major_order, pairs, pieces_of
 from realhf.distributed.world import Mapped, World
-from realhf.models.region import region_size
+from realhf.models.param_spec import region_size
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import Message, Schedule
 

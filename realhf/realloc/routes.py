@@ -23,8 +23,7 @@ from itertools import chain, groupby
 
 import numpy as np
 
-from realhf.models.param_spec import Placement
-from realhf.models.region import Region, boxes_between, overlap, region_size
+from realhf.models.param_spec import Placement, Region, boxes_between, overlap, region_size
 from realhf.realloc.links import Hops, Links
 from realhf.realloc.multicast import Demand, Domain, Multicast, Sender, fill, least_seconds, spread
 

@@ -23,8 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.layout import DeviceMesh, Layout
-from realhf.models.param_spec import ModelSpec
-from realhf.models.region import Region, overlap, region_size
+from realhf.models.param_spec import ModelSpec, Region, overlap, region_size
 from realhf.realloc.links import ONE, Hops, Links
 from realhf.realloc.routes import Bundle, Router, make_bundles
 from realhf.user_input.units import format_bytes, format_seconds
@@ -248,9 +247,9 @@ class Schedule:
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
-        held = self.spec.boxes_held_by(self.source, rank, sharded=self.sharded)
+        held_boxes = self.spec.boxes_held_by(self.source, rank, sharded=self.sharded)
         for name, wanted in self.spec.boxes_held_by(self.target, rank).items():
-            for held_box in held.get(name, ()):
+            for held_box in held_boxes.get(name, ()):
                 for wanted_box in wanted:
                     if (region := overlap(held_box, wanted_box)) is not None:
                         yield name, region
@@ -366,8 +365,8 @@ def schedule_document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
 
 def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]:
     """Return the regions that each rank holds under a layout, by rank and parameter name."""
-    held = {rank: schedule.spec.boxes_held_by(layout, rank).items() for rank in layout.ranks}
-    return {str(rank): {name: list(boxes) for name, boxes in by_name} for rank, by_name in held.items()}
+    boxes_of = {rank: schedule.spec.boxes_held_by(layout, rank).items() for rank in layout.ranks}
+    return {str(rank): {name: list(boxes) for name, boxes in by_name} for rank, by_name in boxes_of.items()}
 
 
 def schedule_table(schedule: Schedule, *, title: str) -> Group:

@@ -102,7 +102,6 @@ class ExactMatch:
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """The columns that the reward reads."""
         return (self.answer_key,)
 
     @cached_property
@@ -110,7 +109,6 @@ class ExactMatch:
         return None if self.extract is None else UserPattern(self.extract, "ExactMatch.extract")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return the reward of each completion."""
         answers = [self.answer_of(text_of(completion)) for completion in completions]
         return [None if right is None else float(answer == (self._normal(text_of(str(right))) or None))
                 for answer, right in zip(answers, columns[self.answer_key], strict=True)]
@@ -142,7 +140,6 @@ class RegexMatch:
         return UserPattern(self.pattern, "RegexMatch.pattern")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion."""
         texts = [text_of(completion).strip() for completion in completions]
         return [float(self._compiled.is_in(text, whole=self.whole)) for text in texts]
 
@@ -169,7 +166,6 @@ class FormatReward:
 
     @property
     def looks_for(self) -> tuple[str, ...]:
-        """The texts that completions must have."""
         opening = self.tags[1:] if self.opened else self.tags
         return (*(f"<{tag}>" for tag in opening), *(f"</{tag}>" for tag in self.tags))
 
@@ -183,7 +179,6 @@ class FormatReward:
         return f"the first prompt {ends} with {first}, and FormatReward.opened is {self.opened}"
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion."""
         return [float(self._is_sound(text_of(completion).strip())) for completion in completions]
 
     def _is_sound(self, text: str) -> bool:

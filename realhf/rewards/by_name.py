@@ -7,7 +7,7 @@ from typing import Any
 from realhf.errors import UserError
 from realhf.rewards.answers import ExactMatch
 from realhf.rewards.math_answer import MathAnswer
-from realhf.user_input.python_files import execute_file
+from realhf.user_input.files import execute_file
 from realhf.user_input.suggest import did_you_mean
 
 SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAnswer}

@@ -242,7 +242,6 @@ def system_calls(machine: str) -> dict[str, dict[str, int]] | None:
 
 
 def _filter_calls(machine: str, numbers: dict[str, dict[str, int]], *, writes: bool) -> None:
-    """Install the filter of system calls."""
     program = _filter_program(machine, numbers, writes=writes)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import queue
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from realhf.errors import UserError
-from realhf.job_process import CannotStart, JobEnded, JobProcess
+from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
 from realhf.rewards.answers import THINKING_ENDS, after_thinking, text_of
 from realhf.user_input.field_types import check_types, require
 
-_WORKER = "realhf.rewards.math_worker"
 _MEMORY_BYTES = 2 << 30
+_ANCHOR = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_BOX = "\\boxed{"
+_UNUSUAL = (
+    (re.compile(r"\\(?:boxed|fbox)\s*\{"), r"\\boxed{"),
+    (re.compile(r"</?answer>"), " "),
+    (re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # Between thousands.
+    (re.compile("~"), " "),
+    (re.compile(r"(?<=\d)\.(?=\s*\})"), ""),  # A full stop within the box.
+)
+"""Ordinary forms of answers that the library does not read, each with a form that it reads."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +59,12 @@ class MathAnswer:
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """The columns that the reward reads."""
         return (self.answer_key,)
 
     def __call__(
         self, completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return the reward of each completion."""
         jobs = [{"text": after_thinking(text_of(completion)), "gold": None if gold is None else str(gold)}
                 for completion, gold in zip(completions, columns[self.answer_key], strict=True)]
         results = self._workers.answers(jobs)
@@ -88,10 +98,11 @@ class _Workers:
         self._count = count
         self._free: queue.SimpleQueue[JobProcess] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put(JobProcess(_WORKER, seconds=seconds, memory_bytes=_MEMORY_BYTES))
+            self._free.put(JobProcess(
+                __name__, main="compare_answers", seconds=seconds, memory_bytes=_MEMORY_BYTES))
 
     def answers(self, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Return the result of each job; None if its process ended over it (see math_worker.py)."""
+        """Return the result of each job; None if its process ended over it."""
         jobs = [job | {"anchored": self._anchored} for job in jobs]
         if len(jobs) == 1:
             return [self._answer(jobs[0])]
@@ -109,3 +120,67 @@ class _Workers:
                 "MathAnswer cannot start: see what `python -c 'import math_verify'` says") from error
         finally:
             self._free.put(worker)
+
+
+def compare_answers() -> None:
+    """Parse and compare answers until standard input ends. A process of `_Workers` runs this."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    serve(partial(_answer, math_verify))
+
+
+def _answer(math_verify: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Return the text's answer and, under `right`, whether it is the job's (None: that cannot be parsed)."""
+    answers = _parse(math_verify, job["text"], anchored=job["anchored"])
+    result: dict[str, Any] = {"answer": _normal_form(answers)}
+    if job.get("gold") is not None:
+        gold = _parse_gold(math_verify, job["gold"])
+        result["right"] = _is_right(math_verify, gold, answers, job) if gold else None
+    return result
+
+
+def _is_right(math_verify: Any, gold: list[Any], answers: list[Any], job: dict[str, Any]) -> bool:
+    """Return whether the answers are right: all boxed ones together, or else the last one alone."""
+    if answers and math_verify.verify(gold, answers, timeout_seconds=None):
+        return True
+    boxes = _usual(job["text"]).split(_BOX)
+    if len(boxes) < 3:
+        return False
+    last = _parse(math_verify, _BOX + boxes[-1], anchored=job["anchored"])
+    return bool(last) and bool(math_verify.verify(gold, last, timeout_seconds=None))
+
+
+def _usual(text: str) -> str:
+    """Return a text with unusual forms of answers replaced."""
+    for pattern, usual in _UNUSUAL:
+        text = pattern.sub(usual, text)
+    return text
+
+
+def _parse(math_verify: Any, text: str, *, anchored: bool = False) -> list[Any]:
+    """Return the answer at the end of a text, a boxed one first, as the library parses it."""
+    text = _usual(text)
+    latex = math_verify.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not anchored)
+    kinds = [latex] if anchored else [latex, math_verify.ExprExtractionConfig()]
+    return list(math_verify.parse(text, extraction_config=kinds, parsing_timeout=None))
+
+
+def _parse_gold(math_verify: Any, text: str) -> list[Any]:
+    """Return the right answer: text with LaTeX, a number, or a solution that ends like `#### 72`."""
+    text = text.rsplit("####", maxsplit=1)[-1].strip()
+    is_formula = not _ANCHOR.search(text) and not _WORD.search(re.sub(r"\\[A-Za-z]+", "", text))
+    parsed = _parse(math_verify, f"${text}$") if is_formula else []  # Else (1, 2) would be read as 2.
+    return parsed or _parse(math_verify, text)
+
+
+def _normal_form(answers: list[Any]) -> str | None:
+    """Return a text that is the same for equal numbers, such as 0.5 and 1/2; None without an answer."""
+    if not answers:
+        return None
+    import sympy  # type: ignore[import-untyped]
+
+    value = answers[0]
+    if isinstance(value, sympy.Basic) and value.is_number:
+        value = sympy.nsimplify(value.doit(), rational=True)
+    return str(value)

@@ -36,7 +36,6 @@ class ReasoningGym:
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """The columns that the reward reads."""
         question = () if self.question_key is None else (self.question_key,)
         return (self.answer_key, self.metadata_key, *question)
 
@@ -60,7 +59,6 @@ class ReasoningGym:
         return scores
 
     def answer_of(self, completion: str) -> str | None:
-        """Return the answer of a text; None without one."""
         return self._reader.answer_of(completion)
 
     def _dataset(self, metadata: Any) -> str:

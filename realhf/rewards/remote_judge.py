@@ -88,7 +88,6 @@ class RemoteJudge:
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """The columns that the reward reads."""
         return self.columns
 
     @cached_property
@@ -100,7 +99,6 @@ class RemoteJudge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """Return the reward of each completion."""
         texts = [text_of(completion) for completion in completions]
         if self.prompt is None:
             sent = {name: columns[name] for name in self.columns}
@@ -152,10 +150,10 @@ class RemoteJudge:
         """Return the texts of the score and of the scale that the reply names, if there are any."""
         if self.pattern is not None:
             return UserPattern(self.pattern, "RemoteJudge.pattern").last(text), None
-        found = list(_LABELLED.finditer(text))[-1:]
+        matches = list(_LABELLED.finditer(text))[-1:]
         for rule in (_ALONE, _SCALED):
-            found = found or list(rule.finditer(text))
-        return (found[0]["score"], found[0]["scale"]) if len(found) == 1 else (None, None)
+            matches = matches or list(rule.finditer(text))
+        return (matches[0]["score"], matches[0]["scale"]) if len(matches) == 1 else (None, None)
 
     async def _post(self, document: Mapping[str, Any]) -> Any:
         """Post a JSON document and return the reply. Raises ServiceError, and UserError about the samples."""
@@ -177,7 +175,6 @@ class RemoteJudge:
             raise UserError(f"{self.url} answered {_short(reply)}, which is no JSON ({error})") from error
 
     async def _reply(self, document: Mapping[str, Any]) -> bytes:
-        """Return the service's reply."""
         headers = {"Accept-Encoding": "gzip", **self._headers()}
         async with self._client.stream("POST", self.url, json=document, headers=headers) as response:
             if response.is_success:

@@ -158,15 +158,15 @@ def texts_in(function: RewardFunction) -> list[str]:
     its fields and the globals that it names, and what it lists as `looks_for`.
     """
     inner = _without_partial(function)
-    found: list[Any] = []
+    sources: list[Any] = []
     if is_dataclass(inner):
-        found += [getattr(inner, field.name) for field in fields(inner)]
-        found += getattr(inner, "looks_for", ())
+        sources += [getattr(inner, field.name) for field in fields(inner)]
+        sources += getattr(inner, "looks_for", ())
     if (called := _own_function(function)) is not None:
         for code in _codes(called):
-            found += [constant for constant in code.co_consts if constant != called.__doc__]
-            found += [called.__globals__.get(name) for name in code.co_names]
-    return [text for value in found for text in _texts(value)]
+            sources += [constant for constant in code.co_consts if constant != called.__doc__]
+            sources += [called.__globals__.get(name) for name in code.co_names]
+    return [text for value in sources for text in _texts(value)]
 
 
 def calls_hash(function: RewardFunction) -> bool:
@@ -196,7 +196,7 @@ def looked_up(function: RewardFunction) -> list[str]:
         return []
     gets = [ast.unparse(node) for node in ast.walk(first) if isinstance(node, ast.Call)]
     form = re.compile(rf"{first.args.kwarg.arg}\.(?:get|pop)\('([^'\\]+)'.*\)", re.DOTALL)
-    return [found[1] for text in gets if (found := form.fullmatch(text)) is not None]
+    return [match[1] for text in gets if (match := form.fullmatch(text)) is not None]
 
 
 def _without_partial(function: RewardFunction) -> RewardFunction:
@@ -236,5 +236,4 @@ def takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def name_of(function: RewardFunction) -> str:
-    """Return a function's name for messages."""
     return getattr(function, "__qualname__", type(function).__name__)

@@ -181,7 +181,6 @@ def _check_token_rewards(token_reward: TokenReward, by_response: Any, responses:
 
 
 def name_of(shaping: Any) -> str:
-    """Return the name of a shaping or a token reward, for messages."""
     return getattr(shaping, "__qualname__", type(shaping).__name__)
 
 

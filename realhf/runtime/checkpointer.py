@@ -32,13 +32,12 @@ from realhf.distributed.pieces import Piece
 from realhf.distributed.process import RESCUE
 from realhf.distributed.world import World
 from realhf.errors import UserError, one_line, warn
-from realhf.models.region import Region
+from realhf.models.param_spec import Region
 from realhf.runtime.compile.actions import role_of
 from realhf.runtime.compile.program import Program, described
 from realhf.runtime.execute.executor import RankState
 from realhf.runtime.samples.sample_store import SampleStore
-from realhf.runtime.weights.home_state import HomeState
-from realhf.runtime.weights.model_store import ModelStore
+from realhf.runtime.weights.model_store import HomeState, ModelStore
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.files import open_regular, read_bytes, read_object
 

@@ -48,8 +48,7 @@ from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
 from realhf.runtime.records.trackers import Ending
 from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
-from realhf.runtime.weights.model_store import ModelStore
-from realhf.runtime.weights.weight_export import config_fields, files_beside
+from realhf.runtime.weights.model_store import ModelStore, config_fields, files_beside
 from realhf.signals import StopSignals
 
 _STOP = "stop"

@@ -1,6 +1,7 @@
 """Checks the values of a config's fields against the types that its class declares."""
 
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -40,6 +41,14 @@ def require(legal: bool, name: str, value: Any, rule: str) -> None:
     """Raise ValueError unless the value of the field `name` is legal; `rule` follows "it must"."""
     if not legal:
         raise ValueError(f"{name} is {cut(str(value))}: it must {rule}")
+
+
+def is_whole(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def check_fields(

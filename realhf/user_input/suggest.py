@@ -39,8 +39,8 @@ def near_path(path: Path, *, suffixes: Sequence[str] = ()) -> Path | None:
         # Equal endings would make all names alike.
         by_stem = {Path(name).stem.lower(): name for name in reversed(names)}
         near = nearest(Path(part).stem.lower(), list(by_stem))
-        found = None if near is None else directory.joinpath(by_stem[near], *rest)
-        return found if found is not None and found.exists() else None
+        likely = None if near is None else directory.joinpath(by_stem[near], *rest)
+        return likely if likely is not None and likely.exists() else None
     return None
 
 

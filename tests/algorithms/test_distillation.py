@@ -19,8 +19,7 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.models.param_spec import model_spec
 from realhf.runtime.execute.host_call import HostContext
 from tests.engine.reference import plain_model, ragged_rows

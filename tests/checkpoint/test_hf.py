@@ -17,8 +17,7 @@ from realhf.distributed.pieces import one_piece_each, shards_of
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_size
+from realhf.models.param_spec import model_spec, region_size
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 

@@ -13,7 +13,7 @@ import pytest
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.init import template_names
 from realhf.cli.main import main
-from realhf.data.dataset import read_rows
+from realhf.data.rows import read_rows
 from tests.cli_tools import REPO
 from tests.samples import marked
 

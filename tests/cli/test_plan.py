@@ -107,7 +107,7 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
 
 
 def test_with_expected_lengths_no_data_set_of_the_hub_is_asked_for(monkeypatch):
-    monkeypatch.setattr("realhf.data.rows.open_split", None)
+    monkeypatch.setattr("realhf.data.row_files.open_split", None)
     data = DatasetConfig("some-org/some-data", name="main")
     sets = {"a": data, "b": Evaluation(data, max_rows=64)}
     actor = Role("llama-7b", dtype="bfloat16", optimizer=OptimizerConfig())

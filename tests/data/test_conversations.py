@@ -11,9 +11,10 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from realhf.data.dataset import DatasetConfig, load_rows
+from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
+from realhf.data.rows import load_rows
 from realhf.data.tokenized import TokenizedRows
 from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError

@@ -12,15 +12,10 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import (
-    DatasetConfig,
-    extra_columns,
-    load_rows,
-    needed_columns,
-    read_rows,
-)
+from realhf.data.dataset import DatasetConfig, needed_columns
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.data.order import row_order
+from realhf.data.rows import extra_columns, load_rows, read_rows
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.data.json_form import json_form
+from realhf.data.rows import json_form
 
 
 class Level(enum.IntEnum):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from realhf import DatasetConfig, DatasetMixture
-from realhf.data.dataset import extra_columns, load_rows
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import make_loader
 from realhf.data.order import block_counts
+from realhf.data.rows import extra_columns, load_rows
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from realhf.data.dataset import DatasetConfig, load_rows, needed_columns
+from realhf.data.dataset import DatasetConfig, needed_columns
 from realhf.data.loader import Loader, load_tokenizer
+from realhf.data.rows import load_rows
 from tests.runtime.tiny import write_task
 
 KEYS = ("sequence_ids", "response_mask", "is_chosen", "prompt", "level")

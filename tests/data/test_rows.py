@@ -11,12 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from realhf.data import row_files
-from realhf.data.dataset import DatasetConfig, extra_columns, load_rows, read_rows
+from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import Loader
 from realhf.data.order import row_order
 from realhf.data.row_files import JsonlFile
-from realhf.data.rows import DatasetRows, spread
+from realhf.data.rows import DatasetRows, extra_columns, load_rows, read_rows, spread
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 
@@ -109,7 +109,7 @@ def test_rows_that_are_read_when_they_come_up_are_those_of_the_file(tmp_path, to
     monkeypatch.setattr(row_files, "LARGE_BYTES", 0)
     monkeypatch.setattr(row_files, "_ROWS_OF_BATCH", 7)
     monkeypatch.setattr("realhf.data.rows.LARGE_BYTES", 0)
-    monkeypatch.setattr("realhf.data.rows.datasets_cache", lambda: tmp_path)
+    monkeypatch.setattr("realhf.data.row_files.datasets_cache", lambda: tmp_path)
     rows = [{"prompt": f"{i}+{i}=", "level": i, "tags": [str(i)] * (i % 3)} for i in range(50)]
     path = _write(tmp_path / "rows.jsonl", rows)
     if kind == "parquet":

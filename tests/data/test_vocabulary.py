@@ -1,10 +1,10 @@
-"""Tests first_difference on tokenizer.json files of both forms."""
+"""Tests first_differing_token on tokenizer.json files of both forms."""
 
 import json
 
 import pytest
 
-from realhf.data.vocabulary import first_difference
+from realhf.data.light_tokenizer import first_differing_token
 
 
 def _write(path, vocabulary, added=()):
@@ -29,14 +29,14 @@ PLAIN = {"a": 0, "b": 1, "c": 2}
 )
 def test_the_first_token_that_differs(tmp_path, theirs, added, difference):
     ours = _write(tmp_path / "ours.json", PLAIN)
-    assert first_difference(ours, ours) is None
-    assert first_difference(ours, _write(tmp_path / "theirs.json", theirs, added)) == difference
+    assert first_differing_token(ours, ours) is None
+    assert first_differing_token(ours, _write(tmp_path / "theirs.json", theirs, added)) == difference
 
 
 def test_a_malformed_file_is_named(tmp_path):
     (tmp_path / "theirs.json").write_text("{}")
     with pytest.raises(ValueError, match="theirs.json is no tokenizer.json"):
-        first_difference(_write(tmp_path / "ours.json", PLAIN), tmp_path / "theirs.json")
+        first_differing_token(_write(tmp_path / "ours.json", PLAIN), tmp_path / "theirs.json")
 
 
 CHATS = [(3, "<s>"), (4, "<turn>"), (5, "<end>"), (6, "<pad>"), (7, "<free>")]
@@ -62,4 +62,4 @@ def test_added_tokens_that_texts_have(tmp_path, theirs, difference):
     settings = {"bos_token": "<s>", "pad_token": "<pad>", "chat_template": "<turn>{{ messages }}<end>"}
     (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(settings))
     files = (tmp_path / name / "tokenizer.json" for name in ("ours", "theirs"))
-    assert first_difference(*files) == difference
+    assert first_differing_token(*files) == difference

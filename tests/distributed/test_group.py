@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.models.region import chunk_edges
+from realhf.models.param_spec import chunk_edges
 from tests.distributed.emulated_nccl import NcclWorld
 
 

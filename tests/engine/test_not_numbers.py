@@ -17,8 +17,7 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import sample
 from realhf.layout import Layout, even_split
-from realhf.models.engine_configs import TransformersConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

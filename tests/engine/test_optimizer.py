@@ -19,8 +19,7 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import model_spec, region_slices
 from realhf.nn.parameters import ShardedParameters
 from tests.distributed.emulated_nccl import NcclWorld
 from tests.distributed.recording import fault_of

@@ -25,9 +25,8 @@ from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import LoraConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.models.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies

@@ -15,8 +15,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import model_spec, region_slices
 from tests.families import CASES, MOE_CASES, SIZES
 
 VARIABLE = "REALHF_GPU_DEVICE"

@@ -12,7 +12,7 @@ import torch.multiprocessing
 from realhf.distributed.group import Group
 from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World
-from realhf.models.region import chunk_edges
+from realhf.models.param_spec import chunk_edges
 
 pytestmark = pytest.mark.gpu
 _REFUSED = ("Duplicate GPU", "invalid usage", "ncclInvalidUsage")

@@ -7,12 +7,11 @@ import torch
 
 from realhf.calls import Generate, InsertedPhrase, SamplingConfig
 from realhf.data.batch import Packed
-from realhf.data.responses import in_response, response_lengths
 from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
+from realhf.models.model_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
@@ -84,8 +83,8 @@ def test_the_phrase_follows_long_thinking_only(versions, phrases, number):
     for _, mask, *_ in found.values():
         packed = Packed(mask, [len(mask)])
         first = mask.tolist().index(1)
-        assert in_response(packed).tolist() == [False] * first + [True] * (len(mask) - first)
-        assert response_lengths(packed).tolist() == [len(mask) - first]
+        assert packed.in_response().tolist() == [False] * first + [True] * (len(mask) - first)
+        assert packed.response_lengths().tolist() == [len(mask) - first]
 
 
 @pytest.mark.parametrize("budget", marked([1, 4, 9], quick=[1]))
@@ -168,5 +167,5 @@ def test_a_phrase_that_leaves_no_answer_is_refused():
 
 def test_responses_of_rows_with_and_without_samples():
     mask = Packed(torch.tensor([0.0, 1, 0, 1, 0, 0, 1, 1, 0, 0]), [5, 0, 1, 2, 2])
-    assert in_response(mask).tolist() == [False, True, True, True, True, False, True, True, False, False]
-    assert response_lengths(mask).tolist() == [4, 0, 0, 2, 0]
+    assert mask.in_response().tolist() == [False, True, True, True, True, False, True, True, False, False]
+    assert mask.response_lengths().tolist() == [4, 0, 0, 2, 0]

@@ -14,7 +14,7 @@ from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
+from realhf.models.model_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (

@@ -6,9 +6,8 @@ import torch
 import transformers
 
 from realhf.calls import Interruption
-from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.light_tokenizer import LightTokenizer, token_bytes, word_tokens
 from realhf.data.loader import load_tokenizer
-from realhf.data.token_texts import token_bytes, word_tokens
 from realhf.inference.stops import StopMatcher, StopStrings, stop_matcher
 from tests.inference.tokenizers import SPECIAL, VOCAB_SIZE, write_tokenizer
 from tests.tokenizers import llama_tokenizer

@@ -12,8 +12,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import MegatronConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.weights.engine_store import engine_class

@@ -7,8 +7,7 @@ import pytest
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.models.engine_configs import MegatronConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
 from realhf.planner.efficiencies import MEGATRON, OUR_CUDA

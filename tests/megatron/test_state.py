@@ -6,8 +6,7 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import model_spec, region_slices
 from tests.engine.reference import ragged_rows
 from tests.megatron.test_curves import hf_config
 from tests.samples import marked

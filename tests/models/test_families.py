@@ -19,8 +19,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.models.families import FAMILIES
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import model_spec, region_slices
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from realhf.layout import Layout
-from realhf.models.families import COMMON, FAMILIES
+from realhf.models.families import COMMON, FAMILIES, LEGAL
 from realhf.models.model_config import ACTIVATION_NAMES, MlaConfig, ModelConfig, MoeConfig
 from realhf.nn.mlp import ACTIVATIONS
-from realhf.user_input.hf_fields import LEGAL
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,8 +8,7 @@ import pytest
 from realhf.layout import Layout
 from realhf.models.families import FAMILIES
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_size
+from realhf.models.param_spec import model_spec, region_size
 from realhf.user_input.shipped import resolve, shipped_dir
 from tests.families import CASES, MOE_CASES, SIZES
 from tests.samples import drawn

@@ -10,7 +10,7 @@ from realhf.attention.interface import AttentionKind, Sequences
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.families import FAMILIES
-from realhf.models.region import region_slices
+from realhf.models.param_spec import region_slices
 from realhf.nn.attention import attend_over_group, packed_attention, token_range
 from tests.families import CASES
 from tests.nn.tiny import SEQ_LENS, build

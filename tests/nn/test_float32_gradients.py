@@ -10,10 +10,9 @@ from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.transformers import TransformersModel
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
 from realhf.models.families import FAMILIES
 from realhf.models.lora import LoraConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.nn import mlp, norm
 from realhf.nn.linear import Weight, add_bias, embedding, linear, wide
 from realhf.nn.lora import Adapter, Adapters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.layout import Layout
-from realhf.models.region import region_slices
+from realhf.models.param_spec import region_slices
 from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, build, compare, hf_config, step, tokens
 from tests.samples import drawn

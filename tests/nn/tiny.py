@@ -9,8 +9,7 @@ from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.pipeline import forward_passes
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import Region, region_slices
+from realhf.models.param_spec import Region, model_spec, region_slices
 from realhf.nn.attention import token_range
 from realhf.nn.transformer import Transformer
 

@@ -11,9 +11,8 @@ from realhf.graph import FunctionCall
 from realhf.inference.cpu_decoding import DecodingSteps
 from realhf.inference.kv_cache import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.models.engine_configs import MegatronConfig
 from realhf.models.kv_blocks import tokens_read
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost, in_busiest_cohort
 from realhf.planner.efficiencies import OUR_CPU, Efficiencies

@@ -12,8 +12,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_size
+from realhf.models.param_spec import model_spec, region_size
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.activation_memory import CallPieces
 from realhf.planner.call_memory import GenerationMoments

@@ -7,9 +7,8 @@ import pytest
 
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
-from realhf.models.engine_configs import MegatronConfig
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.links import ContiguousLayout
 from realhf.planner.reallocation import MovedModel, estimate_movement

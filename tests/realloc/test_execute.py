@@ -11,8 +11,7 @@ from realhf.distributed.pieces import one_piece_each, whole_parameters
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.region import Region
+from realhf.models.param_spec import ModelSpec, Region, model_spec
 from realhf.realloc.execute import Reallocator, Staging, agreed_links
 from realhf.realloc.links import Links
 from tests.reallocators import make_reallocator

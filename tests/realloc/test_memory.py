@@ -13,8 +13,7 @@ from realhf.distributed.pieces import one_piece_each
 from realhf.distributed.world import World
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.models.param_spec import model_spec
-from realhf.models.region import region_slices
+from realhf.models.param_spec import model_spec, region_slices
 from tests.realloc.test_execute import _model
 from tests.reallocators import make_reallocator
 

@@ -8,7 +8,7 @@ import torch
 
 from realhf.distributed.pieces import assembled, cut, in_row_major_order, pairs
 from realhf.layout import Layout
-from realhf.models.region import overlap, region_size, region_slices
+from realhf.models.param_spec import overlap, region_size, region_slices
 from tests.realloc.test_execute import F32, _at, _in_shared_memory, _lacking, _model, _pieces, _shards, _spec
 from tests.reallocators import make_reallocator
 

@@ -6,8 +6,7 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import MlaConfig, ModelConfig, MoeConfig
-from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.models.region import Region, region_size
+from realhf.models.param_spec import ModelSpec, Region, model_spec, region_size
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
 from tests.samples import drawn

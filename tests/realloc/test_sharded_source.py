@@ -8,8 +8,7 @@ import torch
 
 from realhf.distributed.pieces import pieces_of
 from realhf.layout import Layout
-from realhf.models.param_spec import model_spec
-from realhf.models.region import overlap, region_size, region_slices
+from realhf.models.param_spec import model_spec, overlap, region_size, region_slices
 from realhf.realloc.routes import disjoint
 from tests.models.test_param_spec import small
 from tests.realloc.test_execute import _in_shared_memory, _model, _pieces, _shards, _spec

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from realhf import Sandbox, UnitTests
-from realhf.rewards.decoys import decoy
+from realhf.rewards.unit_tests import decoy
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the sandbox needs Linux")
 RIGHT = {

@@ -10,8 +10,7 @@ import pytest
 from realhf import Reward, RewardLimits
 from realhf.errors import UserError
 from realhf.rewards.reward import reward_columns
-from realhf.rewards.scorer import SamplesToScore
-from realhf.rewards.scoring import RewardCall
+from realhf.rewards.scoring import RewardCall, SamplesToScore
 
 COUNT = 64
 

@@ -17,8 +17,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of
-from realhf.rewards.scorer import SamplesToScore
-from realhf.rewards.scoring import RewardCall
+from realhf.rewards.scoring import RewardCall, SamplesToScore
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl

@@ -16,7 +16,7 @@ from realhf import LoraConfig
 from realhf.checkpoint.hf import load_weights, save_weights
 from realhf.cli.overrides import override
 from realhf.layout import Layout
-from realhf.models.region import region_size
+from realhf.models.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import parameter_specs
 from realhf.runtime.compile.program import compile_program

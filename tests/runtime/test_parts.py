@@ -27,7 +27,7 @@ from realhf.runtime.compile.actions import (
     outside_producers,
 )
 from realhf.runtime.compile.step_trial import checked_parts
-from realhf.runtime.weights.copy_versions import CopyVersions
+from realhf.runtime.weights.reallocations import CopyVersions
 from realhf.steps.sample_pool import Samples
 from tests.runtime.test_actions import ROLES, SPECS, WORLD_SIZE, _deposits, _random_case, _random_layout
 

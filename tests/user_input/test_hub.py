@@ -166,7 +166,7 @@ def test_the_commands_of_the_first_page(server, tmp_path):
 
 def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
     code = (
-        "from realhf.user_input.hub import find_model\nfrom realhf.data.hub_dataset import find_dataset\n"
+        "from realhf.user_input.hub import find_model\nfrom realhf.data.row_files import find_dataset\n"
         f"print(find_model({MODEL!r}, weights=True))\n"
         "print(find_dataset('openai/gsm8k', name='main', revision=None).commit)")
     server.requests.clear()
@@ -257,7 +257,7 @@ def test_ranks_with_different_commits_do_not_start(tmp_path):
 def test_what_cannot_be_found_is_said_in_one_sentence(server, tmp_path):
     code = """
 import sys
-from realhf.data.hub_dataset import open_split
+from realhf.data.row_files import open_split
 from realhf.user_input.hub import find_model
 cases = {
     "unknown": lambda: find_model("org/unknown"),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from realhf.distributed.pieces import Piece, Shards
 from realhf.engine.megatron.model import MegatronModel
-from realhf.models.param_spec import ParamSpec
-from realhf.models.region import Region, region_size
+from realhf.models.param_spec import ParamSpec, Region, region_size
 
 _Range = tuple[int, int]
 

@@ -11,9 +11,8 @@ from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.models.engine_configs import TransformersConfig
 from realhf.models.lora import adapter_spec
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.models.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing

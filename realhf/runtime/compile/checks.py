@@ -9,15 +9,14 @@ from typing import Any
 from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.tensor_files import check_tensors, open_checkpoint
-from realhf.data.dataset import DatasetConfig, column_of, load_rows, reads_pairs
-from realhf.data.rows import MissingColumnError, RowFault
+from realhf.data.dataset import DatasetConfig, column_of, reads_pairs
+from realhf.data.light_tokenizer import first_differing_token, token_bytes, word_tokens
+from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
-from realhf.data.token_texts import token_bytes, word_tokens
-from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.models.engine_configs import check_installed
 from realhf.models.lora import adapter_spec
+from realhf.models.model_config import check_megatron_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
@@ -239,7 +238,7 @@ def _check_model(name: str, role: Role) -> None:
     _check_dtype(name, role)
     if role.engine == "megatron":
         try:
-            check_installed()
+            check_megatron_installed()
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from error
         if role.optimizer is not None and role.optimizer.offload:
@@ -439,7 +438,7 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
         theirs = role.model_path() / "tokenizer.json"
         if not theirs.is_file():
             continue
-        if (differing := first_difference(ours, theirs)) is not None:
+        if (differing := first_differing_token(ours, theirs)) is not None:
             number, here, there = differing
             read = "another one" if there is None else repr(there)
             raise ValueError(

@@ -6,7 +6,6 @@ from typing import Any
 
 from realhf.calls import HostFunction, response_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of
-from realhf.data.responses import response_lengths
 from realhf.experiment import RolloutLog
 from realhf.graph import DataflowGraph, FunctionCall
 
@@ -91,7 +90,7 @@ class KeepSamples:
             self._add(samples, "columns", [
                 dict(zip(names, map(self.log.shortened_value, row), strict=True)) for row in rows])
         if self.mask is not None and self.finished is not None:
-            self._add(samples, "length", response_lengths(batch[self.mask]))
+            self._add(samples, "length", batch[self.mask].response_lengths())
             self._add(samples, "finished", [bool(ended) for ended in batch[self.finished].tolist()])
         if self.answer_of is not None:
             final_answers = [self.answer_of(text) for text in batch["completion"]]

@@ -17,15 +17,15 @@ from realhf.calls import (
 )
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.checkpoint.tensor_files import SCORE, open_checkpoint
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, extra_columns, reads_pairs
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
 from realhf.data.light_tokenizer import chat_template_of, special_tokens
+from realhf.data.rows import extra_columns
 from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.experiment import Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.models.engine_configs import TransformersConfig
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import off_policy, turn_end_warnings, unknown_turn_end
 from realhf.runtime.compile.program import Program, leaves, to_json

@@ -13,12 +13,11 @@ import torch
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch
 from realhf.data.order import prompt_of
-from realhf.data.responses import response_lengths
 from realhf.distributed.world import World
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
-from realhf.models.engine_configs import TransformersConfig
+from realhf.models.model_config import TransformersConfig
 from realhf.models.model_flops import ModelFlops, TokenSpan
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.actions import Run
@@ -66,7 +65,7 @@ def generate_flops(
     for sign, samples in ((-1, before), *((1, batch) for batch in after)):
         if samples.ids:
             outputs = GenerateOutputs.of(call)
-            drawn = response_lengths(samples[outputs.mask]).tolist()
+            drawn = samples[outputs.mask].response_lengths().tolist()
             lengths = samples[outputs.sequences].lengths
             spans = [(n - d, max(n - d, n - 1)) for n, d in zip(lengths, drawn, strict=True)]
             total += sign * flops.forward(spans, sum(drawn))
@@ -79,7 +78,7 @@ def sampled_tokens(call: FunctionCall, *, before: Batch, after: Sequence[Batch])
     total = 0
     for sign, samples in ((-1, before), *((1, batch) for batch in after)):
         if samples.ids:
-            total += sign * int(response_lengths(samples[mask]).sum())
+            total += sign * int(samples[mask].response_lengths().sum())
     return total
 
 

@@ -16,7 +16,6 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, DatasetConfig, DatasetMixture, column_of
 from realhf.data.loader import Loader, MixedLoader
 from realhf.data.order import block_counts, mixture_position, prompt_of, row_order, samples_of
-from realhf.data.responses import in_response, response_lengths
 from realhf.distributed.world import World
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.program import Program
@@ -164,7 +163,7 @@ class RolloutCollector:
         keys = self._response_keys
         if keys.mask in columns:
             mask = _packed(columns[keys.mask])
-            yield "length", response_lengths(mask).tolist()
+            yield "length", mask.response_lengths().tolist()
             if self._log.tokens:
                 yield "response_mask", [values.long().tolist() for values in mask.split()]
         if keys.sequences in columns:
@@ -186,7 +185,7 @@ class RolloutCollector:
 
     def _decoded(self, sequences: Packed, mask: Packed, context: Any) -> list[str]:
         """Return the texts of the responses without special tokens."""
-        pairs = zip(sequences.split(), mask.like(in_response(mask)).split(), strict=True)
+        pairs = zip(sequences.split(), mask.like(mask.in_response()).split(), strict=True)
         responses = [tokens[chosen].tolist() for tokens, chosen in pairs]
         decode = context.tokenizer.decode
         return [self._log.shortened(decode(ids, skip_special_tokens=True)) for ids in responses]

@@ -2,11 +2,11 @@
 
 They run in a thread on CPUs and on a second stream on GPUs. NCCL wants one thread that posts, in an order
 that is equal on all ranks. So on CUDA the main thread posts reallocations too, at their place among the
-calls, and only the device works on them meanwhile.
+calls, and only the device works on them meanwhile. CopyVersions tells which copies are outdated.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,17 +21,19 @@ from realhf.layout import Layout
 from realhf.realloc.execute import Reallocator, ReallocStats, Staging
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
-from realhf.runtime.compile.actions import Reallocate, role_of
+from realhf.runtime.compile.actions import Action, Reallocate, role_of
 from realhf.runtime.compile.equal_programs import require_equal_schedules
-from realhf.runtime.weights.copy_versions import Copy
-from realhf.runtime.weights.engine_store import EngineStore
-from realhf.runtime.weights.parameter_catalog import ParameterCatalog
+from realhf.runtime.weights.engine_store import EngineStore, ParameterCatalog
 
 _T = TypeVar("_T")
 _R = TypeVar("_R", covariant=True)
 
+Copy = tuple[str, Layout]
+"""A parameter set and the layout in which it is held."""
 LoadShards = Callable[[], AbstractContextManager[tuple[Shards | None, Shards | None]]]
 """Returns a context in which this rank's shards of a reallocation's source and target are on the device."""
+_NEVER = -1
+"""Version of a copy that has never been made."""
 
 
 @dataclass(frozen=True)
@@ -338,3 +340,72 @@ def _named(action: Reallocate) -> str:
     target = f" for {action.target_set}" if action.target_set != action.source_set else ""
     sharded = " (optimizer's copy)" if action.sharded else ""
     return f"{action.source_set} from {action.source}{sharded} to {action.target}{target}"
+
+
+class CopyVersions:
+    """The version of each copy of a parameter set; all ranks count alike, and so agree.
+
+    `homes` are complete at the start. A home in `sharded` is outdated after each update, which changes only
+    the optimizer's copy, of which every replica has a part.
+    """
+
+    def __init__(self, homes: Collection[Copy], names: Iterable[str], *, sharded: Collection[Copy]) -> None:
+        self._updates = dict.fromkeys(names, 0)
+        self._versions = dict.fromkeys(homes, 0)
+        self._sharded = frozenset(sharded)
+
+    def count_update(self, home: Copy) -> None:
+        """Count a train step of a parameter set."""
+        self._updates[home[0]] += 1
+        if home not in self._sharded:
+            self._versions[home] += 1
+
+    def begin(self, action: Reallocate) -> bool:
+        """Mark the target of a reallocation as up to date; return False if it was already.
+
+        The update of a moving average always returns True.
+        """
+        target = (action.target_set, action.target)
+        if action.follow_rate is not None:
+            self._updates[action.target_set] += 1
+            self._versions[target] += 1
+            return True
+        version = self._newest(action)
+        if self._versions.get(target, _NEVER) >= version:
+            return False
+        self._versions[target] = version
+        return True
+
+    def _newest(self, action: Reallocate) -> int:
+        """Return the version that the action's source has."""
+        if action.sharded:
+            return self._updates[action.source_set]
+        return self._versions[action.source_set, action.source]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the versions for a checkpoint."""
+        copies = [[name, str(layout), version] for (name, layout), version in self._versions.items()]
+        return {"updates": self._updates.copy(), "copies": copies}
+
+    def outdate_sharded(self) -> None:
+        """Mark the homes in `sharded` as outdated, after optimizers were read from a checkpoint."""
+        for name, _ in self._sharded:
+            self._updates[name] += 1
+
+    def restore(
+        self, saved: Mapping[str, Any], actions: Iterable[Action], start: Callable[[Reallocate], object]
+    ) -> None:
+        """Continue with the versions of a checkpoint, when only the homes have its parameters.
+
+        Call `start` with the `actions` whose targets were up to date in the checkpoint, to fill them again.
+        """
+        saved_versions = {(name, Layout.parse(layout)): version for name, layout, version in saved["copies"]}
+        self._updates = dict(saved["updates"])
+        self._versions = {
+            home: _NEVER if home in self._sharded else saved_versions[home] for home in self._versions
+        }
+        for action in actions:
+            if isinstance(action, Reallocate) and action.follow_rate is None:
+                exists = action.sharded or (action.source_set, action.source) in self._versions
+                if exists and saved_versions.get((action.target_set, action.target)) == self._newest(action):
+                    start(action)
