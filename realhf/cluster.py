@@ -173,7 +173,6 @@ class Cluster:
         return 1.0 if self.cores_per_host is None else max(1.0, num_busy / self.cores_per_host)
 
     def count_by_host(self, ranks: Iterable[int]) -> Counter[int]:
-        """Return how many of these ranks are on each host."""
         return Counter(rank // self.devices_per_host for rank in ranks)
 
     @classmethod

@@ -192,7 +192,6 @@ class Distillation(OnPolicy):
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Names of the teachers' roles."""
         if len(self.teachers) == 1:
             return ("teacher",)
         return tuple(f"teacher_{number}" for number in range(1, len(self.teachers) + 1))
@@ -217,7 +216,6 @@ class Distillation(OnPolicy):
         return None if function is None else super().eval_graph()
 
     def _teacher_forward(self, name: str) -> FunctionCall:
-        """Return the call in which a teacher reads the answers."""
         if self.variant == "sampled":
             work: LogProbs | TopLogProbs = LogProbs(self.temperature)
             outputs: tuple[str, ...] = (f"{name}_logprobs",)

@@ -88,7 +88,6 @@ class RewardKL:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the columns that the penalties need."""
         return ("gen_logprobs", "ref_logprobs") if self.kl_coef else ()
 
     def penalties(self, batch: Batch, context: Any) -> tuple[Tensor, dict[str, float]]:

@@ -27,7 +27,6 @@ class AttentionKind:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "AttentionKind":
-        """Return the options of this layer of a model."""
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         return cls(scale, config.window(layer), config.attention_softcap)
 
@@ -49,7 +48,6 @@ class Sequences:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(self.lens, default=0)
 
 

@@ -143,7 +143,6 @@ def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which terms of this dtype are added up."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -47,7 +47,6 @@ class OptimizerSlice(NamedTuple):
 
     @property
     def params(self) -> torch.Tensor:
-        """The model's parameters."""
         return self.section.params[self.section.own][self.elements]
 
     @property

@@ -54,7 +54,6 @@ class KVCache:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
         return self.layers[0].shape[2]
 
     def grow(self, num_blocks: int) -> None:
@@ -109,7 +108,6 @@ class BlockManager:
         return list(self._users)
 
     def grow(self, blocks: Iterable[int]) -> None:
-        """Add free blocks."""
         for block in blocks:
             self._users[block] = 0
             insort(self._free, block)
@@ -184,7 +182,6 @@ class BlockTables:
         self.table[slot, : len(blocks)] = blocks
 
     def append(self, slot: int, block: int) -> None:
-        """Give the row another block."""
         self.num_changes += 1
         self.table[slot, self.counts[slot]] = block
         self.counts[slot] += 1
@@ -204,7 +201,6 @@ class BlockTables:
         return np.flatnonzero(self._is_running & (self.lens == self.counts * self.block_size)).tolist()
 
     def running(self) -> Integers:
-        """Return the slots that have rows."""
         return np.flatnonzero(self._is_running)
 
     @property

@@ -126,7 +126,6 @@ class PagePool:
         self._free += range(old, old + count)
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Take back pages that were leased."""
         num_free = len(self._free)
         self._free = sorted([*self._free, *pages])
         self._num_leased -= len(self._free) - num_free

@@ -340,7 +340,6 @@ class ModelConfig:
         self.check_layout(layout)
 
     def _mlp_widths(self) -> tuple[int, ...]:
-        """Return the widths of the dense, routed and shared MLPs that the model has."""
         if self.moe is None:
             return (self.intermediate_size,)
         dense = self.intermediate_size if self.moe.num_dense_layers else 0
@@ -572,7 +571,6 @@ class MegatronConfig(ModelConfig):
         return ""
 
     def native(self) -> ModelConfig:
-        """Return the config of the native engine, which generates with the model."""
         return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def check_layout(self, layout: Layout) -> None:

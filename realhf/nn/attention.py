@@ -232,7 +232,6 @@ class LatentAttention:
         return torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2), v_TNV
 
     def _expanded(self, cached_J1L: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of cached tokens."""
         latent_J1C, k_J1R = cached_J1L.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=2)
         return self._keys_and_values(latent_J1C[:, 0], k_J1R)
 

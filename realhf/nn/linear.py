@@ -114,14 +114,12 @@ def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
 
 
 def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return the rows of the weight at these ids."""
     if torch.is_grad_enabled() and collects(weight_VH):
         return _Embedding.apply(ids_T, weight_VH)
     return F.embedding(ids_T, weight_VH)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x + bias, or x if there is no bias."""
     if bias is None:
         return x
     if torch.is_grad_enabled() and collects(bias):

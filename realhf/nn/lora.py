@@ -99,11 +99,9 @@ class Adapter:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes of the memory of merged weights."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def release(self) -> None:
-        """Free the memory of merged weights."""
         assert self.merged_weight is None, "the merged weight is in use"
         self._memory = None
 
@@ -129,7 +127,6 @@ Adapted = Mapping[str, Adapter]
 def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
 ) -> Tensor:
-    """Return the output of a linear layer, with its adapter if it has one."""
     return linear(x, weight, bias) if adapter is None else adapter(x, bias)
 
 

@@ -64,7 +64,6 @@ class Mlp:
 
 
 def activation(config: ModelConfig) -> Activation:
-    """Return the activation function of a model."""
     function = ACTIVATIONS[config.activation]
     gated = config.gated
 

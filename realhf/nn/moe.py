@@ -241,7 +241,6 @@ class RowGroups:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of rows of each group."""
         if self._counts is not None:
             return list(self._counts)
         if self._ends is not None:

@@ -54,7 +54,6 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
 
 
 def layer_norm(x: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float) -> Tensor:
-    """Return LayerNorm over the last dim."""
     if _rounds_gradients(weight_H):
         return _Normed.apply(x, weight_H, bias_H, eps, 0.0)
     return F.layer_norm(x, weight_H.shape, weight_H, bias_H, eps)

@@ -125,7 +125,6 @@ class ShardedParameters:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes that the gradients take now."""
         return 0 if self.grad_buffer is None else self.grad_buffer.untyped_storage().nbytes()
 
     def hold_grads(self) -> None:
@@ -144,7 +143,6 @@ class ShardedParameters:
             self.grad_buffer.untyped_storage().resize_(0)
 
     def requires_grad_(self, requires_grad: bool) -> None:
-        """Switch autograd on or off for these parameters."""
         for weight in self.weights():
             weight.requires_grad_(requires_grad)
 

@@ -137,7 +137,6 @@ class Transformer(ShardedParameters):
         return sum(adapter.merged_bytes for adapter in self._adapted)
 
     def release_merged(self) -> None:
-        """Free the memory of merged copies."""
         for adapter in self._adapted:
             adapter.release()
 

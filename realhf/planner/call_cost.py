@@ -48,7 +48,6 @@ class CallCost:
         return max(self.seconds_by_cause, key=self.seconds_by_cause.__getitem__, default="nothing")
 
     def plus(self, cause: str, seconds: float) -> "CallCost":
-        """Return the cost with the seconds of one more cause."""
         by_cause = {**self.seconds_by_cause, cause: seconds} if seconds > 0 else self.seconds_by_cause
         return CallCost(self.seconds + seconds, by_cause, self.num_micro_batches, self.mean_share)
 

@@ -66,7 +66,6 @@ class Lengths:
         return Lengths(np.round(survival, 12))
 
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
-        """Return independent lengths."""
         return np.searchsorted(-self.survival, -rng.random(shape))
 
 

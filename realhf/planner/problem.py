@@ -162,7 +162,6 @@ class Workload:
 
     @property
     def all_alike(self) -> bool:
-        """Return whether all sequences have one length."""
         return self.lengths.all_equal and (self.prompt_lengths is None or self.prompt_lengths.all_equal)
 
 
@@ -297,7 +296,6 @@ class Problem:
         return tuple(call for call in self.calls if call.role is not None)
 
     def planned(self, call: FunctionCall) -> PlannedCall:
-        """Return a call on a model together with its workload."""
         assert call.role is not None
         return PlannedCall(call.name, call.kind, call.role, self.workloads[call.name], (call.name,))
 

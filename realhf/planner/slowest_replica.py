@@ -176,7 +176,6 @@ class _Decline(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def decode_steps(rollout: Rollout) -> DecodeSteps:
-    """Return the steps in which a replica decodes its rows."""
     table = _table(rollout.lengths, rollout.rounds)
     slots = min(rollout.slots, rollout.num_rows)
     waves = math.ceil(rollout.num_rows / slots - 1e-9)  # How often a slot starts a row if all are equal.

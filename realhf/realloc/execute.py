@@ -92,7 +92,6 @@ class HostMemoryReads:
         return message.peer in self._pieces
 
     def pieces(self, peer: int, side: Side, name: str) -> Sequence[Piece]:
-        """Return a peer's pieces of a parameter on one side."""
         return self._pieces[peer][side, name]
 
     def finish(self) -> None:

@@ -104,7 +104,6 @@ class Hops:
 
     @classmethod
     def of(cls, hops: Sequence[Hop] = ()) -> "Hops":
-        """Return these hops as a table."""
         return cls(*np.array(hops, dtype=np.int64).reshape(-1, len(Hop._fields)).T.copy())
 
     @classmethod

@@ -65,7 +65,6 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return int(self._edges[-1])
 
     def snap(self, positions: np.ndarray, *, tolerance: int) -> np.ndarray:

@@ -297,7 +297,6 @@ class Comparison:
 
     @property
     def by(self) -> str:
-        """Return the parameter that decides."""
         return "A" if self.common_asymptote is None else "B"
 
     @property

@@ -147,5 +147,4 @@ def fit_power_law(compute: np.ndarray, score: np.ndarray) -> PowerLaw:
 
 
 def rmse(law: SigmoidLaw | PowerLaw, compute: np.ndarray, score: np.ndarray) -> float:
-    """Return the root of the mean squared residual."""
     return float(np.sqrt(np.mean((law(compute) - score) ** 2)))

@@ -110,7 +110,6 @@ class MegatronTrainer:
             ends.all_reduce(weight.main_grad)  # type: ignore[attr-defined]
 
     def requires_grad_(self, requires_grad: bool) -> None:
-        """Switch autograd on or off for the model's parameters."""
         for chunk in self._chunks:
             chunk.requires_grad_(requires_grad)
 
@@ -123,7 +122,6 @@ class MegatronTrainer:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes that the gradients take now."""
         return sum(data.untyped_storage().nbytes() for data in self._grad_buffers)
 
     @property

@@ -135,7 +135,6 @@ def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
 
 
 def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
-    """Return the parameter tables of all sets, by name."""
     specs: dict[str, ModelSpec] = {}
     for name, role in roles.items():
         config = role.config()
@@ -151,12 +150,10 @@ def spec_of(config: ModelConfig) -> ModelSpec:
 
 
 def role_of(set_name: str) -> str:
-    """Return the role to which the parameter set of this name belongs."""
     return set_name.removesuffix(_ADAPTERS)
 
 
 def adapters_of(role: str) -> str:
-    """Return the name of the set of a role's adapters."""
     return role + _ADAPTERS
 
 
@@ -268,7 +265,6 @@ class _PartCompiler:
         return layout if call.role is None else self.sets[call.role].layout_of(call, layout)
 
     def _updated_by(self, call: FunctionCall) -> list[str]:
-        """Return the parameter sets that a call changes."""
         if call.kind != "train_step":
             return []
         return [

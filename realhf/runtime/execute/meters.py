@@ -122,7 +122,6 @@ class ComputeMeter:
         self._totals = {name: last[name] for name in start if name in last}
 
     def totals(self) -> dict[str, float]:
-        """Return the metrics of the compute so far."""
         return dict(self._totals)
 
     def add(self, records: Sequence[StepRecord], seconds: float) -> dict[str, float]:

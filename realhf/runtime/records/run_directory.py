@@ -165,7 +165,6 @@ class RunDirectory:
 
 
 def has_begun(out: Path, run_id: str) -> bool:
-    """Return whether the run with this id has begun its steps in `out`."""
     owner = _read_owner(out / LOCK)
     return owner.get("run_id") == run_id and "begun" in owner
 

@@ -55,7 +55,6 @@ class ParameterCatalog:
         self._homes = homes
 
     def home(self, name: str) -> Layout:
-        """Return the home of a parameter set: that of its role."""
         return self._homes[self.sets[name].role]
 
     def trained_set(self, role: str) -> str:
@@ -263,7 +262,6 @@ class EngineStore:
         return self._engines[key]
 
     def generating(self, key: EngineKey) -> GeneratingEngine:
-        """Return the engine of a call that generates."""
         engine = self._engines[key]
         assert isinstance(engine, GeneratingEngine), f"the engine of {key[0]} does not generate"
         return engine

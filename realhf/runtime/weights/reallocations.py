@@ -205,7 +205,6 @@ Runner = ThreadRunner | StreamRunner
 
 
 def make_runner(device: torch.device) -> Runner:
-    """Return the runner of a rank with this device."""
     return StreamRunner(device) if device.type == "cuda" else ThreadRunner()
 
 
@@ -383,7 +382,6 @@ class CopyVersions:
         return self._versions[action.source_set, action.source]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the versions for a checkpoint."""
         copies = [[name, str(layout), version] for (name, layout), version in self._versions.items()]
         return {"updates": self._updates.copy(), "copies": copies}
 
