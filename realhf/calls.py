@@ -108,7 +108,6 @@ class SamplingConfig:
 
     @property
     def penalizes(self) -> bool:
-        """Whether there is a penalty."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def greedy(self) -> SamplingConfig:
@@ -362,7 +361,6 @@ class GenerateOutputs(NamedTuple):
 
     @classmethod
     def of(cls, call: FunctionCall) -> GenerateOutputs:
-        """Return the keys of the outputs of a call."""
         return cls(*call.outputs)
 
 

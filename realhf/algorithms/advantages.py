@@ -73,7 +73,6 @@ class AdvantageInputs:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the columns that this needs."""
         versions = ("versions",) if self.age_limit is not None else ()
         returns = ("token_returns",) if self.token_returns else ()
         return (*self.reward_logs, *returns, *versions)

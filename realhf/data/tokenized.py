@@ -101,7 +101,6 @@ class TokenizedRows:
 
     @property
     def num_left_out(self) -> int:
-        """Number of tokenised rows that are left out."""
         return self.num_unmapped + self.num_too_long + self.num_long_completions
 
     @property

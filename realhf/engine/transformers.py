@@ -123,7 +123,6 @@ class TransformersModel(ShardedParameters):
             self.shards()[names[0]].copy_(tensor)
 
     def file_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are written to this model's files."""
         return hf_factory.in_files(self.hf, self.shards())
 
     def __call__(self, tokens: Packed, *, recompute: bool = False) -> Tensor:

@@ -209,7 +209,6 @@ class CacheLimit:
             print(f"realhf: {call}: {takes}; {needs}", file=sys.stderr, flush=True)
 
     def _free(self) -> int:
-        """Return the bytes that are free for this rank."""
         world = self._groups.world
         neighbours = world.ranks_on_host(world.rank)
         num_users = sum(rank in neighbours for rank in self._groups.layout.ranks)
@@ -237,7 +236,6 @@ class CacheLimits:
         return {call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None}
 
     def restore(self, agreed: Mapping[str, int]) -> None:
-        """Take over the limits of a checkpoint."""
         self._limits = {call: CacheLimit(self._groups, recorded=size) for call, size in agreed.items()}
 
 

@@ -160,7 +160,6 @@ class _Shard(NamedTuple):
     best_B: Tensor  # The token with the largest kept value, numbered within the shard like all tokens here.
 
     def chosen_logits(self, tokens_B: Tensor) -> Tensor:
-        """Return the model's logits of these tokens."""
         return self.logits_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
@@ -234,7 +233,6 @@ def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
 
 
 def rows_at_a_time(logits_BV: Tensor) -> Iterator[slice]:
-    """Yield the rows that are processed at a time."""
     numel = _BLOCK_NUMEL * (_CUDA_FACTOR if logits_BV.is_cuda else 1)
     step = max(1, numel // max(1, logits_BV.shape[1]))
     for start in range(0, len(logits_BV), step):
@@ -487,7 +485,6 @@ class LogitProcessors:
         return changed_BV
 
     def _penalize(self, logits_BV: Tensor, history: TokenHistory, rows_B: Tensor) -> None:
-        """Apply the penalties, in place."""
         sampling = self._sampling
         penalty = sampling.repetition_penalty
         if penalty != 1:

@@ -70,7 +70,6 @@ class Chunk:
         return self.stop == len(self.prompt.tokens)
 
     def cache_positions(self, block_size: int) -> list[int]:
-        """Return the cache positions of the prompt's tokens up to `stop`."""
         blocks = self.prompt.blocks
         return [blocks[i // block_size] * block_size + i % block_size for i in range(self.stop)]
 

@@ -149,7 +149,6 @@ class EngineCalls:
         self._world = world
 
     def engine(self, blocks: int, output: str, layout: Layout, *, trains: bool) -> NativeEngine:
-        """Return an engine with random weights."""
         config = self.model.with_blocks(blocks, "lm" if output == "logprobs" else "score")
         optimizer = OptimizerConfig(lr=0.0) if trains else None
         engine = NativeEngine(

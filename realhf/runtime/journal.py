@@ -40,7 +40,6 @@ class History(Sequence[dict[str, float]]):
             self.append(record)
 
     def append(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of the next step."""
         names = tuple(metrics)
         values = array("d", (math.nan if value is None else value for value in metrics.values()))
         self._values.append((self._names.setdefault(names, names), values))

@@ -25,7 +25,6 @@ class Samples:
             raise UserError(f"Samples({self.prompts}) has prompt {twice} twice")
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self.prompts)
 
 
@@ -87,7 +86,6 @@ class SampleLedger:
                 "which was not handed out, or its samples were forgotten")
 
     def has_all(self, prompts: Collection[int]) -> bool:
-        """Return whether all of these samples exist."""
         return self._kept_until.keys() >= set(prompts)
 
     def start(self, prompts: Collection[int], *, updates: int) -> None:
@@ -121,7 +119,6 @@ class SampleLedger:
         return gone
 
     def to_json(self) -> dict[str, Json]:
-        """Return the ledger for a checkpoint."""
         return {
             "kept_until": list(self._kept_until.items()),
             "updates_before": list(self._updates_before.items()),
@@ -129,7 +126,6 @@ class SampleLedger:
         }
 
     def restore(self, saved: Mapping[str, Json]) -> None:
-        """Continue with the ledger of a checkpoint."""
         self._kept_until = {prompt: last for prompt, last in saved["kept_until"]}
         self._updates_before = {prompt: updates for prompt, updates in saved["updates_before"]}
         self._done = {part: set(saved["done"].get(part, ())) for part in self._done}

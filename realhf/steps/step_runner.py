@@ -277,7 +277,6 @@ class StepRunner:
         return self._digest
 
     def restore(self, saved: Mapping[str, Json]) -> None:
-        """Continue after the step of a checkpoint."""
         self.number = saved["number"]
         self.state = dict(saved["state"])
         self._operation = saved["operation"]

@@ -79,7 +79,6 @@ class EvaluationProgram:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether the rows are preference pairs."""
         return reads_pairs(self.graph.inputs)
 
 
