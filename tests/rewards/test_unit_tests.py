@@ -223,6 +223,7 @@ def test_decoys_differ_from_their_tests_in_what_they_expect():
         "assert f() == 2\nassert f() == 2", "assert f() == 1\nassert f() == 3"}
 
 
+@pytest.mark.slow
 def test_threads_that_parse_at_once_all_get_a_decoy():
     """A collection of garbage lets another thread go on in the middle of a syntax tree."""
     test = f"x = {'+'.join(['1'] * 300)}\nassert f(1) == 1"
