@@ -26,6 +26,7 @@ from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
+    CallTimes,
     dependencies,
     have_common_ranks,
     host_anchor,
@@ -45,14 +46,6 @@ class HostCall(NamedTuple):
     anchor: int | None
     is_split: bool
     seconds: np.ndarray
-
-
-class CallTimes(NamedTuple):
-    """The seconds, the first rank and the stop rank of every call, each of shape (K, N)."""
-
-    seconds: np.ndarray
-    first: np.ndarray
-    stop: np.ndarray
 
 
 class SearchSpace:
