@@ -10,13 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.plan import ExecutionPlan
-from realhf.planner.local_search import leanest
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
+from realhf.planner.search import ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.tree_search import ReportProgress, SearchResult, search
 from realhf.user_input.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally fast.

@@ -20,8 +20,8 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.activation_memory import top_bytes
 from realhf.planner.call_cost import CallCost, call_cost
+from realhf.planner.call_memory import top_bytes
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates

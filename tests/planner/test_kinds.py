@@ -19,10 +19,10 @@ from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import reallocation_seconds
 from realhf.planner.reasons import change, current_values
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shared_cores import SharedCores
 from realhf.planner.step_time import predict
-from realhf.planner.tree_search import search
 from tests.planner.problems import random_problem
 from tests.planner.test_search import agrees
 

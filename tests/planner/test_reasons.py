@@ -24,9 +24,9 @@ from realhf.planner.reasons import (
     explain_difference,
     find_reasons,
 )
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import predict
-from realhf.planner.tree_search import search
 from tests.cli.test_plan_lag import ppo
 from tests.planner.problems import quantile, random_problem
 from tests.samples import marked

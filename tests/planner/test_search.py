@@ -13,13 +13,19 @@ import pytest
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.planner import tree_search
 from realhf.planner.call_group import OPEN
-from realhf.planner.local_search import LocalSearch
 from realhf.planner.rates import Rates
+from realhf.planner.search import (
+    LocalSearch,
+    _orders,
+    _Tree,
+    find_calls_between,
+    search,
+    seconds_between,
+    tables_between,
+)
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import Dependencies
-from realhf.planner.tree_search import find_calls_between, search, seconds_between, tables_between
 from tests.planner.problems import random_lagged_problem, random_problem
 from tests.planner.test_memory_account import unfinished
 from tests.samples import drawn, marked
@@ -142,7 +148,7 @@ def test_bounds_are_those_of_the_tree_in_the_docs():
         actor=actor, reward_function=_unused, loss=PolicyLossConfig(kl_coef=0.001), batch_size=64,
         group_size=8, sampling=SamplingConfig(max_new_tokens=1024), expected=Expected(prompt_tokens=1024))
     space = SearchSpace(problem_of(experiment, cluster), Rates(cluster))
-    tree = tree_search._Tree(space, LocalSearch(space), tree_search._orders(space)[0])
+    tree = _Tree(space, LocalSearch(space), _orders(space)[0])
     names = [space.calls[group.calls[0]].name for group in space.groups]
 
     def bound(**meshes):
