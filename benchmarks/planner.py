@@ -94,7 +94,7 @@ def _order_without(number: int) -> Callable[[], None]:
     def leave_out() -> None:
         def others(space: SearchSpace) -> Any:
             found = orders(space)
-            return [steps for i, steps in enumerate(found) if i != number or len(found) == 1]
+            return [order for i, order in enumerate(found) if i != number or len(found) == 1]
 
         search_module._orders = others
 
@@ -130,18 +130,13 @@ def _no_memory_bounds() -> None:
 
     MemoryBounds.excess = excess  # type: ignore[method-assign]
     MemoryBounds.limits = limits  # type: ignore[method-assign]
-    MemoryBounds.estimate = lambda self, choices, _: np.zeros(len(choices))  # type: ignore[method-assign]
 
 
 WITHOUT: dict[str, Callable[[], None]] = {
     "tree-meshes": _order_without(0),
-    "tree-holding": _order_without(1),
-    "tree-heavy": _order_without(2),
-    "beams": _replace(search_module._Tree, "dive", _nothing),
-    "aims": _replace(search_module, "_AIMS", (1.0,)),
-    "estimates": _replace(MemoryBounds, "estimate", lambda self, choices, _: np.zeros(len(choices))),
-    "settled": _replace(search_module, "_SETTLED", 0),
-    "pairs": _replace(LocalSearch, "_best_of_pair", _nothing),
+    "tree-resting": _order_without(1),
+    "tree-large": _order_without(2),
+    "beams": _replace(search_module._Tree, "search_beam", _nothing),
     "common-starts": _replace(LocalSearch, "start_from_common_layouts", _nothing),
     "simple-starts": _replace(LocalSearch, "starts", lambda self: []),
     "heuristic-start": _replace(make, "heuristic", _nothing),
@@ -153,12 +148,10 @@ WITHOUT: dict[str, Callable[[], None]] = {
 }
 """Part of the search -> what makes searches do without it:
 
-- the tree that decides all meshes first, and those that decide heavy groups first (`tree-holding` then those
-  that hold memory between calls);
-- beam searches; their closer aims; their estimates of memory, by which they also keep lean plans; local
-  search within the meshes that they settle;
-- changes of two heavy groups at once; starts from common layouts, from simple plans, from the heuristic, and
-  from plans on one kind of hosts;
+- the tree that decides all meshes first, and those that decide large groups first (`tree-resting` then those
+  that need memory between calls);
+- beam searches; starts from common layouts, from simple plans, from the heuristic, and from plans on one kind
+  of hosts;
 - bounds from calls between two others; from device seconds of calls that memory makes longer; from the
   seconds that memory leaves; all bounds of memory.
 """

@@ -83,21 +83,6 @@ class MemoryBounds:
                 excess[k] = self.counted_excess(tuple(choices[k].tolist()))
         return excess
 
-    def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
-        """Return about what each plan lacks: all ranks are taken to be as full as the fullest stage.
-
-        This is no bound, and closer to the truth than a bound where stages differ.
-        """
-        loads = self._loads(choices)
-        if not loads.groups:
-            return loads.fullest() - capacity
-        columns = [(self._open_groups[u], choices[:, u]) for u in loads.groups]
-        more = np.stack([g.resting[choice] - g.least_resting[choice].max(axis=1) for g, choice in columns])
-        running = np.stack([group.running[choice] for group, choice in columns])
-        covers = (loads.first <= loads.first[:, None]) & (loads.first[:, None] < loads.stop)
-        loads = loads._replace(resting=loads.resting + more * covers, running=running * covers)
-        return loads.fullest() - capacity
-
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
         if chosen not in self._known:
@@ -124,7 +109,7 @@ class MemoryBounds:
             if not len(rows):
                 continue
             mesh = group.mesh_index(choices[rows, u])
-            tier_bytes, seconds = self._tiers[u]
+            amounts, seconds = self._seconds_by_memory[u]
             first = loads.first[:, rows]
             others = (total + loads.smaller)[:, rows] - loads.resting[:, at, rows]
             is_inside = (first >= first[at]) & (first < loads.stop[at, rows])
@@ -132,9 +117,9 @@ class MemoryBounds:
             for rank in (np.full(len(rows), at), fullest):
                 place = loads.place[rank, at, rows]
                 free = capacity - others[rank, np.arange(len(rows))]
-                tier = np.maximum((tier_bytes[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
+                number = np.maximum((amounts[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
-                bounds[index] = np.maximum(bounds[index], seconds[mesh, place, tier])
+                bounds[index] = np.maximum(bounds[index], seconds[mesh, place, number])
         return excess, bounds
 
     @cached_property
@@ -152,8 +137,8 @@ class MemoryBounds:
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
     @cached_property
-    def _tiers(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [group.tiers() for group in self._groups]
+    def _seconds_by_memory(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [group.seconds_by_memory() for group in self._groups]
 
     def _loads(self, choices: np.ndarray) -> Loads:
         """Return the loads of every group, with those copies that certainly have memory of their own."""
@@ -193,7 +178,7 @@ class MemoryBounds:
         `moves` says whether weights certainly move from the home in a group.
         """
         layouts = [self._layouts[u].layout[choices[:, u]] for u in groups]
-        by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].connected] for u in groups])
+        by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].communicators] for u in groups])
         in_layout = by_kind[:, :2]  # Of layouts, and of training in them.
         added_in_layout = in_layout.copy()
         added_moving = by_kind[:, 2] * moves[groups]  # Of reallocations.

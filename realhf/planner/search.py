@@ -1,9 +1,9 @@
 """Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
 Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
-chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Three trees
-take turns, which differ in the order of these steps; all bounds hold, so the highest counts. The search is
-anytime: the least bound among the plans that are not explored yet holds for every plan.
+decides a mesh for every call group, those with the most work first, and a candidate on each mesh. Three trees
+take turns, which differ in the order of these decisions; all bounds hold, so the highest counts. The search
+is anytime: the least bound among the plans that are not explored yet holds for every plan.
 
 The bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of
 their own, that the step is no shorter than the sum of all device seconds over the number of devices, and that
@@ -14,7 +14,6 @@ after a has ended. If the next a waits for b, as generation waits for new weight
 least as long as a, these calls and b.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,21 +28,15 @@ from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import Dependencies
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
-_DIVE_EVERY = 1  # The number of iterations from one beam search to the next after one that found a plan.
-_MOST_PATIENCE = 3  # The most iterations between two beam searches, after many that found no better plan.
 _TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
-_AIMS = (1.0, 0.4, 0.15)
-"""How far beyond the lower bound beam searches aim in turn, as fractions of the distance to the best plan."""
 _BEAM = 24  # The width of a beam search.
-_DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
-_SETTLED = 2  # The meshes of all groups for which a beam search lets local search choose the candidates.
+_BEAM_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 ReportProgress = Callable[[float, float, float], None]
 """Called with the best step seconds, the lower bound and the seconds spent."""
-_HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
+_LARGE = 0.1  # The share of all device seconds from which a call group is decided first.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _EXACT_AT_ONCE = 6  # Those of them that are evaluated together.
-_MOST_PAIRS = 12_000  # The number of changes of two groups that are evaluated, those with the least work.
 _STARTS = 3  # The number of plans with a common layout that are improved,
 _MOST_CHECKED = 512  # and the most whose memory is counted exactly to find them.
 _PENALTY = 1e6  # Seconds that rank all plans that do not fit after those that do.
@@ -84,7 +77,7 @@ def search(
     for start in local.starts():
         if local.best_score == np.inf:
             local.improve(np.array(start))
-    trees = [_Tree(space, local, steps) for steps in _orders(space)]
+    trees = [_Tree(space, local, decisions) for decisions in _orders(space)]
     num_iterations = 0
     while not any(tree.is_finished(gap) for tree in trees):
         if (spent := time.monotonic() - began) >= time_limit:
@@ -98,7 +91,7 @@ def search(
         by_bound = sorted(trees, key=lambda tree: tree.bound)
         tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
         tree.expand()
-        tree.dive(by_bound[-1].bound)
+        tree.search_beam()
         num_iterations += 1
     if local.best is None:
         return None
@@ -114,11 +107,11 @@ def least_device_seconds(space: SearchSpace) -> np.ndarray:
     return np.array([group.device_seconds.min() for group in space.groups])
 
 
-def heavy_groups(space: SearchSpace) -> list[int]:
-    """Return the indices of the groups with a large share of all device seconds, the heaviest first."""
+def large_groups(space: SearchSpace) -> list[int]:
+    """Return the indices of the groups with a large share of all device seconds, the largest first."""
     least = least_device_seconds(space)
     order = np.argsort(-least, kind="stable").tolist()
-    return [index for index in order if least[index] >= _HEAVY * least.sum()]
+    return [index for index in order if least[index] >= _LARGE * least.sum()]
 
 
 def leanest(space: SearchSpace) -> np.ndarray:
@@ -141,7 +134,7 @@ class LocalSearch:
         self.best: np.ndarray | None = None
         self.best_score = np.inf
         self._refined_score = np.inf
-        self._allowed = allowed or [group.varied() for group in space.groups]
+        self._allowed = allowed or [group.few_per_mesh() for group in space.groups]
 
     def starts(self) -> list[list[int]]:
         """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
@@ -153,7 +146,7 @@ class LocalSearch:
         return [fastest, leanest, frugal]
 
     def start_from_common_layouts(self) -> None:
-        """Improve plans in which all groups share a layout, except that one heavy group may have another.
+        """Improve plans in which all groups share a layout, except that one large group may have another.
 
         They are tried in the order of the seconds that they take if memory is no limit. In those that fit,
         each group has the leanest options of the common layout.
@@ -166,7 +159,7 @@ class LocalSearch:
                          for i in (0, 1))
         plans = []
         seconds = []
-        for index in heavy_groups(self._space):
+        for index in large_groups(self._space):
             open_plans = fastest.copy()
             open_plans[:, index] = OPEN
             may_help = self._space.quick_periods(open_plans) < self.best_score
@@ -251,49 +244,13 @@ class LocalSearch:
                 return row, seconds[row]
         return None
 
-    def improve_within(self, choices: np.ndarray) -> None:
-        """Improve the plan of the leanest candidates that an unfinished plan leaves open."""
-        allowed = []
-        leanest = []
-        for group, choice in zip(self._groups, choices, strict=True):
-            left = group.left_by(choice)
-            memory = group.resting + group.running + sum(group.copied, start=np.zeros(1))
-            allowed.append(left)
-            leanest.append(left[np.argmin(memory[left])])
-        self.improve(np.array(leanest), allowed)
-
     def refine(self) -> None:
-        """Improve the best plan with all candidates to choose from, also by changing two heavy groups at
-        once, unless that has been done."""
+        """Improve the best plan with all candidates to choose from, unless that has been done."""
         if self.best is None or self.best_score >= self._refined_score:
             return
         everything = [np.arange(len(group.candidates)) for group in self._groups]
         self.improve(self.best, everything)
-        for first, second in itertools.combinations(heavy_groups(self._space), 2):
-            plan = self._best_of_pair(first, second)
-            if plan is not None:
-                self.improve(plan, everything)
         self._refined_score = self.best_score
-
-    def _best_of_pair(self, first: int, second: int) -> np.ndarray | None:
-        """Return the best plan that differs from the best one in the groups with these two indices; None if
-        it is not better."""
-        assert self.best is not None
-        of_first = self._allowed[first]
-        of_second = self._allowed[second]
-        work = self._work(first, of_first)[:, None] + self._work(second, of_second)
-        rows, columns = np.nonzero(work < self._work_left(self.best, self.best_score, [first, second]))
-        least = np.argsort(work[rows, columns], kind="stable")[:_MOST_PAIRS]
-        rows = rows[least]
-        columns = columns[least]
-        plans = _changed(_changed(self.best, first, of_first[rows]), second, of_second[columns])
-        rough = self._rough(plans, below=self.best_score)
-        promising = np.argsort(rough, kind="stable")[:_EXACT]
-        promising = promising[rough[promising] < self.best_score * (1 - SAME)]
-        if not len(promising):
-            return None
-        better = self._best_exact(plans[promising], below=self.best_score * (1 - SAME))
-        return None if better is None else plans[promising[better[0]]]
 
     def _work(self, index: int, candidates: np.ndarray) -> np.ndarray:
         """Return the device seconds of candidates of the group with this index."""
@@ -367,50 +324,51 @@ def _changed(plans: np.ndarray, index: int, candidates: np.ndarray) -> np.ndarra
 # Trees of unfinished plans
 
 
-class _Step(NamedTuple):
-    """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
+class _Decision(NamedTuple):
+    """The next decision of a tree: about a group's mesh, or about its candidate on that mesh."""
 
     group_index: int
-    is_last: bool
+    is_candidate: bool
 
 
-def _orders(space: SearchSpace) -> list[list[_Step]]:
-    """Return up to three orders of steps, all with the groups with the most work first.
+def _orders(space: SearchSpace) -> list[list[_Decision]]:
+    """Return up to three orders of decisions, all with the groups with the most work first.
 
     The first decides all meshes and then all candidates, which soon shows how calls share the devices. The
-    others decide heavy groups wholly before the rest, which soon shows how much memory is left; one of them
-    then decides those that hold memory between their calls before those that do not.
+    others decide large groups wholly before the rest, which soon shows how much memory is left; one of them
+    then decides those that need memory between their calls before those that do not.
     """
     order = np.argsort(-least_device_seconds(space), kind="stable").tolist()
-    heavy = heavy_groups(space)
-    light = [index for index in order if index not in heavy]
-    holding = [index for index in light if _holds_memory(space.groups[index])]
-    rest = [index for index in light if index not in holding]
-    orders = (_steps([order]), _steps([heavy, holding, rest]), _steps([heavy, holding + rest]))
-    return [steps for i, steps in enumerate(orders) if steps not in orders[:i]]
+    large = large_groups(space)
+    small = [index for index in order if index not in large]
+    resting = [index for index in small if _always_rests(space.groups[index])]
+    others = [index for index in small if index not in resting]
+    orders = (_decisions([order]), _decisions([large, resting, others]), _decisions([large, small]))
+    return [decisions for i, decisions in enumerate(orders) if decisions not in orders[:i]]
 
 
-def _holds_memory(group: CallGroup) -> bool:
-    """Return whether a group holds memory between its calls, whichever candidate it has."""
+def _always_rests(group: CallGroup) -> bool:
+    """Return whether a group needs memory between its calls, whichever candidate it has."""
     return bool((group.resting + sum(group.copied)).min() > 0)
 
 
-def _steps(parts: Sequence[Sequence[int]]) -> list[_Step]:
-    """Return the steps that decide groups part by part: first the meshes of a part, then its candidates."""
-    return [_Step(index, is_last) for part in parts for is_last in (False, True) for index in part]
+def _decisions(parts: Sequence[Sequence[int]]) -> list[_Decision]:
+    """Return the decisions about groups, part by part: first the meshes of a part, then its candidates."""
+    return [
+        _Decision(index, is_candidate)
+        for part in parts for is_candidate in (False, True) for index in part]
 
 
 class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
-    def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
-        """Set up a tree in which plans are decided in these steps.
+    def __init__(self, space: SearchSpace, local: LocalSearch, decisions: Sequence[_Decision]) -> None:
+        """Set up a tree in which plans are decided in this order.
 
         Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
         otherwise too many pairs of layouts come up.
         """
-        self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
-        self._aim = np.inf  # Plans that take longer are of no interest to the beam search at hand.
+        self._prices_moves = not any(d.is_candidate for d in decisions[: len(decisions) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -420,15 +378,12 @@ class _Tree:
             for group, least in zip(self._groups, least_device_seconds(space), strict=True)]
         self._calls_between = find_calls_between(space.needs)
         self._tables_between = tables_between(self._calls_between, space.groups, self._num_devices)
-        self._steps = steps
-        self._leaf_depth = len(steps)
+        self._decisions = decisions
+        self._leaf_depth = len(decisions)
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
-        self._given_up = np.inf
-        self.num_expanded = self.num_iterations = 0
-        self._next_dive = 1  # The iteration from which on to dive.
-        self._patience = _DIVE_EVERY
-        self._num_failed = 0  # Beam searches that found no better plan.
+        self._least_dropped = np.inf
+        self.num_expanded = 0
 
     @property
     def bound(self) -> float:
@@ -436,7 +391,7 @@ class _Tree:
 
         Plans that are shorter than the best one by a share of `SAME` may have been discarded.
         """
-        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._goal)
+        return min(float(self._bounds.min(initial=np.inf)), self._least_dropped, self._goal)
 
     def is_finished(self, gap: float) -> bool:
         goal = self._local.best_score * (1 - max(gap, SAME))
@@ -451,7 +406,6 @@ class _Tree:
         children, bounds = self._children(self._choices[taken], self._bounds[taken], depth)
         self._keep(np.setdiff1d(np.arange(len(depths)), taken))
         self.num_expanded += len(taken)
-        self.num_iterations += 1
         if depth + 1 == self._leaf_depth:
             self._offer(children, bounds)
         else:
@@ -460,38 +414,21 @@ class _Tree:
         self._keep(self._bounds < self._goal)
         if len(self._choices) > _MOST_NODES:
             order = np.argsort(self._bounds, kind="stable")
-            self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
+            self._least_dropped = min(self._least_dropped, self._bounds[order[_MOST_NODES // 2]])
             self._keep(order[: _MOST_NODES // 2])
 
     def _width(self, depth: int) -> int:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
-        step = self._steps[depth]
-        group = self._groups[step.group_index]
+        decision = self._decisions[depth]
+        group = self._groups[decision.group_index]
         num_meshes = len(group.by_mesh)
-        num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
+        num_children = len(group.candidates) / num_meshes if decision.is_candidate else num_meshes
         return max(1, int(_CHILDREN / num_children))
 
-    def dive(self, bound: float) -> None:
-        """Complete the most promising plans by a beam search, and improve the outcome by local search.
-
-        This is due in every few iterations, and less often while it finds nothing better. The beam search
-        aims at plans between the lower bound and the best one. The closer it aims, the fewer plans are left,
-        and half of those that it keeps are those with the most memory to spare.
-        """
-        if not len(self._choices) or self.num_iterations < self._next_dive:
+    def search_beam(self) -> None:
+        """Complete the most promising plans by a beam search, and improve the outcome by local search."""
+        if not len(self._choices):
             return
-        before = self._local.best_score
-        share = _AIMS[self._num_failed % len(_AIMS)]
-        if share < 1 and before < np.inf:
-            self._aim = bound + share * (before - bound)
-        self._complete()
-        self._aim = np.inf
-        has_found = self._local.best_score < before
-        self._num_failed += not has_found
-        self._patience = _DIVE_EVERY if has_found else min(2 * self._patience, _MOST_PATIENCE)
-        self._next_dive = self.num_iterations + self._patience
-
-    def _complete(self) -> None:
         depths = self._depths
         first_depth = int(depths[self._most_promising(depths)])
         rows = np.flatnonzero(depths == first_depth)
@@ -500,16 +437,9 @@ class _Tree:
         for depth in range(first_depth, self._leaf_depth):
             if not len(choices):
                 return
-            choices, bounds = self._children(choices, bounds, depth, most_plans=_DIVE_CHECKS)
-            lacking = self._space.estimated_excess_bytes(choices)
-            num_lean = 0 if self._aim == np.inf else _BEAM // 2
-            fastest = np.lexsort((bounds, lacking > 0))[: _BEAM - num_lean]
-            leanest = np.argsort(lacking, kind="stable")[:num_lean]
-            rows = np.array(list(dict.fromkeys([*fastest.tolist(), *leanest.tolist()])), int)
+            choices, bounds = self._children(choices, bounds, depth, most_plans=_BEAM_CHECKS)
+            rows = np.argsort(bounds, kind="stable")[:_BEAM]
             choices, bounds = choices[rows], bounds[rows]
-            if depth + 1 == len(self._groups) and (choices != OPEN).all():
-                for row in np.argsort(bounds, kind="stable")[:_SETTLED]:
-                    self._local.improve_within(choices[row])
         self._offer(choices, bounds)
         if len(choices):
             self._local.improve(choices[0])
@@ -521,7 +451,7 @@ class _Tree:
 
     @property
     def _depths(self) -> np.ndarray:
-        """Number of steps that have been decided in each plan."""
+        """Number of decisions that have been made in each plan."""
         return (self._choices != OPEN).sum(axis=1) + self._space.is_decided(self._choices).sum(axis=1)
 
     def _most_promising(self, depths: np.ndarray) -> int:
@@ -529,7 +459,7 @@ class _Tree:
 
     @property
     def _goal(self) -> float:
-        return min(self._local.best_score * (1 - SAME), self._aim)
+        return self._local.best_score * (1 - SAME)
 
     def _keep(self, rows: np.ndarray) -> None:
         self._choices, self._bounds = self._choices[rows], self._bounds[rows]
@@ -537,24 +467,24 @@ class _Tree:
     def _children(
         self, choices: np.ndarray, bounds: np.ndarray, depth: int, *, most_plans: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return every plan with every mesh, or every candidate on its mesh, for the group of this step, if
-        it may still become the best.
+        """Return every plan with every mesh, or every candidate on its mesh, for the group of this
+        decision, if it may still become the best.
 
         If this completes the plans, return only the best one that fits, among the first `most_plans`.
         """
-        step = self._steps[depth]
-        group = self._groups[step.group_index]
-        if step.is_last:
-            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, step.group_index])]
+        index, decides_candidate = self._decisions[depth]
+        group = self._groups[index]
+        if decides_candidate:
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, index])]
         else:
             next_choices = [group.mesh_choices] * len(choices)
         counts = [len(of_plan) for of_plan in next_choices]
         children = np.repeat(choices, counts, axis=0)
-        children[:, step.group_index] = np.concatenate(next_choices)
+        children[:, index] = np.concatenate(next_choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if step.is_last and len(children):
+        if decides_candidate and len(children):
             are_finished = depth + 1 == self._leaf_depth
             moving = self._space.moving(children) if are_finished or self._prices_moves else None
             exact = self._space.periods(children, moving=moving, exact=are_finished)

@@ -189,10 +189,6 @@ class SearchSpace:
         """
         return self._memory.excess(choices, self.capacity, exact=exact)
 
-    def estimated_excess_bytes(self, choices: np.ndarray) -> np.ndarray:
-        """Return about what each plan lacks, to prefer those that are likely to fit; no bound."""
-        return self._memory.estimate(choices, self.capacity)
-
     def memory_limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return lower bounds of the bytes that each plan lacks (see `excess_bytes`), and of the seconds of
         calls, shape (K, N), where only a group's mesh is chosen.
