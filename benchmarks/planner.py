@@ -118,15 +118,15 @@ def _no_seconds_from_memory() -> None:
 def _no_memory_bounds() -> None:
     """Let only the account of complete plans say what does not fit."""
 
-    def excess(self: MemoryBounds, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
+    def excess(self: MemoryBounds, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
         found = np.full(len(choices), -1.0)
         complete = [group.is_candidate(choice) for group, choice in zip(self._groups, choices.T, strict=True)]
         for k in np.flatnonzero(np.all(complete, axis=0)) if exact else ():
             found[k] = self.counted_excess(tuple(choices[k].tolist()))
         return found
 
-    def limits(self: MemoryBounds, choices: np.ndarray, capacity: float, num_calls: int) -> Any:
-        return np.full(len(choices), -1.0), np.zeros((len(choices), num_calls))
+    def limits(self: MemoryBounds, choices: np.ndarray) -> Any:
+        return np.full(len(choices), -1.0), np.zeros((len(choices), len(self._names)))
 
     MemoryBounds.excess = excess  # type: ignore[method-assign]
     MemoryBounds.limits = limits  # type: ignore[method-assign]
@@ -366,7 +366,7 @@ def _best_options(space: SearchSpace, layout: ContiguousLayout, *, below: float)
         part = part[least[part] < below]
         if not len(part):
             break
-        fitting = part[space.excess_bytes(plans[part]) <= 0]
+        fitting = part[space.memory.excess(plans[part]) <= 0]
         if len(fitting):
             best = min(best, float(space.exact_periods(plans[fitting]).min()))
             below = min(below, best)

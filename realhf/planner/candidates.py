@@ -439,7 +439,7 @@ def _blocks_by_stage(config: ModelConfig, pp: int, vp: int) -> tuple[tuple[int, 
 def _stages_of(
     contents: tuple[tuple[int, int], ...], num_ranks: int, trains: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return `_distinct_stages` of a pipeline with these numbers of blocks and of experts' blocks by stage."""
+    """Return `_distinct_stages` of stages with these numbers of blocks and of experts' blocks."""
     pp = len(contents)
     stands_for: dict[tuple[object, ...], int] = {}
     keys: list[tuple[object, ...]] = []

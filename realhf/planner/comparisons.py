@@ -152,7 +152,7 @@ def _with_layouts(
             return None, f"{names} does not fit in its layout, even alone"
     result = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
     if result is None:
-        lacking = float(space.excess_bytes(leanest(space)[None])[0])
+        lacking = float(space.memory.excess(leanest(space)[None])[0])
         return None, f"the layouts lack {format_bytes(lacking)} per device"
     return result.step_seconds, None
 

@@ -66,15 +66,20 @@ class MemoryBounds:
         self.account = account
         self._groups = groups
         self._names = names
-        self._smaller = account.available.max() - account.available
+        self._capacity = float(account.available.max())  # Of the largest device.
+        self._smaller = self._capacity - account.available
         self._part_bits = np.array([part_size(n).bit_length() - 1 for n in range(account.num_ranks + 1)])
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
 
-    def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
-        """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
-        excess = self._loads(choices).fullest() - capacity
+    def excess(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
+        """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
+
+        A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
+        are lower bounds, and without `exact` those of all plans.
+        """
+        excess = self._loads(choices).fullest() - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -94,14 +99,16 @@ class MemoryBounds:
             self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
         return self._known[chosen]
 
-    def limits(
-        self, choices: np.ndarray, capacity: float, num_calls: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the excess without exact counts and lower bounds of the seconds of calls, see
-        `SearchSpace.memory_limits`."""
-        bounds = np.zeros((len(choices), num_calls))
+    def limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return lower bounds of the bytes that each plan lacks, and of the seconds of calls, shape (K, N),
+        where only a group's mesh is chosen.
+
+        The latter follow from the memory that the resting parts of other groups leave free. They are 0 for
+        all other calls, and in plans that do not fit.
+        """
+        bounds = np.zeros((len(choices), len(self._names)))
         loads = self._loads(choices)
-        excess = loads.fullest() - capacity
+        excess = loads.fullest() - self._capacity
         total = loads.resting.sum(axis=1)
         for at, u in enumerate(loads.groups):
             group = self._open_groups[u]
@@ -116,7 +123,7 @@ class MemoryBounds:
             fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
             for rank in (np.full(len(rows), at), fullest):
                 place = loads.place[rank, at, rows]
-                free = capacity - others[rank, np.arange(len(rows))]
+                free = self._capacity - others[rank, np.arange(len(rows))]
                 number = np.maximum((amounts[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
                 bounds[index] = np.maximum(bounds[index], seconds[mesh, place, number])

@@ -176,12 +176,12 @@ class LocalSearch:
         """Improve the first few plans that fit, in the order of these lower bounds."""
         order = np.argsort(seconds, kind="stable")
         order = order[: np.searchsorted(seconds[order], self.best_score)]
-        order = order[self._space.excess_bytes(plans[order], exact=False) <= 0][:_MOST_CHECKED]
+        order = order[self._space.memory.excess(plans[order], exact=False) <= 0][:_MOST_CHECKED]
         num_improved = 0
         for row in order.tolist():
             if num_improved == _STARTS or seconds[row] >= self.best_score:
                 break
-            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+            if self._space.memory.excess(plans[[row]])[0] <= 0:
                 self.improve(plans[row])
                 num_improved += 1
 
@@ -203,7 +203,7 @@ class LocalSearch:
                 chosen, score = self._best_of(chosen, score, index, candidates)
             if score >= before * (1 - SAME):
                 break
-        if score < np.inf and self._space.excess_bytes(chosen[None])[0] <= 0:
+        if score < np.inf and self._space.memory.excess(chosen[None])[0] <= 0:
             self.offer(chosen, score)
         return chosen, score
 
@@ -240,7 +240,7 @@ class LocalSearch:
         for row in np.argsort(seconds, kind="stable").tolist():
             if seconds[row] >= below:
                 return None
-            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+            if self._space.memory.excess(plans[[row]])[0] <= 0:
                 return row, seconds[row]
         return None
 
@@ -299,7 +299,7 @@ class LocalSearch:
 
         Without `exact`, memory is counted by its lower bound.
         """
-        excess = np.maximum(0.0, self._space.excess_bytes(plans, exact=exact)) / self._space.capacity
+        excess = np.maximum(0.0, self._space.memory.excess(plans, exact=exact)) / self._space.capacity
         return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
 
 
@@ -499,7 +499,7 @@ class _Tree:
     def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:
         """Return the first row in this order whose plan fits; none if no plan does."""
         for row in order:
-            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+            if self._space.memory.excess(plans[[row]])[0] <= 0:
                 return np.array([row])
         return order[:0]
 
@@ -520,7 +520,7 @@ class _Tree:
         rest = np.flatnonzero(bounds < self._goal)
         bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
         rest = rest[bounds[rest] < self._goal]
-        excess, min_seconds = self._space.memory_limits(choices[rest])
+        excess, min_seconds = self._space.memory.limits(choices[rest])
         fits = excess <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]

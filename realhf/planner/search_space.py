@@ -62,7 +62,7 @@ class SearchSpace:
             self.groups = find_call_groups(problem, rates)
         finally:
             gc.enable()
-        self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
+        self.memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
@@ -180,20 +180,3 @@ class SearchSpace:
 
     def exact_periods(self, plans: np.ndarray) -> np.ndarray:
         return self.periods(plans, moving=self.moving(plans))
-
-    def excess_bytes(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
-        """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
-
-        A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
-        are lower bounds, and without `exact` those of all plans.
-        """
-        return self._memory.excess(choices, self.capacity, exact=exact)
-
-    def memory_limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return lower bounds of the bytes that each plan lacks (see `excess_bytes`), and of the seconds of
-        calls, shape (K, N), where only a group's mesh is chosen.
-
-        The latter follow from the memory that the resting parts of other groups leave free. They are 0 for
-        all other calls, and in plans that do not fit.
-        """
-        return self._memory.limits(choices, self.capacity, len(self.calls))

@@ -82,7 +82,7 @@ def test_the_search_counts_the_memory_of_each_rank_as_the_check_does():
         for _ in range(4):
             chosen = np.array([[rng.randrange(len(group.candidates)) for group in space.groups]])
             check = check_memory(problem, ExecutionPlan(space.call_plans(chosen[0])))
-            (excess,) = space.excess_bytes(chosen)
+            (excess,) = space.memory.excess(chosen)
             fitting.append(check.fits)
             assert (excess <= 0) == check.fits, seed
             worst = check.fullest

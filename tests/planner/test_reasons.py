@@ -70,7 +70,7 @@ def test_runners_up_are_the_best_other_layouts(seed):
             plan = chosen.copy()
             plan[u] = index
             if group.candidates[index].layout != group.candidates[chosen[u]].layout:
-                fits = space.excess_bytes(plan[None])[0] <= 0
+                fits = space.memory.excess(plan[None])[0] <= 0
                 (fitting if fits else lacking).append(space.exact_periods(plan[None])[0])
         for i in group.calls:
             reason = reasons[space.calls[i].name]
