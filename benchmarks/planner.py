@@ -211,7 +211,7 @@ VARIED = [
     Scenario("ppo", ("70b", "70b"), "h100-8x8", "8k", 128),
     Scenario("ppo", ("8x7b", "7b"), "h100-8x8", "2k", 512),
     Scenario("grpo", ("30b-a3b",), "h100-8x8", "8k", 128),
-    Scenario("scalerl", ("32b",), "h100-8x8", "8k", 512),
+    Scenario("scalerl", ("7b",), "h100-8x8", "2k", 512),
     Scenario("ppo", ("13b", "7b"), "h100-a100-4x8", "2k", 512),
     Scenario("ppo", ("34b", "7b"), "h100-a100-4x8", "8k", 128),
     Scenario("ppo", ("13b", "7b"), "h100-16x8", "2k", 512),
@@ -219,7 +219,7 @@ VARIED = [
     Scenario("grpo", ("235b-a22b",), "h100-16x8", "8k", 256),
     Scenario("grpo", ("32b",), "h100-128x8", "8k", 2048),
     Scenario("ppo", ("70b", "70b"), "h100-128x8", "2k", 4096),
-    Scenario("ppo", ("0.5b", "0.5b"), "cpu-8", "2k", 64),
+    Scenario("grpo", ("0.5b",), "cpu-8", "2k", 64),
     Scenario("grpo", ("0.5b",), "cpu-laptop", "2k", 64),
 ]
 """Scenarios that differ in all that the search treats differently: kinds of hosts, experts, lag, memory."""
