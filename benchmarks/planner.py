@@ -105,16 +105,6 @@ def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
     return lambda: setattr(owner, name, value)
 
 
-def _no_seconds_from_memory() -> None:
-    limits = MemoryBounds.limits
-
-    def excess_only(self: MemoryBounds, *arguments: Any) -> Any:
-        excess, seconds = limits(self, *arguments)
-        return excess, np.zeros_like(seconds)
-
-    MemoryBounds.limits = excess_only  # type: ignore[method-assign]
-
-
 def _no_memory_bounds() -> None:
     """Let only the account of complete plans say what does not fit."""
 
@@ -125,11 +115,7 @@ def _no_memory_bounds() -> None:
             found[k] = self.counted_excess(tuple(choices[k].tolist()))
         return found
 
-    def limits(self: MemoryBounds, choices: np.ndarray) -> Any:
-        return np.full(len(choices), -1.0), np.zeros((len(choices), len(self._names)))
-
     MemoryBounds.excess = excess  # type: ignore[method-assign]
-    MemoryBounds.limits = limits  # type: ignore[method-assign]
 
 
 WITHOUT: dict[str, Callable[[], None]] = {
@@ -142,8 +128,6 @@ WITHOUT: dict[str, Callable[[], None]] = {
     "heuristic-start": _replace(make, "heuristic", _nothing),
     "kind-starts": _replace(make, "starts_by_kind", lambda *_, **__: []),
     "calls-between": _replace(search_module, "find_calls_between", lambda needs: []),
-    "crowded": _replace(search_module._Tree, "_crowded", lambda self, choices, _: np.zeros(len(choices))),
-    "memory-seconds": _no_seconds_from_memory,
     "memory-bounds": _no_memory_bounds,
 }
 """Part of the search -> what makes searches do without it:
@@ -152,8 +136,7 @@ WITHOUT: dict[str, Callable[[], None]] = {
   that need memory between calls);
 - beam searches; starts from common layouts, from simple plans, from the heuristic, and from plans on one kind
   of hosts;
-- bounds from calls between two others; from device seconds of calls that memory makes longer; from the
-  seconds that memory leaves; all bounds of memory.
+- bounds from calls between two others; all bounds of memory.
 """
 
 
@@ -177,7 +160,8 @@ class Scenario(NamedTuple):
     @property
     def cluster(self) -> Cluster:
         if self.cluster_name == "cpu-8":  # Eight processes share two cores.
-            return replace(Cluster.load("cpu-laptop"), devices_per_host=8, cores_per_host=2)
+            return replace(
+                Cluster.load("cpu-laptop"), devices_per_host=8, cores_per_host=2, device_memory_bytes=8e9)
         return Cluster.load(self.cluster_name)
 
     @property
@@ -220,7 +204,6 @@ VARIED = [
     Scenario("grpo", ("32b",), "h100-128x8", "8k", 2048),
     Scenario("ppo", ("70b", "70b"), "h100-128x8", "2k", 4096),
     Scenario("grpo", ("0.5b",), "cpu-8", "2k", 64),
-    Scenario("grpo", ("0.5b",), "cpu-laptop", "2k", 64),
 ]
 """Scenarios that differ in all that the search treats differently: kinds of hosts, experts, lag, memory."""
 

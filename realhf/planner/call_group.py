@@ -152,27 +152,6 @@ class CallGroup:
                     least = memory[i]
         return np.array(few)
 
-    def seconds_by_memory(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each mesh, how fast the calls can be in a given amount of memory at each place.
-
-        The first array holds rising amounts of memory (resting and running), shape (meshes, PLACES, amounts).
-        The second holds the least seconds of each call among the candidates that need no more, shape
-        (meshes, PLACES, amounts, calls).
-        """
-        found = []
-        needed = self.least_resting + self.least_running
-        for on_mesh in self.by_mesh:
-            for memory in needed[on_mesh].T:
-                order = np.argsort(memory, kind="stable")
-                least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
-                is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
-                found.append((memory[order][is_faster], least[is_faster]))
-        num_amounts = max(len(memory) for memory, _ in found)
-        needs = [np.pad(m, (0, num_amounts - len(m)), constant_values=np.inf) for m, _ in found]
-        seconds = [np.pad(x, ((0, num_amounts - len(x)), (0, 0)), mode="edge") for _, x in found]
-        shape = (len(self.by_mesh), PLACES, num_amounts)
-        return np.stack(needs).reshape(shape), np.stack(seconds).reshape(*shape, len(self.calls))
-
     def with_open_choices(self, owner: int) -> "CallGroup":
         """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
         `by_mesh`, and a last one for the OPEN choice.

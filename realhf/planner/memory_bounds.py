@@ -22,32 +22,6 @@ from realhf.planner.communicator_memory import use_of
 from realhf.planner.memory_account import MemoryAccount
 
 
-class Loads(NamedTuple):
-    """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
-
-    Only the `groups` count that are not open in all plans; below, U is their number. Meshes have the ranks
-    from `first` to `stop`, (U, K), over which sums over groups are fast. `place` is the place of this rank in
-    a group's mesh, or 0 outside it. `place`, `resting` and `running` have the shape (U, U, K), of which the
-    first axis is that of the ranks.
-    """
-
-    groups: list[int]
-    first: np.ndarray
-    stop: np.ndarray
-    place: np.ndarray
-    resting: np.ndarray
-    running: np.ndarray
-    smaller: np.ndarray
-    """The bytes that the device of rank `first` has less than the largest device of the cluster, (U, K)."""
-
-    def fullest(self) -> np.ndarray:
-        """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
-        the largest and the difference were in use."""
-        need = self.resting.sum(axis=1) + self.running.max(axis=1, initial=0.0) + self.smaller
-        fullest: np.ndarray = need.max(axis=0, initial=0.0)
-        return fullest
-
-
 class _Layouts(NamedTuple):
     """A number for the layout of each choice of a group, and one that is equal where shards may be equal.
 
@@ -79,7 +53,7 @@ class MemoryBounds:
         A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
         are lower bounds, and without `exact` those of all plans.
         """
-        excess = self._loads(choices).fullest() - self._capacity
+        excess = self._fullest(choices) - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -99,36 +73,6 @@ class MemoryBounds:
             self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
         return self._known[chosen]
 
-    def limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return lower bounds of the bytes that each plan lacks, and of the seconds of calls, shape (K, N),
-        where only a group's mesh is chosen.
-
-        The latter follow from the memory that the resting parts of other groups leave free. They are 0 for
-        all other calls, and in plans that do not fit.
-        """
-        bounds = np.zeros((len(choices), len(self._names)))
-        loads = self._loads(choices)
-        excess = loads.fullest() - self._capacity
-        total = loads.resting.sum(axis=1)
-        for at, u in enumerate(loads.groups):
-            group = self._open_groups[u]
-            rows = np.flatnonzero(group.is_mesh(choices[:, u]) & (excess <= 0))
-            if not len(rows):
-                continue
-            mesh = group.mesh_index(choices[rows, u])
-            amounts, seconds = self._seconds_by_memory[u]
-            first = loads.first[:, rows]
-            others = (total + loads.smaller)[:, rows] - loads.resting[:, at, rows]
-            is_inside = (first >= first[at]) & (first < loads.stop[at, rows])
-            fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
-            for rank in (np.full(len(rows), at), fullest):
-                place = loads.place[rank, at, rows]
-                free = self._capacity - others[rank, np.arange(len(rows))]
-                number = np.maximum((amounts[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
-                index = rows[:, None], group.calls
-                bounds[index] = np.maximum(bounds[index], seconds[mesh, place, number])
-        return excess, bounds
-
     @cached_property
     def _open_groups(self) -> list[CallGroup]:
         return [group.with_open_choices(u) for u, group in enumerate(self._groups)]
@@ -143,12 +87,14 @@ class MemoryBounds:
             for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
-    @cached_property
-    def _seconds_by_memory(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [group.seconds_by_memory() for group in self._groups]
+    def _fullest(self, choices: np.ndarray) -> np.ndarray:
+        """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
+        the largest and the difference were in use.
 
-    def _loads(self, choices: np.ndarray) -> Loads:
-        """Return the loads of every group, with those copies that certainly have memory of their own."""
+        Below, U is the number of the groups that are not open in all plans. `place` is the place of the first
+        rank of each mesh in each group's mesh, or 0 outside it. `place`, `resting` and `running` have the
+        shape (U, U, K), of which the first axis is that of the ranks.
+        """
         columns = list(zip(self._open_groups, choices.T, strict=True))
         first = np.stack([group.first[choice] for group, choice in columns])
         stop = np.stack([group.stop[choice] for group, choice in columns])
@@ -175,7 +121,11 @@ class MemoryBounds:
                 moves[self._home_of[role]] |= is_apart
         if self.account.problem.cluster.device_type == "cuda" and groups:
             resting += self._communicators(groups, choices, first, stop, moves)
-        return Loads(groups, low, high, place, resting * covers, running * covers, smaller)
+        resting *= covers
+        running *= covers
+        need = resting.sum(axis=1) + running.max(axis=1, initial=0.0) + smaller
+        fullest: np.ndarray = need.max(axis=0, initial=0.0)
+        return fullest
 
     def _communicators(
         self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray

@@ -29,6 +29,7 @@ from realhf.planner.step_time import Dependencies
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
+_BEAM_EVERY = 1  # The number of turns from one beam search to the next.
 _BEAM = 24  # The width of a beam search.
 _BEAM_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
@@ -91,7 +92,8 @@ def search(
         by_bound = sorted(trees, key=lambda tree: tree.bound)
         tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
         tree.expand()
-        tree.search_beam()
+        if num_iterations % _BEAM_EVERY == 0:
+            tree.search_beam()
         num_iterations += 1
     if local.best is None:
         return None
@@ -372,12 +374,11 @@ class _Tree:
         self._space = space
         self._local = local
         self._groups = space.open_groups
-        self._num_devices = space.problem.cluster.num_devices
-        self._device_seconds = [  # Of every choice.
-            np.append(group.device_seconds[:-1], least)
+        num_devices = space.problem.cluster.num_devices
+        self._work = [  # Seconds of every choice, if its work were spread over all devices.
+            np.append(group.device_seconds[:-1], least)[:, None] / num_devices
             for group, least in zip(self._groups, least_device_seconds(space), strict=True)]
-        self._calls_between = find_calls_between(space.needs)
-        self._tables_between = tables_between(self._calls_between, space.groups, self._num_devices)
+        self._between = tables_between(find_calls_between(space.needs), space.groups, num_devices)
         self._decisions = decisions
         self._leaf_depth = len(decisions)
         self._choices = np.full((1, len(self._groups)), OPEN)
@@ -507,53 +508,21 @@ class _Tree:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot fit.
 
         Each bound costs more than the one before, and is computed only where the plan may still become the
-        best: all work spread over all devices; calls between two others; cycles of one step; memory. Memory
-        also says how long calls take at least, and the last bounds are the first three with these seconds.
+        best: all work spread over all devices; calls between two others; cycles of one step; memory; cycles
+        of two steps.
         """
-        columns = zip(self._device_seconds, choices.T, strict=True)
-        work = np.sum([table[choice] for table, choice in columns], axis=0)
-        bounds = np.maximum(bounds, work / self._num_devices)
-        if self._calls_between:
-            columns = zip(self._tables_between, choices.T, strict=True)
-            seconds_inside = np.sum([table[choice] for table, choice in columns], axis=0)
-            bounds = np.maximum(bounds, seconds_inside.max(axis=1))
+        for tables in (self._work, self._between):
+            columns = zip(tables, choices.T, strict=True)
+            seconds = np.sum([table[choice] for table, choice in columns], axis=0)
+            bounds = np.maximum(bounds, seconds.max(axis=1, initial=0.0))
         rest = np.flatnonzero(bounds < self._goal)
         bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
         rest = rest[bounds[rest] < self._goal]
-        excess, min_seconds = self._space.memory.limits(choices[rest])
-        fits = excess <= 0
+        fits = self._space.memory.excess(choices[rest], exact=False) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
-        if len(rest):
-            kept = choices[rest]
-            min_seconds = min_seconds[fits]
-            crowded = self._crowded(kept, min_seconds) / self._num_devices
-            bounds[rest] = np.maximum(bounds[rest], crowded)
-            alive = bounds[rest] < self._goal
-            rest = rest[alive]
-            kept = kept[alive]
-            min_seconds = min_seconds[alive]
-            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
-            bounds[rest] = np.maximum(bounds[rest], periods)
-            if self._calls_between:
-                seconds, first, stop = self._space.call_times(kept)
-                seconds = np.maximum(seconds, min_seconds)
-                seconds_inside = seconds_between(self._calls_between, seconds, first, stop, self._num_devices)
-                bounds[rest] = np.maximum(bounds[rest], seconds_inside)
+        bounds[rest] = np.maximum(bounds[rest], self._space.periods(choices[rest], exact=False))
         return bounds
-
-    def _crowded(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
-        """Return lower bounds of the device seconds of unfinished plans whose calls take at least
-        `min_seconds`."""
-        total = np.zeros(len(choices))
-        for group, table, choice in zip(self._groups, self._device_seconds, choices.T, strict=True):
-            total += table[choice]
-            longer = group.is_mesh(choice) & (min_seconds[:, group.calls] > 0).any(axis=1)
-            rows = np.flatnonzero(longer)
-            at = choice[rows]
-            seconds = np.maximum(group.seconds[at], min_seconds[rows[:, None], group.calls]).sum(axis=1)
-            total[rows] += seconds * (group.stop[at] - group.first[at]) - table[at]
-        return total
 
 
 # Calls between two others
@@ -600,14 +569,3 @@ def tables_between(
         by_mesh = [values[on_mesh].min(axis=0) for on_mesh in group.by_mesh]
         tables.append(np.concatenate([values, by_mesh, values.min(axis=0, keepdims=True)]))
     return tables
-
-
-def seconds_between(
-    all_between: list[CallsBetween], seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
-    num_devices: int,
-) -> np.ndarray:  # fmt: skip
-    """Return a lower bound of the step of each plan, (K,), from the seconds and ranks of calls, (K, N)."""
-    work = seconds * (stop - first) / num_devices
-    ends = [seconds[:, [between.before, between.after]].sum(axis=1) for between in all_between]
-    inside = [work[:, between.inside].sum(axis=1) for between in all_between]
-    return np.max([a + b for a, b in zip(ends, inside, strict=True)], axis=0, initial=0.0)

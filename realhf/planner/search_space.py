@@ -132,15 +132,10 @@ class SearchSpace:
         return CallTimes(seconds, first, stop)
 
     def periods(
-        self, choices: np.ndarray, *, moving: np.ndarray | None = None,
-        min_seconds: np.ndarray | float = 0.0, exact: bool = True,
-    ) -> np.ndarray:  # fmt: skip
-        """Return the seconds per step of plans whose calls take at least `min_seconds`.
-
-        The result is a lower bound without `exact`, or where choices are open.
-        """
+        self, choices: np.ndarray, *, moving: np.ndarray | None = None, exact: bool = True
+    ) -> np.ndarray:
+        """Return the seconds per step of plans: lower bounds without `exact`, or where choices are open."""
         seconds, first, stop = self.call_times(choices)
-        seconds = np.maximum(seconds, min_seconds)
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 

@@ -20,12 +20,11 @@ from realhf.planner.search import (
     _Tree,
     find_calls_between,
     search,
-    seconds_between,
     tables_between,
 )
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import Dependencies
-from tests.planner.problems import random_lagged_problem, random_problem
+from tests.planner.problems import random_lagged_problem, random_problem, ranks_and_seconds
 from tests.planner.test_memory_account import unfinished
 from tests.samples import drawn, marked
 
@@ -204,7 +203,8 @@ def test_bounds_are_those_of_the_tree_in_the_docs():
 
 @pytest.mark.parametrize("seeds", marked([range(15), range(150)], quick=[0]))
 def test_no_bound_exceeds_the_step_of_a_plan(seeds):
-    """Whole plans and unfinished ones, with and without lag."""
+    """Whole plans and unfinished ones, with and without lag; the bound from calls between two others also
+    equals its formula for whole plans."""
     ratios = []
     for seed in seeds:
         rng = random.Random(seed)
@@ -218,14 +218,22 @@ def test_no_bound_exceeds_the_step_of_a_plan(seeds):
             continue
         devices = problem.cluster.num_devices
         tables = tables_between(all_between, space.groups, devices)
+        tree = _Tree(space, LocalSearch(space), _orders(space)[0])
         for _ in range(20):
             plan = [rng.randrange(len(group.candidates)) for group in space.groups]
             period = space.exact_periods(np.array([plan]))[0]
             begun = np.array([plan, *(unfinished(rng, space, plan) for _ in range(3))])
-            by_table = sum(table[choice] for table, choice in zip(tables, begun.T, strict=True)).max(axis=1)
-            by_call = seconds_between(all_between, *space.call_times(begun), devices)
-            assert by_call[0] >= by_table[0] * (1 - 1e-9)  # Calls in plain Python are in no table.
-            ratios += (np.maximum(by_table, by_call) / period).tolist()
+            by_table = sum(table[choice] for table, choice in zip(tables, begun.T, strict=True))
+            found = {i: found for i, found in ranks_and_seconds(space, plan).items()
+                     if space.calls[i].role is not None}  # Calls in plain Python are in no table.
+            work = {i: seconds * len(ranks) / devices for i, (ranks, seconds) in found.items()}
+            ends = {i: seconds for i, (_, seconds) in found.items()}
+            expected = [
+                ends.get(before, 0.0) + ends.get(after, 0.0) + sum(work.get(i, 0.0) for i in inside)
+                for before, inside, after in all_between]
+            assert by_table[0] == pytest.approx(expected)
+            ratios += (by_table.max(axis=1) / period).tolist()
+            assert (tree._bound(begun, np.zeros(4)) <= period * (1 + 1e-9)).all()
     assert max(ratios) <= 1 + 1e-9 and len(ratios) > 3 * len(seeds)
     assert np.quantile(ratios, 0.9) > 0.5
 
@@ -238,7 +246,3 @@ def test_calls_between_generation_and_training_are_found():
     needs = Dependencies(data, np.full((5, 5), -np.inf), ((0, 3, 1), (4, 3, 1)), np.zeros(5))
     (between,) = find_calls_between(needs)
     assert between == (0, (1, 2), 3)
-    seconds, first = np.array([[5.0, 2.0, 3.0, 7.0, 100.0]]), np.zeros((1, 5), int)
-    stop = np.array([[4, 4, 2, 4, 4]])
-    found = seconds_between([between], seconds, first, stop, 4)[0]
-    assert found == pytest.approx(5 + (2 * 4 + 3 * 2) / 4 + 7)
