@@ -29,7 +29,6 @@ from realhf.planner.step_time import Dependencies
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
-_BEAM_EVERY = 1  # The number of turns from one beam search to the next.
 _BEAM = 24  # The width of a beam search.
 _BEAM_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
@@ -92,8 +91,7 @@ def search(
         by_bound = sorted(trees, key=lambda tree: tree.bound)
         tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
         tree.expand()
-        if num_iterations % _BEAM_EVERY == 0:
-            tree.search_beam()
+        tree.search_beam()
         num_iterations += 1
     if local.best is None:
         return None
@@ -365,12 +363,6 @@ class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch, decisions: Sequence[_Decision]) -> None:
-        """Set up a tree in which plans are decided in this order.
-
-        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
-        otherwise too many pairs of layouts come up.
-        """
-        self._prices_moves = not any(d.is_candidate for d in decisions[: len(decisions) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -485,15 +477,11 @@ class _Tree:
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if decides_candidate and len(children):
-            are_finished = depth + 1 == self._leaf_depth
-            moving = self._space.moving(children) if are_finished or self._prices_moves else None
-            exact = self._space.periods(children, moving=moving, exact=are_finished)
-            bounds = np.maximum(bounds, exact)
+        if depth + 1 == self._leaf_depth and len(children):
+            bounds = np.maximum(bounds, self._space.exact_periods(children))
             rows = np.flatnonzero(bounds < self._goal)
-            if are_finished:
-                rows = rows[np.argsort(bounds[rows], kind="stable")]
-                rows = self._best_fitting(children, rows[:most_plans])
+            rows = rows[np.argsort(bounds[rows], kind="stable")]
+            rows = self._best_fitting(children, rows[:most_plans])
             children, bounds = children[rows], bounds[rows]
         return children, bounds
 
