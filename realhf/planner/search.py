@@ -363,6 +363,12 @@ class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch, decisions: Sequence[_Decision]) -> None:
+        """Set up a tree in which plans are decided in this order.
+
+        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up.
+        """
+        self._prices_moves = not any(d.is_candidate for d in decisions[: len(decisions) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -477,11 +483,14 @@ class _Tree:
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if depth + 1 == self._leaf_depth and len(children):
-            bounds = np.maximum(bounds, self._space.exact_periods(children))
+        is_complete = depth + 1 == self._leaf_depth
+        if len(children) and (is_complete or (decides_candidate and self._prices_moves)):
+            moving = self._space.moving(children)
+            bounds = np.maximum(bounds, self._space.periods(children, moving=moving, exact=is_complete))
             rows = np.flatnonzero(bounds < self._goal)
-            rows = rows[np.argsort(bounds[rows], kind="stable")]
-            rows = self._best_fitting(children, rows[:most_plans])
+            if is_complete:
+                rows = rows[np.argsort(bounds[rows], kind="stable")]
+                rows = self._best_fitting(children, rows[:most_plans])
             children, bounds = children[rows], bounds[rows]
         return children, bounds
 
