@@ -3,9 +3,12 @@
     python benchmarks/planner.py --no-metropolis
     python benchmarks/planner.py --only ppo-70b --devices 64
     python benchmarks/planner.py --write scenarios
-    python benchmarks/planner.py --no-metropolis --cpu-seconds 8 --without beams
+    python benchmarks/planner.py --ablation --cpu-seconds 4
 
-With `--without`, the search does without some of its parts (see WITHOUT), to tell what they are worth.
+With `--ablation`, other scenarios (VARIED) are each planned by the whole search and without each of its parts
+(WITHOUT) in turn, in equal CPU seconds after the candidates have been found. It prints what each part is
+worth: without it, how much larger the gap is at the end, how much longer the step, and how much longer it
+takes to reach the gap that both reach.
 
 Only the search runs: seconds per step are those of the cost model. Plans are compared with
 
@@ -19,12 +22,14 @@ the gap is at most what the goals allow. The exit code is 1 if a goal was missed
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,18 +38,29 @@ os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 import numpy as np  # noqa: E402 - after the number of threads is set
 from rich.table import Table  # noqa: E402
 
+import realhf.planner.search as search_module  # noqa: E402
 from benchmarks.compare.metropolis import metropolis  # noqa: E402
 from benchmarks.harness import Goal, geometric_mean, machine, progress, report  # noqa: E402
-from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig  # noqa: E402
+from realhf import (  # noqa: E402
+    GRPO,
+    PPO,
+    Expected,
+    OptimizerConfig,
+    PolicyLossConfig,
+    Role,
+    SamplingConfig,
+    ScaleRL,
+    scalerl_actor,
+)
 from realhf.cli.planning_problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
-from realhf.planner import make, tree_search  # noqa: E402
+from realhf.planner import make  # noqa: E402
 from realhf.planner.links import ContiguousLayout  # noqa: E402
-from realhf.planner.local_search import LocalSearch  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.memory_bounds import MemoryBounds  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
+from realhf.planner.search import LocalSearch  # noqa: E402
 from realhf.planner.search_space import SearchSpace  # noqa: E402
 
 GAP = 0.001  # The search ends at this gap.
@@ -57,8 +73,10 @@ SECONDS = {64: 10.0, 128: 20.0, 1024: 60.0}
 WALL_TIMES = 5  # The wall time after which a search ends, relative to them: other processes may run, too.
 START_SECONDS = 0.5
 METROPOLIS_TIMES = 10
-_SHIPPED = {"7b": "llama-7b", "13b": "llama-13b", "32b": "qwen2.5-32b", "34b": "codellama-34b",
-            "70b": "llama-70b"}  # fmt: skip
+_SHIPPED = {
+    "0.5b": "qwen2.5-0.5b", "7b": "llama-7b", "13b": "llama-13b", "32b": "qwen2.5-32b",
+    "34b": "codellama-34b", "70b": "llama-70b", "30b-a3b": "qwen3-30b-a3b", "8x7b": "mixtral-8x7b",
+    "235b-a22b": "qwen3-235b-a22b"}
 _CLUSTERS = {8: "h100-1x8", 16: "h100-2x8", 64: "h100-8x8", 128: "h100-16x8", 1024: "h100-128x8"}
 _PROMPT_TOKENS = 1024
 _GROUP_SIZE = 8
@@ -71,14 +89,14 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _order_without(number: int) -> Callable[[], None]:
     """Return what leaves out one of the trees, by its number."""
-    orders = tree_search._orders
+    orders = search_module._orders
 
     def leave_out() -> None:
         def others(space: SearchSpace) -> Any:
             found = orders(space)
-            return [steps for i, steps in enumerate(found) if i != number or len(found) == 1]
+            return [order for i, order in enumerate(found) if i != number or len(found) == 1]
 
-        tree_search._orders = others
+        search_module._orders = others
 
     return leave_out
 
@@ -87,98 +105,107 @@ def _replace(owner: object, name: str, value: object) -> Callable[[], None]:
     return lambda: setattr(owner, name, value)
 
 
-def _no_seconds_from_memory() -> None:
-    limits = MemoryBounds.limits
-
-    def excess_only(self: MemoryBounds, *arguments: Any) -> Any:
-        excess, seconds = limits(self, *arguments)
-        return excess, np.zeros_like(seconds)
-
-    MemoryBounds.limits = excess_only  # type: ignore[method-assign]
-
-
 def _no_memory_bounds() -> None:
     """Let only the account of complete plans say what does not fit."""
 
-    def excess(self: MemoryBounds, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
+    def excess(self: MemoryBounds, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
         found = np.full(len(choices), -1.0)
         complete = [group.is_candidate(choice) for group, choice in zip(self._groups, choices.T, strict=True)]
         for k in np.flatnonzero(np.all(complete, axis=0)) if exact else ():
             found[k] = self.counted_excess(tuple(choices[k].tolist()))
         return found
 
-    def limits(self: MemoryBounds, choices: np.ndarray, capacity: float, num_calls: int) -> Any:
-        return np.full(len(choices), -1.0), np.zeros((len(choices), num_calls))
-
     MemoryBounds.excess = excess  # type: ignore[method-assign]
-    MemoryBounds.limits = limits  # type: ignore[method-assign]
-    MemoryBounds.estimate = lambda self, choices, _: np.zeros(len(choices))  # type: ignore[method-assign]
 
 
 WITHOUT: dict[str, Callable[[], None]] = {
     "tree-meshes": _order_without(0),
-    "tree-holding": _order_without(1),
-    "tree-heavy": _order_without(2),
-    "beams": _replace(tree_search._Tree, "dive", _nothing),
-    "aims": _replace(tree_search, "_AIMS", (1.0,)),
-    "estimates": _replace(MemoryBounds, "estimate", lambda self, choices, _: np.zeros(len(choices))),
-    "settled": _replace(tree_search, "_SETTLED", 0),
-    "pairs": _replace(LocalSearch, "_best_of_pair", _nothing),
+    "tree-resting": _order_without(1),
+    "tree-large": _order_without(2),
+    "beams": _replace(search_module._Tree, "search_beam", _nothing),
     "common-starts": _replace(LocalSearch, "start_from_common_layouts", _nothing),
     "simple-starts": _replace(LocalSearch, "starts", lambda self: []),
     "heuristic-start": _replace(make, "heuristic", _nothing),
     "kind-starts": _replace(make, "starts_by_kind", lambda *_, **__: []),
-    "calls-between": _replace(tree_search, "find_calls_between", lambda needs: []),
-    "crowded": _replace(tree_search._Tree, "_crowded", lambda self, choices, _: np.zeros(len(choices))),
-    "memory-seconds": _no_seconds_from_memory,
+    "calls-between": _replace(search_module, "find_calls_between", lambda needs: []),
     "memory-bounds": _no_memory_bounds,
 }
 """Part of the search -> what makes searches do without it:
 
-- the tree that decides all meshes first, and those that decide heavy groups first (`tree-holding` then those
-  that hold memory between calls);
-- beam searches; their closer aims; their estimates of memory, by which they also keep lean plans; local
-  search within the meshes that they settle;
-- changes of two heavy groups at once; starts from common layouts, from simple plans, from the heuristic, and
-  from plans on one kind of hosts;
-- bounds from calls between two others; from device seconds of calls that memory makes longer; from the
-  seconds that memory leaves; all bounds of memory.
+- the tree that decides all meshes first, and those that decide large groups first (`tree-resting` then those
+  that need memory between calls);
+- beam searches; starts from common layouts, from simple plans, from the heuristic, and from plans on one kind
+  of hosts;
+- bounds from calls between two others; all bounds of memory.
 """
 
 
 class Scenario(NamedTuple):
     """An experiment and its cluster.
 
-    `models` are PPO's actor and critic, or GRPO's actor. References and reward models have their sizes.
+    `models` are PPO's actor and critic, or the actor of others. References and reward models have their
+    sizes. A context is the tokens of prompt and response.
     """
 
     algorithm: str
     models: tuple[str, ...]
-    devices: int
+    cluster_name: str
     context: str
+    sequences: int
 
     @property
     def name(self) -> str:
-        return "-".join([self.algorithm, *self.models, _CLUSTERS[self.devices], self.context])
+        return "-".join([self.algorithm, *self.models, self.cluster_name, self.context])
+
+    @property
+    def cluster(self) -> Cluster:
+        if self.cluster_name == "cpu-8":  # Eight processes share two cores.
+            return replace(
+                Cluster.load("cpu-laptop"), devices_per_host=8, cores_per_host=2, device_memory_bytes=8e9)
+        return Cluster.load(self.cluster_name)
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.num_devices
 
     @property
     def response_tokens(self) -> int:
         return {"2k": 1024, "8k": 7168}[self.context]
 
-    @property
-    def sequences(self) -> int:
-        """Return the number of sequences per step."""
-        if self.context == "2k":
-            return 512 if self.devices <= 128 else 4096
-        return {128: 256, 1024: 2048}.get(self.devices, 128)
+
+def _sequences(devices: int, context: str) -> int:
+    if context == "2k":
+        return 512 if devices <= 128 else 4096
+    return {128: 256, 1024: 2048}.get(devices, 128)
 
 
 _MODELS = [("ppo", ("7b", "7b")), ("ppo", ("13b", "7b")), ("ppo", ("34b", "7b")), ("ppo", ("70b", "7b")),
            ("ppo", ("70b", "70b")), ("grpo", ("7b",)), ("grpo", ("32b",)), ("grpo", ("70b",))]  # fmt: skip
 SCENARIOS = [
-    Scenario(algorithm, models, devices, context)
-    for algorithm, models in _MODELS for devices in _CLUSTERS for context in ("2k", "8k")
+    Scenario(algorithm, models, cluster, context, _sequences(devices, context))
+    for algorithm, models in _MODELS for devices, cluster in _CLUSTERS.items() for context in ("2k", "8k")
 ]  # fmt: skip
+VARIED = [
+    Scenario("ppo", ("7b", "7b"), "h100-1x8", "2k", 512),
+    Scenario("ppo", ("13b", "7b"), "h100-1x8", "8k", 128),
+    Scenario("ppo", ("13b", "7b"), "h100-2x8", "2k", 512),
+    Scenario("ppo", ("34b", "7b"), "h100-2x8", "2k", 512),
+    Scenario("ppo", ("34b", "7b"), "h100-8x8", "2k", 512),
+    Scenario("ppo", ("70b", "7b"), "h100-8x8", "2k", 512),
+    Scenario("ppo", ("70b", "70b"), "h100-8x8", "8k", 128),
+    Scenario("ppo", ("8x7b", "7b"), "h100-8x8", "2k", 512),
+    Scenario("grpo", ("30b-a3b",), "h100-8x8", "8k", 128),
+    Scenario("scalerl", ("7b",), "h100-8x8", "2k", 512),
+    Scenario("ppo", ("13b", "7b"), "h100-a100-4x8", "2k", 512),
+    Scenario("ppo", ("34b", "7b"), "h100-a100-4x8", "8k", 128),
+    Scenario("ppo", ("13b", "7b"), "h100-16x8", "2k", 512),
+    Scenario("grpo", ("70b",), "h100-16x8", "8k", 256),
+    Scenario("grpo", ("235b-a22b",), "h100-16x8", "8k", 256),
+    Scenario("grpo", ("32b",), "h100-128x8", "8k", 2048),
+    Scenario("ppo", ("70b", "70b"), "h100-128x8", "2k", 4096),
+    Scenario("grpo", ("0.5b",), "cpu-8", "2k", 64),
+]
+"""Scenarios that differ in all that the search treats differently: kinds of hosts, experts, lag, memory."""
 
 
 def right(completions: list[str], answer: list[str]) -> list[float]:
@@ -188,7 +215,8 @@ def right(completions: list[str], answer: list[str]) -> list[float]:
 
 def experiment_of(case: Scenario) -> Experiment:
     """Return the experiment as a user would write it."""
-    actor = Role(_SHIPPED[case.models[0]], dtype="bfloat16", optimizer=OptimizerConfig())
+    make_actor = scalerl_actor if case.algorithm == "scalerl" else Role
+    actor = make_actor(_SHIPPED[case.models[0]], dtype="bfloat16", optimizer=OptimizerConfig())
     common: dict[str, Any] = {
         "sampling": SamplingConfig(max_new_tokens=case.response_tokens),
         "expected": Expected(prompt_tokens=_PROMPT_TOKENS),
@@ -198,6 +226,9 @@ def experiment_of(case: Scenario) -> Experiment:
             actor=actor, reward_function=right, loss=PolicyLossConfig(kl_coef=0.001),
             batch_size=case.sequences // _GROUP_SIZE, group_size=_GROUP_SIZE, **common,
         )  # fmt: skip
+    if case.algorithm == "scalerl":
+        return ScaleRL(
+            actor=actor, reward_function=right, batch_size=case.sequences // 16, group_size=16, **common)
     critic = Role(_SHIPPED[case.models[1]], head="score", dtype="bfloat16", optimizer=OptimizerConfig())
     reward = Role(_SHIPPED[case.models[1]], head="score", dtype="bfloat16")
     return PPO(actor=actor, critic=critic, reward=reward, batch_size=case.sequences, **common)
@@ -235,9 +266,8 @@ def run(
 
     The search ends after `cpu_seconds`, and the baseline (c) after `most_seconds`; 0: it does not run.
     """
-    cluster = Cluster.load(_CLUSTERS[case.devices])
-    problem = problem_of(experiment_of(case), cluster)
-    rates = Rates(cluster)
+    problem = problem_of(experiment_of(case), case.cluster)
+    rates = Rates(problem.cluster)
     row = {"name": case.name, "devices": case.devices, "context": case.context, "fits": False}
     started = time.monotonic()
     watch = Stopwatch(limit_for(case.devices, GAPS))
@@ -319,7 +349,7 @@ def _best_options(space: SearchSpace, layout: ContiguousLayout, *, below: float)
         part = part[least[part] < below]
         if not len(part):
             break
-        fitting = part[space.excess_bytes(plans[part]) <= 0]
+        fitting = part[space.memory.excess(plans[part]) <= 0]
         if len(fitting):
             best = min(best, float(space.exact_periods(plans[fitting]).min()))
             below = min(below, best)
@@ -335,6 +365,94 @@ def start_seconds(*arguments: str) -> float:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds.append(time.monotonic() - began)
     return statistics.median(seconds)
+
+
+# Ablation
+
+
+class Searched(NamedTuple):
+    """The outcome of a search, and CPU seconds, step and bound at the beginning of each of its rounds."""
+
+    step_seconds: float
+    lower_bound_seconds: float
+    rounds: list[tuple[float, float, float]]
+
+    @property
+    def gap(self) -> float:
+        return 1 - self.lower_bound_seconds / self.step_seconds
+
+    def seconds_to(self, gap: float) -> float:
+        """Return the CPU seconds after which the gap was at most this."""
+        reached = (spent for spent, best, bound in self.rounds if bound >= best * (1 - gap) - 1e-9)
+        return next(reached, self.rounds[-1][0])
+
+
+def ablation(
+    cases: Sequence[Scenario], parts: Sequence[str], *, cpu_seconds: float
+) -> Iterator[tuple[Scenario, dict[str, Searched]]]:
+    """Yield what the whole search ("") finds of each scenario, and the search without each of the parts."""
+    for case in cases:
+        problem = problem_of(experiment_of(case), case.cluster)
+        space = SearchSpace(problem, Rates(problem.cluster))
+        found = {part: _in_a_fork(space, part, cpu_seconds) for part in ("", *parts)}
+        for part, one in found.items():
+            progress(f"{case.name} {part or 'whole'}: {one.step_seconds:.3f} s, gap {one.gap:.2%}")
+        yield case, found
+
+
+def _in_a_fork(space: SearchSpace, part: str, cpu_seconds: float) -> Searched:
+    """Return what a process finds that has the candidates already, and in which the part is left out."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            with os.fdopen(writing, "w") as file:
+                file.write(json.dumps(_searched(space, part, cpu_seconds)))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        found = Searched(*json.load(file))
+    os.waitpid(pid, 0)
+    return found
+
+
+def _searched(space: SearchSpace, part: str, cpu_seconds: float) -> Searched:
+    if part:
+        WITHOUT[part]()
+    time.monotonic = time.process_time  # Limits are CPU seconds.
+    began = time.process_time()
+    make.SearchSpace = lambda problem, rates: (  # type: ignore[assignment, misc]
+        space if problem is space.problem else SearchSpace(problem, rates))
+    rounds = []
+
+    def note(best: float, bound: float, _: float) -> None:
+        rounds.append((time.process_time() - began, float(best), float(bound)))
+
+    result = make_plan(
+        space.problem, space.rates, time_limit=cpu_seconds / make._SEARCHING, gap=GAP, explain=False,
+        progress=note).result
+    note(result.step_seconds, result.lower_bound_seconds, 0.0)
+    return Searched(float(result.step_seconds), float(result.lower_bound_seconds), rounds)
+
+
+def ablation_table(found: Sequence[tuple[Scenario, dict[str, Searched]]]) -> Table:
+    """Return for each part the most that it is worth in any scenario, and the mean of times."""
+    shown = Table(title="Without each part")
+    for column in ("part", "gap, points more", "in", "step longer", "in", "mean time to the same gap"):
+        shown.add_column(column)
+    for part in found[0][1] if found else ():
+        if not part:
+            continue
+        gaps = [(100 * (of[part].gap - of[""].gap), case.name) for case, of in found]
+        steps = [(of[part].step_seconds / of[""].step_seconds - 1, case.name) for case, of in found]
+        times = []
+        for _, of in found:
+            gap = max(of[part].gap, of[""].gap)
+            times.append(of[part].seconds_to(gap) / of[""].seconds_to(gap))
+        (gap, where), (longer, there) = max(gaps), max(steps)
+        row = (part, f"{gap:+.2f}", where, f"{longer:+.2%}", there, f"x {geometric_mean(times):.2f}")
+        shown.add_row(*row)
+    return shown
 
 
 # All rows
@@ -405,16 +523,20 @@ def main() -> int:
     text = "CPU seconds that baseline (c) gets at most (default: 120, as in its paper)"
     add("--most-seconds", type=float, default=120.0, metavar="S", help=text)
     add("--cpu-seconds", type=float, default=np.inf, metavar="S", help="end searches after these")
-    add("--without", nargs="+", default=[], choices=list(WITHOUT), metavar="PART",
-        help=f"parts that the search does without: {', '.join(WITHOUT)}")
+    add("--ablation", nargs="*", choices=list(WITHOUT), metavar="PART",
+        help=f"what parts of the search are worth, by default all of them: {', '.join(WITHOUT)}")
     add("--write", type=Path, metavar="DIR", help="write the plans there")
     add("--verbose", action="store_true", help="say why scenarios do not fit")
     add("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
     if args.write is not None:
         args.write.mkdir(parents=True, exist_ok=True)
-    for part in args.without:
-        WITHOUT[part]()
+    if args.ablation is not None:
+        cases = [case for case in VARIED if any(text in case.name for text in args.only)]
+        found = list(ablation(cases, args.ablation or list(WITHOUT), cpu_seconds=args.cpu_seconds))
+        by_case = {case.name: {part: one._asdict() for part, one in of.items()} for case, of in found}
+        document = {"benchmark": "planner", "machine": machine(), "ablation": by_case}
+        return report(document, tables=[ablation_table(found)], goals=[], as_json=args.json)
     hardware = machine()
     rows = list[dict[str, Any]]()
     starts = {f"realhf {words}": start_seconds(*words.split()) for words in ("--help", "plan --help")}

@@ -37,10 +37,10 @@ RUNTIME_LAYERS = {"compile": 0, **dict.fromkeys(("records", "samples", "weights"
 """The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
 PLANNER_ORDER = (
     ("lengths", "slowest_replica", "problem", "micro_batches"),  # The work of each call.
-    ("shard", "activation_memory", "call_memory", "communicator_memory", "memory_account"),  # Bytes of ranks.
+    ("shard", "call_memory", "communicator_memory", "memory_account"),  # Bytes of ranks.
     ("efficiencies", "links", "rates", "shared_cores", "call_cost", "reallocation", "step_time"),  # Seconds.
     ("profile", "profiled_rates"),  # Measured ones.
-    ("candidates", "call_group", "memory_bounds", "search_space", "local_search", "tree_search"),
+    ("candidates", "call_group", "memory_bounds", "search_space", "search"),
     ("reasons", "make", "comparisons", "report"))
 """The modules of realhf.planner: a module imports only those before it."""
 SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for name in names]

@@ -43,7 +43,7 @@ def metropolis(space: SearchSpace, *, cpu_seconds: float, num_chains: int = 64, 
         # The random number is drawn first, so that reallocations, the most expensive part of the costs, need
         # not be computed for plans that cost too much without them.
         most_K = cost_K - np.log(1 - random.random(num_chains)) / beta_K
-        over_K = space.excess_bytes(next_KU)
+        over_K = space.memory.excess(next_KU)
         fine_K = np.where(over_K > 0, _PENALTY * scale * (1 + over_K / space.capacity), 0.0)
         after_K = space.periods(next_KU) + fine_K
         maybe = np.flatnonzero(after_K <= most_K)

@@ -26,6 +26,7 @@ from rich.table import Table
 from benchmarks.harness import Goal, machine, progress, report
 from benchmarks.measure.accuracy_runs import WARM_UP, Measured, realhf
 from benchmarks.measure.accuracy_task import CASES, Case, expected_of, profiled_case, write_experiment
+from benchmarks.measure.shared_cores import seconds_beside_others
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.experiment import Experiment
@@ -169,7 +170,9 @@ def _row(
     problem: Problem, rates: Rates, plan: ExecutionPlan, taken: Measured, about: tuple[str, int, str]
 ) -> Row:
     predicted = predict(problem, rates, plan)
-    calls = {name: (secs, taken.call_seconds(name)) for name, secs in predicted.call_seconds.items()}
+    alone = {name: cost.seconds for name, cost in predicted.calls.items()}
+    beside = seconds_beside_others(problem, rates, plan, alone)
+    calls = {name: (beside[name], taken.call_seconds(name)) for name in alone}
     return Row(*about, predicted.step_seconds, taken.step_seconds, calls)
 
 

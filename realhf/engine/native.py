@@ -41,8 +41,7 @@ from realhf.models.param_spec import ModelSpec
 from realhf.nn.attention import token_range
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import GenerationMoments
+from realhf.planner.call_memory import CallPieces, GenerationMoments
 from realhf.planner.problem import ModelRole, Workload
 
 

@@ -18,7 +18,7 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.candidates import PLACES, Held, Variant, find_meshes, find_variants, is_no_worse
+from realhf.planner.candidates import PLACES, HeldBytes, Variant, find_meshes, find_variants, is_no_worse
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
@@ -55,7 +55,7 @@ class CallGroup:
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
     Arrays that begin with `least_` are for the bounds of memory_bounds.py: the least of a rank at each of the
-    `PLACES`. `connected` are the least bytes of communicators.
+    `PLACES`. `communicators` are their least bytes.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class CallGroup:
         of_copies = [roles[role] for role in self.copies]
         self.resting = table([v.home_bytes for v in variants])[:, of_homes].sum(axis=1)
         self.copied = list(table([v.copy_bytes for v in variants]).T[of_copies])
-        connected = table([v.communicators for v in variants], len(CommunicatorBytes._fields))
-        self.connected = CommunicatorBytes(*connected.max(axis=1).T)
-        held = table([v.by_place for v in variants], len(Held._fields), PLACES)
-        home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
+        communicators = table([v.communicators for v in variants], len(CommunicatorBytes._fields))
+        self.communicators = CommunicatorBytes(*communicators.max(axis=1).T)
+        held = table([v.by_place for v in variants], len(HeldBytes._fields), PLACES)
+        home, copied, running = (held[:, :, i] for i in range(len(HeldBytes._fields)))
         self.least_resting = home[:, of_homes].sum(axis=1)
         self.least_running = running.max(axis=1)
         self.least_copied = [copied[:, number] for number in of_copies]
@@ -139,46 +139,18 @@ class CallGroup:
         """Return which choices are candidates, rather than meshes or open."""
         return (choice >= 0) & (choice < len(self.candidates))
 
-    def left_by(self, choice: int) -> np.ndarray:
-        """Return the indices of the candidates that a choice leaves open."""
-        if choice == OPEN:
-            return np.arange(len(self.candidates))
-        is_candidate = choice < len(self.candidates)
-        return np.array([choice]) if is_candidate else self.by_mesh[choice - len(self.candidates)]
-
-    def varied(self) -> np.ndarray:
+    def few_per_mesh(self) -> np.ndarray:
         """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
-        varied = []
+        few = []
         for on_mesh in self.by_mesh:
             copied = sum(array[on_mesh] for array in self.copied)
             memory = self.resting[on_mesh] + self.running[on_mesh] + copied
             least = np.inf
             for i in np.lexsort((memory, self.seconds[on_mesh].sum(axis=1))):
                 if memory[i] < least * 0.95:
-                    varied.append(on_mesh[i])
+                    few.append(on_mesh[i])
                     least = memory[i]
-        return np.array(varied)
-
-    def tiers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each mesh, how fast the calls can be in a given amount of memory at each place.
-
-        The first array holds rising amounts of memory (resting and running), shape (meshes, PLACES, tiers).
-        The second holds the least seconds of each call among the candidates that need no more, shape
-        (meshes, PLACES, tiers, calls).
-        """
-        found = []
-        needed = self.least_resting + self.least_running
-        for on_mesh in self.by_mesh:
-            for memory in needed[on_mesh].T:
-                order = np.argsort(memory, kind="stable")
-                least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
-                is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
-                found.append((memory[order][is_faster], least[is_faster]))
-        num_tiers = max(len(memory) for memory, _ in found)
-        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in found]
-        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in found]
-        shape = (len(self.by_mesh), PLACES, num_tiers)
-        return np.stack(needs).reshape(shape), np.stack(seconds).reshape(*shape, len(self.calls))
+        return np.array(few)
 
     def with_open_choices(self, owner: int) -> "CallGroup":
         """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
@@ -199,7 +171,7 @@ class CallGroup:
         extended_group.stop = extended(self.stop, nowhere.stop)
         extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
         extended_group.is_sharded = extended(self.is_sharded).astype(bool)
-        extended_group.connected = CommunicatorBytes(*map(extended, self.connected))
+        extended_group.communicators = CommunicatorBytes(*map(extended, self.communicators))
         for prefix in ("", "least_"):
             for name in (f"{prefix}resting", f"{prefix}running"):
                 setattr(extended_group, name, extended(getattr(self, name)))

@@ -144,8 +144,8 @@ def _is_legal(config: ModelConfig, strategy: ParallelStrategy) -> bool:
 # Variants of a call
 
 
-class Held(NamedTuple):
-    """Bytes of the home of a role, of a copy, and of what a call adds."""
+class HeldBytes(NamedTuple):
+    """Bytes of a rank: of the home of a role, of a copy of its weights, and of what a call adds."""
 
     home: Any
     copy: Any
@@ -168,9 +168,9 @@ class Variant:
     home_bytes: float
     copy_bytes: float
     call_bytes: float
-    by_place: Held
+    by_place: HeldBytes
     call_bytes_by_stage: tuple[float, ...]
-    """What the call adds on each of the stages that tell variants apart."""
+    """What the call adds on each of the stages that may differ (see `StateBytes.stages`)."""
     communicators: CommunicatorBytes
 
     @cached_property
@@ -204,18 +204,18 @@ def find_variants(
         layout = Layout(strategy, mesh)
         variants = []
         costs: dict[int, CallCost] = {}  # By the number of the options.
-        connected = None
+        of_layout = None
         for number, call_plan, memory in _fitting(problem, call, layout):
-            if connected is None:
+            if of_layout is None:
                 placed = [on_mesh.least(layout, use) for on_mesh in communicators]
-                connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
+                of_layout = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
             if number not in costs:
                 at_rest = replace(call_plan, offload=False) if call_plan.offload else call_plan
                 costs[number] = call_cost(rates, call, role, work, at_rest, per_host=per_host)
             cost = costs[number]
             cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
             variants.append(Variant(
-                call_plan, cost, *memory.fullest, memory.by_place, memory.by_stage, connected))
+                call_plan, cost, *memory.fullest, memory.by_place, memory.by_stage, of_layout))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 
@@ -303,7 +303,7 @@ def part_size(num_ranks: int) -> int:
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the home and of a copy on some stages, of which the first stage is the first.
+    """Bytes of the home and of a copy on the stages that may differ, of which the first stage is the first.
 
     `own_home` and `own_copy` leave out what may be in the memory of another role with equal frozen weights.
     `by_place` has for each place which of these stages have no more bytes than any stage there.
@@ -330,8 +330,8 @@ class CandidateMemory(NamedTuple):
     fullest rank needs if it holds nothing else.
     """
 
-    fullest: Held
-    by_place: Held
+    fullest: HeldBytes
+    by_place: HeldBytes
     by_stage: tuple[float, ...]
     alone: float
 
@@ -339,7 +339,7 @@ class CandidateMemory(NamedTuple):
 def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> StateBytes:
     """Return the bytes of the states of a call's role."""
     role = problem.model_role(call)
-    stages, by_place = _telling_stages(role, strategy, trains=call.kind == "train_step")
+    stages, by_place = _distinct_stages(role, strategy, trains=call.kind == "train_step")
     copy = np.array([weights_bytes(role, strategy, stage) for stage in stages], float)
     adapters = np.array([adapter_bytes(role, strategy, stage) for stage in stages], float)
     training, gradients = np.zeros((2, len(stages)))
@@ -367,7 +367,8 @@ def candidate_memory(
     columns = (running, running.max(axis=1), states.least_by_place(running), alone.max(axis=1))
     return [
         CandidateMemory(
-            Held(home.max(), copy.max(), most), Held(least_home, least_copy, least), tuple(by_stage), need)
+            HeldBytes(home.max(), copy.max(), most), HeldBytes(least_home, least_copy, least),
+            tuple(by_stage), need)
         for by_stage, most, least, need in zip(*(array.tolist() for array in columns), strict=True)]
 
 
@@ -413,6 +414,19 @@ def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan) 
     return bytes_on
 
 
+def _distinct_stages(
+    role: ModelRole, strategy: ParallelStrategy, *, trains: bool
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the stages that may have the most bytes, in order, and which of them have the least bytes at
+    each place, (PLACES, stages).
+
+    Between the ends, stages with equally many blocks of each kind differ only by the micro-batches in flight
+    of a train step, of which later ones have fewer.
+    """
+    contents = _blocks_by_stage(role.config, strategy.pp, strategy.vp)
+    return _stages_of(contents, strategy.num_ranks, trains)
+
+
 @lru_cache(maxsize=1 << 10)
 def _blocks_by_stage(config: ModelConfig, pp: int, vp: int) -> tuple[tuple[int, int], ...]:
     """Return the number of blocks and of experts' blocks on each stage."""
@@ -425,7 +439,7 @@ def _blocks_by_stage(config: ModelConfig, pp: int, vp: int) -> tuple[tuple[int, 
 def _stages_of(
     contents: tuple[tuple[int, int], ...], num_ranks: int, trains: bool
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the same as `_telling_stages` for stages with these numbers of blocks and of experts' blocks."""
+    """Return `_distinct_stages` of stages with these numbers of blocks and of experts' blocks."""
     pp = len(contents)
     stands_for: dict[tuple[object, ...], int] = {}
     keys: list[tuple[object, ...]] = []
@@ -452,16 +466,3 @@ def _stages_by_place(num_ranks: int, pp: int) -> list[range]:
     stops = [min(first + size, num_ranks) for first in firsts]
     parts = [range(a // per_stage, -(-b // per_stage)) for a, b in zip(firsts, stops, strict=True)]
     return parts + [stages[:1] for stages in parts]
-
-
-def _telling_stages(
-    role: ModelRole, strategy: ParallelStrategy, *, trains: bool
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the stages that may have the most bytes, in order, and which of them have the least bytes at
-    each place, (PLACES, stages).
-
-    Between the ends, stages with equally many blocks of each kind differ only by the micro-batches in flight
-    of a train step, of which later ones have fewer.
-    """
-    contents = _blocks_by_stage(role.config, strategy.pp, strategy.vp)
-    return _stages_of(contents, strategy.num_ranks, trains)

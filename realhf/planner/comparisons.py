@@ -10,13 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.plan import ExecutionPlan
-from realhf.planner.local_search import leanest
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
+from realhf.planner.search import ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.tree_search import ReportProgress, SearchResult, search
 from realhf.user_input.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally fast.
@@ -153,7 +152,7 @@ def _with_layouts(
             return None, f"{names} does not fit in its layout, even alone"
     result = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
     if result is None:
-        lacking = float(space.excess_bytes(leanest(space)[None])[0])
+        lacking = float(space.memory.excess(leanest(space)[None])[0])
         return None, f"the layouts lack {format_bytes(lacking)} per device"
     return result.step_seconds, None
 

@@ -14,15 +14,14 @@ import numpy as np
 from realhf.layout import DeviceMesh, Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.call_cost import CallCost
-from realhf.planner.local_search import LocalSearch, leanest
 from realhf.planner.memory_account import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
+from realhf.planner.search import LocalSearch, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import first_starts, have_common_ranks
-from realhf.planner.tree_search import ReportProgress, SearchResult, search
 from realhf.user_input.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.

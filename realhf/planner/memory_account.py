@@ -26,8 +26,7 @@ from realhf.models.kv_blocks import cache_limit
 from realhf.models.model_config import MegatronConfig
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner import shard
-from realhf.planner.activation_memory import CallMemory
-from realhf.planner.call_memory import RunningMemory
+from realhf.planner.call_memory import CallMemory, RunningMemory
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.problem import PlannedCall, Problem
 from realhf.planner.shard import HOST_SHARE, available_bytes, fixed_reserve

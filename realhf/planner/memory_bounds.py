@@ -22,32 +22,6 @@ from realhf.planner.communicator_memory import use_of
 from realhf.planner.memory_account import MemoryAccount
 
 
-class Loads(NamedTuple):
-    """The bytes of every group on the first rank of every group's mesh: what rests there, and what runs.
-
-    Only the `groups` count that are not open in all plans; below, U is their number. Meshes have the ranks
-    from `first` to `stop`, (U, K), over which sums over groups are fast. `place` is the place of this rank in
-    a group's mesh, or 0 outside it. `place`, `resting` and `running` have the shape (U, U, K), of which the
-    first axis is that of the ranks.
-    """
-
-    groups: list[int]
-    first: np.ndarray
-    stop: np.ndarray
-    place: np.ndarray
-    resting: np.ndarray
-    running: np.ndarray
-    smaller: np.ndarray
-    """The bytes that the device of rank `first` has less than the largest device of the cluster, (U, K)."""
-
-    def fullest(self) -> np.ndarray:
-        """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
-        the largest and the difference were in use."""
-        need = self.resting.sum(axis=1) + self.running.max(axis=1, initial=0.0) + self.smaller
-        fullest: np.ndarray = need.max(axis=0, initial=0.0)
-        return fullest
-
-
 class _Layouts(NamedTuple):
     """A number for the layout of each choice of a group, and one that is equal where shards may be equal.
 
@@ -66,15 +40,20 @@ class MemoryBounds:
         self.account = account
         self._groups = groups
         self._names = names
-        self._smaller = account.available.max() - account.available
+        self._capacity = float(account.available.max())  # Of the largest device.
+        self._smaller = self._capacity - account.available
         self._part_bits = np.array([part_size(n).bit_length() - 1 for n in range(account.num_ranks + 1)])
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
 
-    def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
-        """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
-        excess = self._loads(choices).fullest() - capacity
+    def excess(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
+        """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
+
+        A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
+        are lower bounds, and without `exact` those of all plans.
+        """
+        excess = self._fullest(choices) - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -82,21 +61,6 @@ class MemoryBounds:
             for k in np.flatnonzero((excess <= 0) & is_complete):
                 excess[k] = self.counted_excess(tuple(choices[k].tolist()))
         return excess
-
-    def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
-        """Return about what each plan lacks: all ranks are taken to be as full as the fullest stage.
-
-        This is no bound, and closer to the truth than a bound where stages differ.
-        """
-        loads = self._loads(choices)
-        if not loads.groups:
-            return loads.fullest() - capacity
-        columns = [(self._open_groups[u], choices[:, u]) for u in loads.groups]
-        more = np.stack([g.resting[choice] - g.least_resting[choice].max(axis=1) for g, choice in columns])
-        running = np.stack([group.running[choice] for group, choice in columns])
-        covers = (loads.first <= loads.first[:, None]) & (loads.first[:, None] < loads.stop)
-        loads = loads._replace(resting=loads.resting + more * covers, running=running * covers)
-        return loads.fullest() - capacity
 
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
@@ -108,34 +72,6 @@ class MemoryBounds:
                 }
             self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
         return self._known[chosen]
-
-    def limits(
-        self, choices: np.ndarray, capacity: float, num_calls: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the excess without exact counts and lower bounds of the seconds of calls, see
-        `SearchSpace.memory_limits`."""
-        bounds = np.zeros((len(choices), num_calls))
-        loads = self._loads(choices)
-        excess = loads.fullest() - capacity
-        total = loads.resting.sum(axis=1)
-        for at, u in enumerate(loads.groups):
-            group = self._open_groups[u]
-            rows = np.flatnonzero(group.is_mesh(choices[:, u]) & (excess <= 0))
-            if not len(rows):
-                continue
-            mesh = group.mesh_index(choices[rows, u])
-            tier_bytes, seconds = self._tiers[u]
-            first = loads.first[:, rows]
-            others = (total + loads.smaller)[:, rows] - loads.resting[:, at, rows]
-            is_inside = (first >= first[at]) & (first < loads.stop[at, rows])
-            fullest = np.where(is_inside, others, -np.inf).argmax(axis=0)
-            for rank in (np.full(len(rows), at), fullest):
-                place = loads.place[rank, at, rows]
-                free = capacity - others[rank, np.arange(len(rows))]
-                tier = np.maximum((tier_bytes[mesh, place] <= free[:, None]).sum(axis=1) - 1, 0)
-                index = rows[:, None], group.calls
-                bounds[index] = np.maximum(bounds[index], seconds[mesh, place, tier])
-        return excess, bounds
 
     @cached_property
     def _open_groups(self) -> list[CallGroup]:
@@ -151,12 +87,14 @@ class MemoryBounds:
             for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
-    @cached_property
-    def _tiers(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [group.tiers() for group in self._groups]
+    def _fullest(self, choices: np.ndarray) -> np.ndarray:
+        """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
+        the largest and the difference were in use.
 
-    def _loads(self, choices: np.ndarray) -> Loads:
-        """Return the loads of every group, with those copies that certainly have memory of their own."""
+        Below, U is the number of the groups that are not open in all plans. `place` is the place of the first
+        rank of each mesh in each group's mesh, or 0 outside it. `place`, `resting` and `running` have the
+        shape (U, U, K), of which the first axis is that of the ranks.
+        """
         columns = list(zip(self._open_groups, choices.T, strict=True))
         first = np.stack([group.first[choice] for group, choice in columns])
         stop = np.stack([group.stop[choice] for group, choice in columns])
@@ -183,7 +121,11 @@ class MemoryBounds:
                 moves[self._home_of[role]] |= is_apart
         if self.account.problem.cluster.device_type == "cuda" and groups:
             resting += self._communicators(groups, choices, first, stop, moves)
-        return Loads(groups, low, high, place, resting * covers, running * covers, smaller)
+        resting *= covers
+        running *= covers
+        need = resting.sum(axis=1) + running.max(axis=1, initial=0.0) + smaller
+        fullest: np.ndarray = need.max(axis=0, initial=0.0)
+        return fullest
 
     def _communicators(
         self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray
@@ -193,7 +135,7 @@ class MemoryBounds:
         `moves` says whether weights certainly move from the home in a group.
         """
         layouts = [self._layouts[u].layout[choices[:, u]] for u in groups]
-        by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].connected] for u in groups])
+        by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].communicators] for u in groups])
         in_layout = by_kind[:, :2]  # Of layouts, and of training in them.
         added_in_layout = in_layout.copy()
         added_moving = by_kind[:, 2] * moves[groups]  # Of reallocations.

@@ -227,7 +227,7 @@ class _Alternatives:
         for plan, bound in zip(self._plans, self._bounds, strict=True):
             if bound >= limit or not num_left:
                 break
-            if (self._space.excess_bytes(plan[None])[0] <= 0) == fits:
+            if (self._space.memory.excess(plan[None])[0] <= 0) == fits:
                 num_left -= 1
                 seconds = float(self._space.exact_periods(plan[None])[0])
                 if seconds < limit:

@@ -26,6 +26,7 @@ from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
+    CallTimes,
     dependencies,
     have_common_ranks,
     host_anchor,
@@ -47,14 +48,6 @@ class HostCall(NamedTuple):
     seconds: np.ndarray
 
 
-class CallTimes(NamedTuple):
-    """The seconds, the first rank and the stop rank of every call, each of shape (K, N)."""
-
-    seconds: np.ndarray
-    first: np.ndarray
-    stop: np.ndarray
-
-
 class SearchSpace:
     """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
@@ -69,7 +62,7 @@ class SearchSpace:
             self.groups = find_call_groups(problem, rates)
         finally:
             gc.enable()
-        self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
+        self.memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
@@ -139,15 +132,10 @@ class SearchSpace:
         return CallTimes(seconds, first, stop)
 
     def periods(
-        self, choices: np.ndarray, *, moving: np.ndarray | None = None,
-        min_seconds: np.ndarray | float = 0.0, exact: bool = True,
-    ) -> np.ndarray:  # fmt: skip
-        """Return the seconds per step of plans whose calls take at least `min_seconds`.
-
-        The result is a lower bound without `exact`, or where choices are open.
-        """
+        self, choices: np.ndarray, *, moving: np.ndarray | None = None, exact: bool = True
+    ) -> np.ndarray:
+        """Return the seconds per step of plans: lower bounds without `exact`, or where choices are open."""
         seconds, first, stop = self.call_times(choices)
-        seconds = np.maximum(seconds, min_seconds)
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 
@@ -187,24 +175,3 @@ class SearchSpace:
 
     def exact_periods(self, plans: np.ndarray) -> np.ndarray:
         return self.periods(plans, moving=self.moving(plans))
-
-    def excess_bytes(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
-        """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
-
-        A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
-        are lower bounds, and without `exact` those of all plans.
-        """
-        return self._memory.excess(choices, self.capacity, exact=exact)
-
-    def estimated_excess_bytes(self, choices: np.ndarray) -> np.ndarray:
-        """Return about what each plan lacks, to prefer those that are likely to fit; no bound."""
-        return self._memory.estimate(choices, self.capacity)
-
-    def memory_limits(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return lower bounds of the bytes that each plan lacks (see `excess_bytes`), and of the seconds of
-        calls, shape (K, N), where only a group's mesh is chosen.
-
-        The latter follow from the memory that the resting parts of other groups leave free. They are 0 for
-        all other calls, and in plans that do not fit.
-        """
-        return self._memory.limits(choices, self.capacity, len(self.calls))

@@ -10,8 +10,6 @@ import numpy as np
 
 from realhf.cluster import Cluster
 
-_STEPS = 12  # Steps that the ranks walk through; the later half counts.
-
 
 class SharedCores:
     """The cores of a cluster's hosts; `are_shared` is False where each device has its own."""
@@ -66,59 +64,3 @@ class SharedCores:
                 shares = np.minimum(1.0, on_host / kind.cores_per_host)
                 busiest = np.maximum(busiest, (seconds * shares).sum(axis=1))
         return busiest
-
-    def among_neighbours(
-        self, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
-        waits: tuple[np.ndarray, np.ndarray],
-    ) -> np.ndarray:
-        """Return how long each call of one plan takes in the steady state beside those on other ranks, (N,).
-
-        Calls that run at the same time on other ranks of their hosts slow each other down. `waits` has the
-        seconds from the end of call j until call i of the same step can start, and until call i of the next
-        step can, (N, N) each; -inf where it does not wait. Calls keep `seconds` where no cores are shared.
-        """
-        num_cores = self._cluster.cores_per_host
-        if num_cores is None:
-            return seconds
-        hosts = np.arange(self._cluster.num_hosts)[:, None] * self._cluster.devices_per_host
-        on_host = np.minimum(stop, hosts + self._cluster.devices_per_host) - np.maximum(first, hosts)
-        starts, ends = _walk(seconds, np.clip(on_host, 0, num_cores), waits, num_cores)
-        return (ends - starts)[_STEPS // 2 :].mean(axis=0)
-
-
-def _walk(
-    seconds: np.ndarray, used_cores: np.ndarray, waits: tuple[np.ndarray, np.ndarray], num_cores: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return when the calls of each step start and end, shape (steps, N) each."""
-    starts, ends = (np.full((_STEPS, len(seconds)), np.inf) for _ in range(2))
-    left = np.zeros(len(seconds))
-    steps = np.zeros(len(seconds), dtype=int)  # The step of each call that runs, or that is to start next.
-    now = 0.0
-    while np.isinf(ends[-1]).any():
-        ready = np.full(len(seconds), np.inf)
-        for i, step in enumerate(steps):
-            if step < _STEPS and np.isinf(starts[step, i]):
-                ready[i] = _ready(ends, waits, step, i)
-        for i in np.flatnonzero(ready <= now).tolist():
-            starts[steps[i], i] = now
-            left[i] = seconds[i]
-        running = np.array([step < _STEPS and starts[step, i] < np.inf for i, step in enumerate(steps)])
-        wanted = (used_cores * running).sum(axis=1, keepdims=True)
-        speed = np.where(used_cores > 0, np.minimum(1.0, num_cores / np.maximum(wanted, 1)), 1.0).min(axis=0)
-        until = min(
-            np.where(running, left / speed, np.inf).min(), np.where(ready > now, ready, np.inf).min() - now)
-        left -= np.where(running, until * speed, 0.0)
-        now += until
-        for i in np.flatnonzero(running & (left <= 1e-12)).tolist():
-            ends[steps[i], i] = now
-            steps[i] += 1
-    return starts, ends
-
-
-def _ready(ends: np.ndarray, waits: tuple[np.ndarray, np.ndarray], step: int, call: int) -> float:
-    """Return when a call can start; infinity while a call that it waits for has not ended."""
-    same, before = (each[call] for each in waits)
-    waited = [ends[step][np.isfinite(same)] + same[np.isfinite(same)]]
-    if step:
-        waited.append(ends[step - 1][np.isfinite(before)] + before[np.isfinite(before)])
-    return float(np.concatenate([*waited, [0.0]]).max())

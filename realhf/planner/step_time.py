@@ -12,6 +12,7 @@ axis, so that operations on all of them read contiguous memory.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.activation_memory import top_bytes
 from realhf.planner.call_cost import CallCost, call_cost
+from realhf.planner.call_memory import top_bytes
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -193,6 +194,14 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
 # Periods of many plans
 
 
+class CallTimes(NamedTuple):
+    """The seconds, the first rank and the stop rank of every call, each of shape (K, N)."""
+
+    seconds: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+
+
 def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
     *, moving: np.ndarray | None = None, busy: np.ndarray | None = None, exact: bool = True,
@@ -252,15 +261,6 @@ def first_starts(
     for _ in range(num_steps - 1):
         starts.append((step + starts[-1]).max(axis=1))
     return np.array(starts)
-
-
-def delays(
-    needs: Dependencies, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds from the end of call j until call i of the same step can start, and until call i of
-    the next step can, in one plan; shape (N, N) each."""
-    same, before = _waits(needs, np.zeros((1, len(shares))), shares[None], moving[None], busy[None])
-    return same[..., 0], before[..., 0]
 
 
 def _waits(
@@ -323,14 +323,10 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step in the steady state, and the cost of each call alone.
-
-    `call_seconds` are those of calls among their neighbours, with which they may share cores.
-    """
+    """Seconds of a step in the steady state, and the cost of each call alone."""
 
     step_seconds: float
     calls: Mapping[str, CallCost]
-    call_seconds: Mapping[str, float]
 
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
@@ -339,8 +335,7 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
         call.name: cost_of(problem, rates, call, plan[call.name], plan[call.name].layout.ranks)
         for call in problem.model_calls}
     alone = {name: cost.seconds for name, cost in costs.items()}
-    step, among_others = _step_and_call_seconds(problem, rates, plan, alone)
-    return Prediction(step, costs, {name: among_others[name] for name in costs})
+    return Prediction(step_seconds(problem, rates, plan, alone), costs)
 
 
 def cost_of(
@@ -356,31 +351,29 @@ def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
     """Return the seconds of a step in the steady state if calls take `call_seconds`."""
-    return _step_and_call_seconds(problem, rates, plan, call_seconds)[0]
-
-
-def _step_and_call_seconds(
-    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
-) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step, and of each call among its neighbours.
-
-    Calls in plain Python that the plan leaves out run on rank 0, as in a run.
-    """
-    left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
-    plan = ExecutionPlan({**left_out, **plan.calls})
-    calls = problem.calls
     needs = dependencies(problem, rates)
-    layouts = [plan[call.name].layout for call in calls]
-    ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
-    moving = moving_seconds(rates, problem, needs, dict(enumerate(ranges)))
-    first = np.array([[min(layout.ranks) for layout in layouts]])
-    stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
+    times = times_of_plan(problem, plan, call_seconds)
+    moving = moving_seconds(rates, problem, needs, contiguous_layouts(problem, plan))
+    return float(step_periods(problem.cluster, needs, *times, moving=moving)[0])
+
+
+def contiguous_layouts(problem: Problem, plan: ExecutionPlan) -> dict[int, ContiguousLayout]:
+    """Return the layouts of a plan's calls on models by the positions of these calls."""
+    layouts = {i: plan[call.name].layout for i, call in enumerate(problem.calls) if call.role is not None}
+    return {i: ContiguousLayout(layout.strategy, layout.ranks[0]) for i, layout in layouts.items()}
+
+
+def times_of_plan(problem: Problem, plan: ExecutionPlan, call_seconds: Mapping[str, float]) -> CallTimes:
+    """Return the times and ranks of every call in one plan.
+
+    Calls in plain Python take what their workloads say unless they are among `call_seconds`. Those that the
+    plan leaves out run on rank 0, as in a run.
+    """
+    layouts = [plan[call.name].layout if call.name in plan.calls else _RANK_0 for call in problem.calls]
     host = {
-        call.name: problem.workloads[call.name].seconds_on(plan[call.name].layout.dp)
-        for call in calls if call.role is None}
-    seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
-    step = float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])
-    shares = have_common_ranks(first, stop)[0]
-    waits = delays(needs, shares, moving[0], needs.busy(moving, first, stop)[0])
-    among_others = SharedCores(problem.cluster).among_neighbours(seconds[0], first[0], stop[0], waits)
-    return step, dict(zip((call.name for call in calls), among_others.tolist(), strict=True))
+        call.name: problem.workloads[call.name].seconds_on(layout.dp)
+        for call, layout in zip(problem.calls, layouts, strict=True) if call.role is None}
+    seconds = [{**host, **call_seconds}[call.name] for call in problem.calls]
+    first = [min(layout.ranks) for layout in layouts]
+    stop = [max(layout.ranks) + 1 for layout in layouts]
+    return CallTimes(np.array([seconds]), np.array([first]), np.array([stop]))

@@ -15,8 +15,8 @@ from realhf.layout import Layout
 from realhf.planner.comparisons import LagComparison
 from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates
+from realhf.planner.search import SearchResult
 from realhf.planner.step_time import predict
-from realhf.planner.tree_search import SearchResult
 from tests.cli_tools import REPO, write_experiment
 from tests.samples import marked
 

@@ -23,8 +23,7 @@ from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner import call_memory
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import TrainMoments
+from realhf.planner.call_memory import CallPieces, TrainMoments
 from realhf.planner.problem import ModelRole, Workload
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch

@@ -9,8 +9,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, MoeConfig
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import CallPeaks
+from realhf.planner.call_memory import CallPeaks, CallPieces
 from realhf.planner.candidates import find_meshes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.step_time import host_anchor

@@ -19,10 +19,10 @@ from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import reallocation_seconds
 from realhf.planner.reasons import change, current_values
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shared_cores import SharedCores
 from realhf.planner.step_time import predict
-from realhf.planner.tree_search import search
 from tests.planner.problems import random_problem
 from tests.planner.test_search import agrees
 
@@ -82,7 +82,7 @@ def test_the_search_counts_the_memory_of_each_rank_as_the_check_does():
         for _ in range(4):
             chosen = np.array([[rng.randrange(len(group.candidates)) for group in space.groups]])
             check = check_memory(problem, ExecutionPlan(space.call_plans(chosen[0])))
-            (excess,) = space.excess_bytes(chosen)
+            (excess,) = space.memory.excess(chosen)
             fitting.append(check.fits)
             assert (excess <= 0) == check.fits, seed
             worst = check.fullest

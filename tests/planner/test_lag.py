@@ -21,8 +21,8 @@ from realhf.planner.lengths import geometric
 from realhf.planner.make import simulate
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.tree_search import search
 from tests.planner.problems import peak_memory, random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn

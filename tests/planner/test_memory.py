@@ -14,8 +14,7 @@ from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_size
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.activation_memory import CallPieces
-from realhf.planner.call_memory import GenerationMoments
+from realhf.planner.call_memory import CallPieces, GenerationMoments
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import available_bytes, num_params, training_bytes, weights_bytes

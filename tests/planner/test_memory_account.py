@@ -84,33 +84,14 @@ def test_the_search_and_the_check_count_the_same(seeds, least):
         for _ in range(5):
             chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
             check = check_memory(problem, ExecutionPlan(space.call_plans(chosen)))
-            (excess,) = space.excess_bytes(np.array([chosen]))
+            (excess,) = space.memory.excess(np.array([chosen]))
             assert (excess <= 0) == check.fits, seed
             exact = check.fullest.excess_bytes
             assert excess <= exact + 1 and (excess > 0 or excess == pytest.approx(exact, abs=1)), seed
             begun = np.array([unfinished(rng, space, chosen) for _ in range(4)])
-            assert (space.excess_bytes(begun) <= exact + 1).all(), seed
+            assert (space.memory.excess(begun) <= exact + 1).all(), seed
             fitting.append(check.fits)
     assert 0.1 < np.mean(fitting) < 0.9 and len(fitting) > least
-
-
-@pytest.mark.parametrize(("seeds", "least"), marked([(range(10), 20), (range(10, 40), 75)], quick=[0]))
-def test_no_bound_of_a_calls_seconds_exceeds_a_plan_that_fits(seeds, least):
-    num_bounds = 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        problem = varied_problem(rng, num_calls=rng.randint(2, 4), memory=1.42e9 + 10 ** rng.uniform(7, 9))
-        space = SearchSpace(problem, Rates(problem.cluster))
-        if not all(group.candidates for group in space.groups):
-            continue
-        for _ in range(20):
-            chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
-            if space.excess_bytes(np.array([chosen]))[0] <= 0:
-                excess, bounds = space.memory_limits(np.array([unfinished(rng, space, chosen)]))
-                assert excess[0] <= 0
-                assert (bounds <= space.call_times(np.array([chosen])).seconds + 1e-12).all()
-                num_bounds += (bounds > 0).sum()
-    assert num_bounds > least
 
 
 # The reserve

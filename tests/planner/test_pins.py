@@ -18,9 +18,9 @@ from realhf.planner.make import make_plan
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import FRAGMENTATION
-from realhf.planner.tree_search import search
 from tests.planner.problems import (
     random_lagged_problem,
     random_pins,

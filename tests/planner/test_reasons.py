@@ -24,9 +24,9 @@ from realhf.planner.reasons import (
     explain_difference,
     find_reasons,
 )
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import predict
-from realhf.planner.tree_search import search
 from tests.cli.test_plan_lag import ppo
 from tests.planner.problems import quantile, random_problem
 from tests.samples import marked
@@ -70,7 +70,7 @@ def test_runners_up_are_the_best_other_layouts(seed):
             plan = chosen.copy()
             plan[u] = index
             if group.candidates[index].layout != group.candidates[chosen[u]].layout:
-                fits = space.excess_bytes(plan[None])[0] <= 0
+                fits = space.memory.excess(plan[None])[0] <= 0
                 (fitting if fits else lacking).append(space.exact_periods(plan[None])[0])
         for i in group.calls:
             reason = reasons[space.calls[i].name]

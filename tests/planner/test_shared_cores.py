@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.measure.shared_cores import among_neighbours
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shared_cores import SharedCores
-from realhf.planner.step_time import Dependencies, delays, have_common_ranks, predict
+from realhf.planner.step_time import Dependencies, _waits, have_common_ranks, predict
 from tests.planner.problems import random_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn, marked
@@ -91,9 +92,10 @@ def test_calls_on_other_ranks_use_the_same_cores(ranks, num_cores, expected):
     nothing = np.full((3, 3), -np.inf)
     needs = Dependencies(nothing, nothing, (), np.zeros(3))
     first, stop = np.array([0, ranks[0], 0]), np.array([ranks[0], num_ranks, num_ranks])
-    shares = have_common_ranks(first[None], stop[None])[0]
-    waits = delays(needs, shares, np.zeros(0), np.zeros((3, 3)))
-    found = SharedCores(cluster).among_neighbours(np.array([1.0, 3.0, 5.0]), first, stop, waits)
+    shares = have_common_ranks(first[None], stop[None])
+    same, before = _waits(needs, np.zeros((1, 3)), shares, None, None)
+    waits = same[..., 0], before[..., 0]
+    found = among_neighbours(cluster, np.array([1.0, 3.0, 5.0]), first, stop, waits)
     assert found == pytest.approx([*expected, 5.0])
 
 
