@@ -11,7 +11,7 @@ from realhf.cli.overrides import override
 from realhf.errors import UserError
 from realhf.rewards.by_name import reward_by_name
 from realhf.runtime.evaluations import evaluated_model
-from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment
+from tests.cli_tools import ForkedCommand, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
 
 DATA = DatasetConfig("data.jsonl")
@@ -69,7 +69,7 @@ def test_two_processes_give_the_same_answers(run, data, reward, tmp_path):
     options += ("--dtype", "float64")
     assert main(_words(run, data, tmp_path / "one", *options, "--json")) == 0
     words = _words(run, data, tmp_path / "two", *options, "--nproc", 2)
-    with Command(*REALHF, *words) as command:
+    with ForkedCommand(*words) as command:
         code, out, err = command.finish()
     assert code == 0, err
     assert "pass@3" in out and "again" in out and "4 x 3" in out

@@ -31,7 +31,7 @@ from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.user_input.shipped import dump_yaml
-from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
+from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
 
 PPO_7B = str(REPO / "examples/ppo_7b.py")
 
@@ -278,7 +278,7 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
     runs = {}
     for nproc, words in ((1, []), (3, ["--plan", "auto"])):
         out = tmp_path / f"run{nproc}"
-        with Command(*REALHF, "run", experiment, "--nproc", nproc, "--out", out, *words) as command:
+        with ForkedCommand("run", experiment, "--nproc", nproc, "--out", out, *words) as command:
             code, _, err = command.finish()
         assert code == 0, err
         steps = untimed(out / "metrics.jsonl")

@@ -15,7 +15,7 @@ import transformers
 from safetensors import safe_open
 
 from realhf.cli.main import main
-from tests.cli_tools import REALHF, REPO, Command
+from tests.cli_tools import REPO, ForkedCommand
 
 CLUSTERS = sorted(path.stem for path in (REPO / "plans/clusters").glob("*.yaml"))
 MOE = {
@@ -212,7 +212,7 @@ def test_shipped_clusters(cluster):
 
 def test_for_people():
     words = ("--model", "llama-7b", "--src", "d2t4@0-7", "--dst", "d16@0-15", "--cluster", "h100-2x8")
-    with Command(*REALHF, "realloc", *words) as command:
+    with ForkedCommand("realloc", *words) as command:
         code, out, err = command.finish()
     assert (code, err) == (0, "")
     limit = answer("llama-7b", "d2t4@0-7", "d16@0-15", "--cluster", "h100-2x8")["limit"]

@@ -13,7 +13,7 @@ import pytest
 from realhf.cli.main import main
 from realhf.errors import UserError
 from realhf.runtime.records.trackers import Trackers, _Sender, mlflow_name, tracker_names
-from tests.cli_tools import REALHF, Command, read_jsonl, wait_until, write_experiment
+from tests.cli_tools import ForkedCommand, read_jsonl, wait_until, write_experiment
 
 SETTINGS = {"steps": 2, "checkpoint_every": 1, "batch_size": 2, "group_size": 2, "eval_every": 2}
 _BLOCK = 32768
@@ -263,7 +263,7 @@ experiment = replace(experiment, reward_function=failing_reward)
 """
     experiment = write_experiment(tmp_path, body=body, **SETTINGS | {"eval_dataset": None})
     variables = offline_files(tmp_path) | {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", tmp_path / "run",
+    with ForkedCommand("run", experiment, "--nproc", 2, "--out", tmp_path / "run",
                  "--track", "wandb,mlflow,trackio", **variables) as command:  # fmt: skip
         code, _, err = command.finish()
         assert code == 2 and "no more" in err
