@@ -92,7 +92,7 @@ def _disturb(
     try:
         if isinstance(wait, str):
             while not AIMED[wait](run) and not run.command.ended:
-                time.sleep(0.002)
+                time.sleep(0.005)
             time.sleep(jitter)
         else:
             time.sleep(wait)

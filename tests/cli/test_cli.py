@@ -467,7 +467,7 @@ def test_check_finds_two_homes(tmp_path, refused):
     refused("check", path, "--plan", plan, says=says)
 
 
-@pytest.mark.parametrize("words", drawn(WORDS, 25))
+@pytest.mark.parametrize("words", drawn(WORDS, 12))
 def test_check_finds_words(experiment, refused, words):
     here = str(experiment.parent)
     refused(

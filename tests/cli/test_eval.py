@@ -13,6 +13,7 @@ from realhf.rewards.by_name import reward_by_name
 from realhf.runtime.evaluations import evaluated_model
 from tests.cli_tools import ForkedCommand, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
+from tests.samples import marked
 
 DATA = DatasetConfig("data.jsonl")
 REWARD = "from tests.runtime.tiny import some_reward\n\nVALUE = 3\n"
@@ -94,14 +95,14 @@ def test_the_sets_of_an_experiment_are_evaluated(run, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "name", "expected"),
-    [
+    marked([
         ("--eval-dataset.first.path x.jsonl", "first", DatasetConfig("x.jsonl")),
         ("--eval-dataset.second.samples 5 --steps 9", "second", Evaluation(DATA, samples=5)),
         ("--eval-dataset.second.dataset.max-rows 7", "second",
          Evaluation(DatasetConfig("data.jsonl", max_rows=7), samples=2)),
         ("--eval-dataset.second.sampling.temperature 0.5", "second",
          Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.5))),
-    ],
+    ], quick=[1]),
 )  # fmt: skip
 def test_fields_of_named_sets_can_be_overridden(words, name, expected):
     sets = {"first": DATA, "second": Evaluation(DATA, samples=2)}

@@ -32,6 +32,7 @@ from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.user_input.shipped import dump_yaml
 from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
+from tests.samples import drawn
 
 PPO_7B = str(REPO / "examples/ppo_7b.py")
 
@@ -143,6 +144,7 @@ def test_reasons_and_changes_are_in_the_answer(planned):
 
 
 @pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monkeypatch, cluster):
     """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
     monkeypatch.setattr(plan, "_REPORT_SECONDS", 0.0)
@@ -322,7 +324,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", drawn(REFUSED, 12))
 def test_refusals(words, capsys, tmp_path):
     assert main(["plan", PPO_7B, *shlex.split(words)]) == 2
     err = capsys.readouterr().err

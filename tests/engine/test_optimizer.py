@@ -108,7 +108,7 @@ def plain(request, tmp_path_factory):
     marked([
         *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
         *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
-    ], quick=(0, 8)),
+    ], quick=[8]),
 )  # fmt: skip
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain

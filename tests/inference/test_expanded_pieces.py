@@ -113,6 +113,7 @@ def test_few_tokens_attend_to_the_latents(tmp_path):
         assert type(paged_chunks(backends, pages, [chunk])) is kind
 
 
+@pytest.mark.slow
 def test_a_part_bounds_the_memory(model_dir, monkeypatch):
     """Of a prompt of 400 tokens, each token has 8 heads with keys of 10 dims and values of 5 in float64."""
     prompts = [torch.randint(2, 67, (400,), generator=torch.Generator().manual_seed(0)).tolist()]

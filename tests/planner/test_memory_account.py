@@ -71,7 +71,7 @@ def unfinished(rng, space, chosen):
     return choices
 
 
-@pytest.mark.parametrize(("seeds", "least"), marked([(range(20), 50), (range(20, 80), 150)], quick=[0]))
+@pytest.mark.parametrize(("seeds", "least"), marked([(range(6), 10), (range(80), 200)], quick=[0]))
 def test_the_search_and_the_check_count_the_same(seeds, least):
     fitting = []
     for seed in seeds:
@@ -95,6 +95,7 @@ def test_the_search_and_the_check_count_the_same(seeds, least):
 
 
 @pytest.mark.parametrize(("seeds", "least"), marked([(range(10), 20), (range(10, 40), 75)], quick=[0]))
+@pytest.mark.slow
 def test_no_bound_of_a_calls_seconds_exceeds_a_plan_that_fits(seeds, least):
     num_bounds = 0
     for seed in seeds:

@@ -15,6 +15,7 @@ def rows():
     return [published_steps.predicted(row) for row in published_rows.ROWS]
 
 
+@pytest.mark.slow
 def test_published_steps_are_predicted(rows):
     missed = [goal for goal in published_steps.goals(rows) if not goal.met]
     assert not missed

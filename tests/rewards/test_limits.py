@@ -175,7 +175,7 @@ def test_a_run_goes_on_without_the_failed_samples(tmp_path):
     assert all(math.isfinite(value) for step in metrics for value in step.values())
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_an_outage_of_the_reward_skips_steps(algorithm, tmp_path, capsys):
     """A step without any reward changes no weights, and the run ends after too many in a row."""
     outages = {2}

@@ -173,6 +173,7 @@ def _gzipped(size):
     return gzip.compress(b'{"scores": [' + b" " * size + b"1]}")
 
 
+@pytest.mark.slow
 def test_replies_are_limited_after_decompression(service):
     """A reply of 64 KiB, which would be 64 MiB, needs no more memory than the limit."""
     service.bodies = {

@@ -176,6 +176,7 @@ def test_a_lagged_run_continues_from_any_step(pool, task, whole, tmp_path, lag, 
 
 
 @pytest.mark.parametrize("lag", marked(CONTINUED, quick=[0]))
+@pytest.mark.slow
 def test_a_lagged_run_continues_under_another_plan(pool, task, whole, tmp_path, lag):
     """The numbers are the same to summation order."""
     start = whole(lag) / "checkpoints/step_2"
