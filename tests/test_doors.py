@@ -47,6 +47,17 @@ print(json.dumps(answers))
 """
 
 
+UNHURRIED = """
+import time
+
+def reward(completions):
+    time.sleep(0.2)
+    return [float(len(text)) for text in completions]
+
+experiment.reward_function = reward
+"""
+
+
 class MakesFile:
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -97,7 +108,8 @@ def attack(addresses, made: Path, *, user: int = 0, inside=()) -> dict[str, obje
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_local_run_listens_on_loopback_and_unpickles_nothing(num_ranks, tmp_path):
-    experiment, out = write_experiment(tmp_path, steps=100_000, eval_dataset=None), tmp_path / "run"
+    experiment = write_experiment(tmp_path, steps=100_000, eval_dataset=None, body=UNHURRIED)
+    out = tmp_path / "run"
     with ForkedCommand("run", experiment, "--nproc", num_ranks, "--out", out) as command:
         metrics = out / "metrics.jsonl"
         assert wait_until(lambda: metrics.exists() and metrics.read_text(), seconds=90)

@@ -18,7 +18,7 @@ from tests.cli_tools import REPO
 from tests.samples import marked
 
 
-@pytest.fixture(scope="module", params=["grpo", "sft", "dpo"])
+@pytest.fixture(scope="module", params=marked(["grpo", "sft", "dpo"], quick=[0]))
 def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param) / "new"
     assert main(["init", str(directory), "--template", request.param]) == 0

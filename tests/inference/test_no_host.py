@@ -124,6 +124,7 @@ def test_an_inserted_phrase_waits_for_nothing(tmp_path):
     {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 1.1, "min_new_tokens": 3}, {"presence_penalty": 0.5},
 ], quick=[1]))  # fmt: skip
+@pytest.mark.slow
 def test_no_way_of_sampling_waits(tmp_path, sampling):
     write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
     steps = _steps(tmp_path / "model", **sampling)

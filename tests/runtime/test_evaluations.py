@@ -276,6 +276,7 @@ def _run_beside(world, task, marks, layouts, own, out):
     Trainer(program, world, out=out, quiet=True).run()
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_beside_training_on_ranks_of_its_own(pool, task, tmp_path):
     marks = tmp_path / "marks"
     marks.mkdir()

@@ -171,6 +171,7 @@ def _memory(world, task, layouts):
         (("d4@0-3", "d2@2-3", "d2t2@0-3"), [False] * 4, [1, 1, 2, 2]),
     ], quick=[1]),
 )
+@pytest.mark.slow
 def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, shared, loaded):
     results = pool.run(_memory, task, layouts)
     assert [r[0] for r in results] == shared

@@ -124,6 +124,7 @@ REFERENCES = [
 
 
 @pytest.mark.parametrize("references", marked([(names,) for names in REFERENCES], quick=[1]))
+@pytest.mark.slow
 def test_weights_are_on_the_device_during_their_calls_only(pool, task, tmp_path, references):
     layouts = {**GRPO, "ref_forward": references[0], "ref_again": references[1]}
     for rank, (steps, _) in enumerate(pool.run(_steps, task, layouts, OFFLOAD, tmp_path / "rested")):
