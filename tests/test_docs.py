@@ -399,6 +399,7 @@ def test_the_reward_for_a_chat_takes_the_last_number():
     assert names["right_answer"](chats, ["17", "17", "17", "-2"]) == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_trained_chat_model_answers_in_transformers(workplace, capsys):
     code = snippet(beginning=ASK)
     for command in commands(DOCS / "my-model.md"):  # Unless their own test has run them.

@@ -96,6 +96,7 @@ def test_the_answer_is_consistent(planned):
     assert [1 - share for share in busy] == pytest.approx(answer["timeline"]["idle"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_table_names_every_call_and_draws_the_step(capsys):
     assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1", *WHAT_IF]) == 0
     out = capsys.readouterr().out

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from realhf.cli.main import main
 from tests.cli_tools import REPO, ForkedCommand
+from tests.samples import drawn
 
 CLUSTERS = sorted(path.stem for path in (REPO / "plans/clusters").glob("*.yaml"))
 MOE = {
@@ -169,7 +170,7 @@ def replay(document: dict[str, Any], ids: dict[str, np.ndarray]) -> tuple[Counte
     return sent, received
 
 
-@pytest.mark.parametrize(("model", "source", "target", "words"), MOVES)
+@pytest.mark.parametrize(("model", "source", "target", "words"), drawn(MOVES, 5))
 def test_transfers_bring_what_is_missing(models, model, source, target, words):
     sizes = shapes(models[model])
     ids = {name: np.arange(math.prod(shape)).reshape(shape) for name, shape in sizes.items()}

@@ -184,7 +184,7 @@ _ARCHITECTURES = {
 
 
 @pytest.mark.parametrize(("family", "layout"), drawn(SPREAD, 4))
-@pytest.mark.parametrize("section_numel", [1 << 26, 3000], ids=["whole", "in sections"])
+@pytest.mark.parametrize("section_numel", marked([1 << 26, 3000], quick=[1]), ids=["whole", "in sections"])
 def test_updates_are_those_of_one_process(pool, family, layout, section_numel):
     norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")
     spec = model_spec(hf_config(family))

@@ -116,7 +116,7 @@ def expected_rows(directory: Path, *, max_lag: int) -> list[list[int]]:
     return trained
 
 
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("lag", marked(LAGS, quick=[1]))
 def test_prompts_with_a_high_pass_rate_are_not_drawn_again(pool, task, lag):
     batches, metrics = pool.run(run, lag, None, task)[0]
     expected = expected_rows(task, max_lag=LAGS[lag][0])
