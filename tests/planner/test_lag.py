@@ -140,6 +140,7 @@ def test_period_is_what_ranks_need_that_execute_their_traces(seed):
 
 @pytest.mark.parametrize(
     ("num_seeds", "least"), [(12, 1), pytest.param(300, 30, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_lagged_search_finds_the_best_of_all_plans(num_seeds, least):
     solved = []
     for seed in range(num_seeds):
