@@ -1,6 +1,7 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
-# make test                           sets up .venv and runs the tests (5 to 9 minutes on two cores)
+# make test                           sets up .venv and runs the tests (3 to 6 minutes on two cores)
 # make test-all                       all cases of large tables and the slow tests, too (over an hour)
+# make test-tenth [PART=0..9]         a tenth of what only test-all runs; by default another one each day
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
 # make check                          ruff, mypy and the layering test
@@ -18,7 +19,7 @@ BENCH_STAMP := .venv-bench/.installed
 # Many tests start processes: they load compiled modules, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: setup bench-setup demo test test-all test-families gpu-check check clean
+.PHONY: setup bench-setup demo test test-all test-tenth test-families gpu-check check clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,12 @@ test: setup
 
 test-all: setup
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
+
+# Days since 1970: ten days in a row run everything.
+PART ?= $(shell expr $$(date +%s) / 86400 % 10)
+
+test-tenth: setup
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu" --part $(PART)/10
 
 test-families: setup
 	$(PYTEST) -m "" tests/models/test_families.py

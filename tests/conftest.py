@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,24 @@ from tests.pool import Pool
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="run part I (from 0) of N of the tests")
+
+
 @pytest.hookimpl(trylast=True)  # After the slow tests have been left out.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with few tests first, which take long: then pytest's own workers, which take whole files in
-    this order, end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep those of --part. Put files with few tests first, which take long: then pytest's own workers, which
+    take whole files in this order, end at about the same time."""
+    if (part := config.getoption("--part")) is not None:
+        index, count = map(int, part.split("/"))
+        parts: dict[bool, list[pytest.Item]] = {False: [], True: []}
+        for item in items:
+            name = item.nodeid.replace(str(config.rootpath), "")  # The same in every clone.
+            if name.startswith("tests/test_docs.py::test_commands_work"):  # They build on each other.
+                name = name.partition("[")[0]
+            parts[zlib.crc32(name.encode()) % count == index].append(item)
+        config.hook.pytest_deselected(items=parts[False])
+        items[:] = parts[True]
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: num_tests[item.path])
 

@@ -6,7 +6,6 @@ The processes start quickly, as a fork server has imported what they need.
 import faulthandler
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -27,12 +26,8 @@ from typing import Any
 from realhf.cli.launch import LOCAL_LAUNCHER
 from realhf.cli.main import main
 from tests.cli_tools import read_jsonl, untimed, write_experiment, write_plan
+from tests.pool import FORK_SERVER
 
-PRELOAD = [
-    "__main__", "tests.kills", "tests.runtime.tiny", "torch.distributed", "realhf.cli.worker",
-    "realhf.runtime.records.pictures", "realhf.cli.overrides", "transformers",
-    "tensorboard.summary.writer.record_writer",
-]  # fmt: skip
 STEPS = 6
 LAYOUTS = {
     "grpo": {"actor_generate": "d2@0-1", "ref_forward": "d1@1", "actor_train": "t2@0-1"},
@@ -86,9 +81,6 @@ class Workers:
 
     def __init__(self, words: Sequence[Any], num_ranks: int, directory: Path) -> None:
         """Start the ranks, which execute the command `words`; their output goes to `directory`."""
-        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # Before torch is imported.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.log = directory / "log"
         self.log.unlink(missing_ok=True)
         self._stacks = [directory / f"stacks_{rank}" for rank in range(num_ranks)]
@@ -98,9 +90,8 @@ class Workers:
         """Whether other ranks than those killed have not ended by themselves."""
         for stacks, variables in zip(self._stacks, worker_environments(num_ranks), strict=True):
             stacks.unlink(missing_ok=True)
-            process = context.Process(target=_work, args=(arguments, variables, self.log, stacks))
-            process.start()
-            self._processes.append(process)
+            start = (arguments, variables, self.log, stacks)
+            self._processes.append(FORK_SERVER.start(_work, *start, daemon=False))
 
     def __enter__(self) -> "Workers":
         return self

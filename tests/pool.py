@@ -1,5 +1,7 @@
-"""Pool: four gloo worker processes that serve the whole test session."""
+"""Processes that start at once, forked from one that has imported what they need; and the pool, four of them
+that serve the whole test session."""
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -12,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +26,47 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",  # For the first backward pass.
-    "realhf.runtime.trainer",
+    "realhf.cli.worker",
+    "realhf.cli.overrides",
+    "realhf.runtime.records.pictures",
     "transformers.models.auto.tokenization_auto",
     "matplotlib.figure",
+    "tensorboard.summary.writer.record_writer",
     "pytest",
+    "tests.kills",
 ]
-"""What most tests of workers import, imported once for all of them."""
+"""What most tests of processes import, imported once for all of them."""
+MARK = "REALHF_TEST_COMMAND"
+"""Environment variable by which tests find the processes of a command. What fork servers get as its value has
+the length of those of commands, which are written over it."""
+
+
+class ForkServer:
+    """A process from which others are forked, which has imported `preload`; it starts on first use."""
+
+    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+        self._server = multiprocessing.forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(preload))
+
+    def start(self, function: Callable[..., Any], *args: Any, daemon: bool = True) -> Any:
+        """Start a process that calls the function, and return it as multiprocessing describes it."""
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_begin, args=(function, *args), daemon=daemon)
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", MARK: "0" * 32}
+        with contextlib.chdir(Path(__file__).parent.parent), patch.dict(os.environ, variables):
+            self._server.ensure_running()
+        connect = self._server.connect_to_new_process
+        with patch("multiprocessing.forkserver.connect_to_new_process", connect):
+            process.start()
+        return process
+
+
+def _begin(function: Callable[..., Any], *args: Any) -> None:
+    gc.freeze()  # What is imported stays: collections need not look at it.
+    function(*args)
+
+
+FORK_SERVER = ForkServer()
 
 
 class Pool:
@@ -38,12 +76,11 @@ class Pool:
     as they may be out of step, and the next run gets new ones. Functions and arguments travel by pickle.
     """
 
-    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
-        """Set up a pool whose workers are forked from a process of its own that has imported `preload`."""
+    def __init__(self, server: ForkServer = FORK_SERVER) -> None:
+        """Set up a pool whose workers are forked from this server."""
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._server = multiprocessing.forkserver.ForkServer()
-        self._server.set_forkserver_preload(list(preload))
+        self._server = server
 
     def run(self, fn: Callable[..., Any], *args: Any, num_ranks: int = SIZE, timeout: float = 120) -> list:
         """The results by rank. An exception of a worker is raised here, its traceback attached as a note."""
@@ -69,18 +106,13 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, port), daemon=True)
-            connect = self._server.connect_to_new_process
-            with patch("multiprocessing.forkserver.connect_to_new_process", connect):
-                process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(self._server.start(_serve, theirs, rank, port))
             theirs.close()
-            self._processes.append(process)
             self._pipes.append(ours)
         self._collect(SIZE, _START_SECONDS)
 
@@ -122,9 +154,8 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
     """The life of one worker: join the world, then one job after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    gc.freeze()  # What is imported stays: collections need not look at it.
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(SIZE), "CUDA_VISIBLE_DEVICES": ""})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(SIZE)})
     world: Any = None
     try:
         job = b""

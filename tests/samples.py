@@ -1,4 +1,5 @@
-"""Parts of large tables: `make test` runs the cases that are drawn here, `make test-all` every case."""
+"""Parts of large tables: `make test` runs the cases that are drawn here, `make test-all` every case,
+`make test-tenth` a tenth of the others."""
 
 import random
 from collections.abc import Collection, Iterable, Sequence

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "make check": "run beside these tests",
     "make test": "these tests",
     "make test-all": "these tests, and the slow ones",
+    "make test-tenth": "a part of the slow tests",
     "make bench-setup": "needs a package index",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "python benchmarks/real_model.py curve --plan plan.yaml --picture docs/real-model.png": "takes an hour",
@@ -183,6 +184,7 @@ def quick(command: str) -> list[str]:
     return ["check", *words[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", REALHF_COMMANDS)
 def test_commands_work(command, workplace, capsys):
     code = main(quick(command))
@@ -205,6 +207,7 @@ def test_every_command_is_run_or_named_with_a_reason():
                 assert not re.search(r"^\s*(realhf|make|python|pytest|torchrun|pip)\s+\S", text, re.M), text
 
 
+@pytest.mark.slow
 def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
     targets = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.M))
     for command in ELSEWHERE:
@@ -396,6 +399,7 @@ def test_the_reward_for_a_chat_takes_the_last_number():
     assert names["right_answer"](chats, ["17", "17", "17", "-2"]) == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_trained_chat_model_answers_in_transformers(workplace, capsys):
     code = snippet(beginning=ASK)
     for command in commands(DOCS / "my-model.md"):  # Unless their own test has run them.

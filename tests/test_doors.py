@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.two_hosts import stranger_of
-from tests.cli_tools import REALHF, Command, torchrun_on, wait_until, write_experiment
+from tests.cli_tools import ForkedCommand, torchrun_on, wait_until, write_experiment
 from tests.two_hosts import two_hosts_or_skip
 
 NOBODY = 65534
@@ -44,6 +44,17 @@ for address in addresses:
     except (RuntimeError, OSError) as error:
         answers[address] = repr(error)
 print(json.dumps(answers))
+"""
+
+
+UNHURRIED = """
+import time
+
+def reward(completions):
+    time.sleep(0.2)
+    return [float(len(text)) for text in completions]
+
+experiment.reward_function = reward
 """
 
 
@@ -97,15 +108,17 @@ def attack(addresses, made: Path, *, user: int = 0, inside=()) -> dict[str, obje
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_local_run_listens_on_loopback_and_unpickles_nothing(num_ranks, tmp_path):
-    experiment, out = write_experiment(tmp_path, steps=100_000, eval_dataset=None), tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", num_ranks, "--out", out) as command:
+    experiment = write_experiment(tmp_path, steps=100_000, eval_dataset=None, body=UNHURRIED)
+    out = tmp_path / "run"
+    with ForkedCommand("run", experiment, "--nproc", num_ranks, "--out", out) as command:
         metrics = out / "metrics.jsonl"
         assert wait_until(lambda: metrics.exists() and metrics.read_text(), seconds=90)
         found = listeners(command.processes())
         assert len(found) == (0 if num_ranks == 1 else 1 + num_ranks)  # The store, and gloo of each rank.
         assert [a for a in found if not ip_address(a.rpartition(":")[0]).is_loopback] == []
         before = num_descriptors(found.values())
-        answers = attack(found, tmp_path / "made", user=NOBODY if os.geteuid() == 0 else 0)
+        stranger = NOBODY if os.geteuid() == 0 else 0
+        answers = attack(found, tmp_path / "made", user=stranger) if found else {}
         assert wait_until(lambda: num_descriptors(found.values()) == before, seconds=10)
         reached = [address for address, answer in answers.items() if isinstance(answer, list)]
         assert len(reached) == (num_ranks > 1)  # Gloo takes no connections any more.

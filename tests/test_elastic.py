@@ -7,8 +7,7 @@ import pytest
 
 from tests.cli_tools import (
     GRPO_LAYOUTS,
-    REALHF,
-    Command,
+    ForkedCommand,
     read_jsonl,
     torchrun_on,
     untimed,
@@ -25,7 +24,7 @@ STEPS = 60
 def test_a_lost_host(tmp_path):
     experiment = write_experiment(tmp_path, steps=STEPS, eval_dataset=None, checkpoint_every=1)
     plan, whole, out = write_plan(tmp_path, GRPO_LAYOUTS), tmp_path / "whole", tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", whole) as command:
+    with ForkedCommand("run", experiment, "--plan", plan, "--out", whole) as command:
         code, _, err = command.finish()
         assert code == 0, err
     job = ["-m", "realhf", "run", experiment, "--plan", plan, "--out", out, "--timeout", 8]

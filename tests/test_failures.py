@@ -16,6 +16,7 @@ from tests.cli_tools import (
     GRPO_LAYOUTS,
     REALHF,
     Command,
+    ForkedCommand,
     read_jsonl,
     torchrun_on,
     wait_until,
@@ -64,7 +65,7 @@ def test_reward_function(tmp_path):
     """tests/rewards/test_scoring.py has what else may be wrong with what one returns."""
     experiment = write_experiment(tmp_path, body=REWARD)
     plan, out = write_plan(tmp_path, {**GRPO_LAYOUTS, "reward_forward": "d2@2-3"}), tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--plan", plan, "--out", out) as command:
         returncode, _, err = command.finish()
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert returncode == 2, err
@@ -110,7 +111,7 @@ def test_weights_that_break_behind_the_check(tmp_path):
     body = SHRINK.format(path=str(weights / "model.safetensors"), ranks=("0", "1"))
     experiment, out = write_experiment(tmp_path, body=body), tmp_path / "run"
     plan = write_plan(tmp_path, {**dict.fromkeys(GRPO_LAYOUTS, "d2t2@0-3"), "ref_forward": "t2@2-3"})
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--plan", plan, "--out", out) as command:
         code, _, err = command.finish()
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert code == 2, err
@@ -123,7 +124,7 @@ def test_weights_that_break_behind_the_check(tmp_path):
 @pytest.mark.slow
 def test_killed_worker(tmp_path):
     experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--nproc", 2, "--out", out) as command:
         metrics = out / "metrics.jsonl"
 
         def has_begun() -> bool:
@@ -152,7 +153,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.slow
 def test_what_another_rank_raises_is_heard(tmp_path):
     experiment, out = write_experiment(tmp_path, body=ONE_RAISES), tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--nproc", 2, "--out", out) as command:
         code, _, err = command.finish()
     line = experiment.read_text().splitlines().index('    raise RuntimeError("no data here")') + 1
     where = f"realhf: experiment {experiment} line {line}"
@@ -199,7 +200,7 @@ experiment.reward_function, experiment.eval_dataset = slow_reward, None
 def test_a_slow_reward_is_not_a_dead_peer(tmp_path):
     experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=8), steps=1)
     out = tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 5, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--nproc", 2, "--timeout", 5, "--out", out) as command:
         code, _, err = command.finish()
     assert code == 0, err
     assert read_jsonl(out / "metrics.jsonl")[0]["timing_s/reward_forward"] >= 8
@@ -209,7 +210,7 @@ def test_a_slow_reward_is_not_a_dead_peer(tmp_path):
 def test_a_stopped_worker_is_named(tmp_path):
     experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=0.1), steps=100_000)
     out = tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 3, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--nproc", 2, "--timeout", 3, "--out", out) as command:
         metrics = out / "metrics.jsonl"
         assert wait_until(lambda: command.ended or (metrics.exists() and metrics.read_text()), seconds=90)
         assert not command.ended, command.finish()
@@ -288,7 +289,7 @@ def test_interrupt_while_modules_are_loaded(tmp_path):
     begun = tmp_path / "begun"
     body = f"import time\nPath({str(begun)!r}).touch()\ntime.sleep(60)"
     experiment = write_experiment(tmp_path, body=body)
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", tmp_path / "run") as command:
+    with ForkedCommand("run", experiment, "--nproc", 2, "--out", tmp_path / "run") as command:
         assert wait_until(begun.exists, seconds=60)
         command.interrupt()
         code, _, err = command.finish()
@@ -309,7 +310,7 @@ experiment.reward_function, experiment.eval_dataset = reward, None
 """
     out = tmp_path / "run"
     experiment = write_experiment(tmp_path, body=body.format(out=str(out)), steps=9)
-    with Command(*REALHF, "run", experiment, "--out", out) as command:
+    with ForkedCommand("run", experiment, "--out", out) as command:
         code, _, err = command.finish()
     sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
     assert sentences == [f"realhf: --out {out} has been deleted while the run wrote to it"], err
@@ -322,8 +323,8 @@ def test_a_refused_resume_does_not_say_how_to_continue(grpo_run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run, out)
     (out / "summary.json").unlink()
-    words = [*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3, "--resume"]
-    with Command(*words, "--steps", 1) as command:
+    words = ["run", experiment, "--plan", plan, "--out", out, "--seed", 3, "--resume"]
+    with ForkedCommand(*words, "--steps", 1) as command:
         code, _, err = command.finish()
     sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
     assert code == 2 and len(sentences) == 1 and "leaves nothing to do" in sentences[0], err

@@ -14,7 +14,7 @@ import yaml
 
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.main import main
-from tests.cli_tools import REALHF, Command, wait_until, write_experiment
+from tests.cli_tools import ForkedCommand, wait_until, write_experiment
 from tests.kills import Tally, Workers, make_case, newest, result, torture, uninterrupted
 
 SLOW_REWARD = """
@@ -161,7 +161,7 @@ def sentences(text: str) -> list[str]:
 def test_a_signal_saves_and_stops(tmp_path, slow_case):
     case, expected = slow_case
     out = tmp_path / "run"
-    with Command(*REALHF, *case.words, "--nproc", 2, "--out", out, TEST_SECONDS="0.5") as command:
+    with ForkedCommand(*case.words, "--nproc", 2, "--out", out, TEST_SECONDS="0.5") as command:
         assert wait_until(lambda: newest(out) >= 2 or command.ended, seconds=90)
         command.interrupt(signal.SIGTERM)
         code, _, err = command.finish()
@@ -181,7 +181,7 @@ def test_a_signal_saves_and_stops(tmp_path, slow_case):
 def test_a_second_signal_ends_at_once(tmp_path, slow_case):
     case, expected = slow_case
     out = tmp_path / "run"
-    with Command(*REALHF, *case.words, "--nproc", 2, "--out", out, TEST_SECONDS="2") as command:
+    with ForkedCommand(*case.words, "--nproc", 2, "--out", out, TEST_SECONDS="2") as command:
         assert wait_until(lambda: newest(out) >= 1 or command.ended, seconds=90)
         command.interrupt(signal.SIGTERM)
         time.sleep(0.3)
@@ -199,7 +199,7 @@ def test_a_killed_worker_is_started_again(tmp_path, slow_case):
     case, expected = slow_case
     out = tmp_path / "run"
     words = [*case.words, "--nproc", 2, "--restarts", 1, "--out", out]
-    with Command(*REALHF, *words, TEST_SECONDS="0.3") as command:
+    with ForkedCommand(*words, TEST_SECONDS="0.3") as command:
         assert wait_until(lambda: newest(out) >= 2 or command.ended, seconds=90)
         os.kill(command.worker(rank=1), signal.SIGKILL)
         code, _, err = command.finish()

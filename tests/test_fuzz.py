@@ -34,7 +34,7 @@ def task(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_inputs_get_one_sentence(kind, share, task, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -57,6 +57,7 @@ def test_a_check_on_the_cpu_and_what_needs_two_gpus(tmp_path):
     assert check["status"] == "passed" and check["found"]["steps"] >= check["found"]["watched_steps"] > 0
 
 
+@pytest.mark.slow
 def test_without_a_device_it_says_so(monkeypatch):
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_check.py"], cwd=REPO, capture_output=True, text=True,

@@ -195,6 +195,7 @@ class _Priced(Rates):
 
 @pytest.mark.parametrize(
     "strategy", marked([ParallelStrategy(tp=2), ParallelStrategy(dp=2, ep=2)], quick=[0]))
+@pytest.mark.slow
 def test_whole_calls_are_compared_with_their_price(pool, strategy):
     found, other = pool.run(_whole_calls, strategy, num_ranks=2)
     assert found == other and found.keys() == {"forward", "train_step", "generate"}

@@ -176,6 +176,7 @@ def test_rewards(examples, text, is_right, is_brief):
     assert task.brief(completions, answer=["17"]) == [is_brief]
 
 
+@pytest.mark.slow
 def test_the_example_makes_a_step_with_a_converted_model(converted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/real_model").mkdir(parents=True)

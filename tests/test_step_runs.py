@@ -6,7 +6,7 @@ import time
 import pytest
 
 from realhf.cli.main import main
-from tests.cli_tools import REALHF, Command, write_experiment, write_plan
+from tests.cli_tools import ForkedCommand, write_experiment, write_plan
 
 DYNAMIC = """
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(num_ranks,
                "ref_forward": "d1@0", "actor_train": "t2@0-1"}  # fmt: skip
     plan = write_plan(tmp_path, layouts)
     words = ("run", path, "--out", tmp_path / "two", "--plan", plan, "--nproc", 2)
-    with Command(*REALHF, *words) as command:
+    with ForkedCommand(*words) as command:
         code, _, said = command.finish()
     assert code == 0, said
     for ours, expected in zip(metrics_of(tmp_path / "two"), steps, strict=True):
@@ -116,7 +116,7 @@ experiment = Random(**vars(experiment))
 def test_a_short_run_whose_ranks_differ_fails_and_leaves_no_checkpoint(tmp_path):
     path = write_experiment(tmp_path, steps=2, eval_dataset=None, body=RANDOM)
     out = tmp_path / "run"
-    with Command(*REALHF, "run", path, "--out", out, "--nproc", 2) as command:
+    with ForkedCommand("run", path, "--out", out, "--nproc", 2) as command:
         code, _, said = command.finish()
     assert code == 2 and "step() differs between ranks" in said, said
     assert not list((out / "checkpoints").glob("step_?"))
@@ -126,7 +126,7 @@ def test_a_short_run_whose_ranks_differ_fails_and_leaves_no_checkpoint(tmp_path)
 def test_ranks_that_take_different_ways_end_with_a_sentence(tmp_path):
     path = write_experiment(tmp_path, steps=5, eval_dataset=None, body=DIFFERENT)
     began = time.monotonic()
-    with Command(*REALHF, "run", path, "--out", tmp_path / "run", "--nproc", 2) as command:
+    with ForkedCommand("run", path, "--out", tmp_path / "run", "--nproc", 2) as command:
         code, _, said = command.finish()
     assert code == 2, said
     assert time.monotonic() - began < 60

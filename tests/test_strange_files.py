@@ -46,6 +46,7 @@ from realhf.user_input.files import (
     require_regular_files,
 )
 from tests.cli_tools import REPO, write_experiment
+from tests.samples import marked
 
 CHAT = [{"role": "user", "content": "1+1="}]
 
@@ -177,6 +178,7 @@ def test_yaml_that_grows_or_runs(load, text, what, tmp_path):
     assert time.process_time() - began < 2.0
 
 
+@pytest.mark.slow
 def test_values_in_messages_are_cut(tmp_path, capsys):
     cluster = yaml.safe_load((REPO / "plans/clusters/cpu-laptop.yaml").read_text())
     path = tmp_path / "cluster.yaml"
@@ -195,8 +197,8 @@ def test_values_in_messages_are_cut(tmp_path, capsys):
     [
         ("{{ 'a' * 10 ** 10 }}", "needs more than 1.07 GB of memory"),
         ("{{ 'a' * 3 * 10 ** 7 }}", "writes more than 4 MB"),
-        ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-         "it took more than 5 s of processor time"),
+        pytest.param("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+                     "it took more than 5 s of processor time", marks=pytest.mark.slow),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ raise_exception('no') }}", "TemplateError: no"),
         ("{{ messages.append(1) }}", "SecurityError"),
@@ -268,6 +270,7 @@ def test_junk_in_tokenizer_config(fields, task):
 # Rows.
 
 
+@pytest.mark.slow
 def test_a_row_of_60_mb_is_refused(tmp_path):
     long = "x" * (60 << 20)
     jsonl = tmp_path / "rows.jsonl"
@@ -284,6 +287,7 @@ def test_a_row_of_60_mb_is_refused(tmp_path):
         load_rows(DatasetConfig(str(parquet)), ("prompt_ids",))
 
 
+@pytest.mark.slow
 def test_a_small_parquet_file_that_is_large_in_memory(tmp_path, monkeypatch):
     """One text of a megabyte stands in 100,000 rows: the file has 1 MB and its rows 100 GB."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -419,7 +423,7 @@ def test_a_fifo_as_config_does_not_hang_a_process(tmp_path):
         ModelConfig.load(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"a":[]}', "1", '"ab"'])
+@pytest.mark.parametrize("text", marked(["[]", "{}", '{"a":[]}', "1", '"ab"'], quick=[0, 1, 3]))
 def test_json_that_grows_in_memory_is_refused_before_it_is_read(text):
     """Nine MB of `[],` took 250 MB."""
     began = time.process_time()
@@ -498,6 +502,7 @@ def close_output():
     time.sleep(30)
 
 
+@pytest.mark.slow
 def test_a_process_that_closes_its_output_is_named():
     process = JobProcess(__name__, main="close_output", seconds=1.0, memory_bytes=1 << 30)
     with pytest.raises(JobEnded, match="^its process closed its output; it may have 1"):

@@ -8,6 +8,7 @@ from tests.cli_tools import GRPO_LAYOUTS, make_grpo_run, torchrun_on, untimed
 from tests.two_hosts import two_hosts_or_skip
 
 
+@pytest.mark.slow
 def test_two_hosts_give_the_metrics_of_two_local_processes(grpo_run, tmp_path):
     experiment, plan, local = grpo_run
     _assert_equal_runs(experiment, plan, local, tmp_path / "run", per_host=1)

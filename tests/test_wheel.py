@@ -25,6 +25,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_every_shipped_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = [path for part in ("realhf", *SHIPPED) for path in (REPO / part).rglob("*") if path.is_file()]

@@ -1,7 +1,7 @@
 """Sends signals to short runs at random moments and at aimed ones, from their start to their end.
 
 Each run must answer at once with a sentence, end with exit code 1 and no traceback, and leave no process
-after a second; or it had already done all its steps. Runs have one process or two, with checkpoints or not.
+behind; or it had already done all its steps. Runs have one process or two, with checkpoints or not.
 Signals go to the launcher alone or, as from some supervisors, to all processes.
 """
 
@@ -9,12 +9,10 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
@@ -22,12 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cli_tools import REALHF, REPO, write_experiment
+from tests.cli_tools import Command, realhf, wait_until, write_experiment
 
-_MARK = "REALHF_SIGNALS"
 _STEPS = 6
 _BEFORE_PYTHON_SECONDS = 0.12
 """Python itself starts within this time; it ends by the signal then, without a sentence of ours."""
+_LEFT_SECONDS = 10.0
+"""Time in which all processes must have gone."""
 
 
 @dataclass
@@ -47,44 +46,26 @@ class Result:
 class Run:
     """A run whose standard error is read line by line, each with the time at which it came."""
 
-    def __init__(self, experiment: Path, out: Path, num_ranks: int) -> None:
+    def __init__(self, command: Command, out: Path) -> None:
+        self.command = command
         self.out = out
-        self._mark = uuid.uuid4().hex
-        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: self._mark}
         self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [*REALHF, "run", str(experiment), "--nproc", str(num_ranks), "--out", str(out)], cwd=REPO,
-            env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True)
         self.lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.command.stderr:
             self.lines.append((time.monotonic(), line))
 
     def finish(self, timeout: float) -> int:
-        code = self.process.wait(timeout)
+        code = self.command.wait(timeout)
         self._reader.join(1.0)  # A process that is left may hold the pipe.
         return code
 
     def processes(self) -> list[int]:
         """Return the ids of all living processes of this run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if f"{_MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
-
-    def kill(self) -> None:
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        return list(self.command.processes())
 
 
 AIMED: dict[str, Callable[[Run], bool]] = {
@@ -99,20 +80,26 @@ AIMED: dict[str, Callable[[Run], bool]] = {
 
 
 def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signals, wait: float | str,
-            jitter: float, to_all: bool) -> Result:  # fmt: skip
-    """Start a run, and send it a signal after `wait` seconds or at the aimed moment `wait`."""
-    run = Run(experiment, out, num_ranks)
+            jitter: float, to_all: bool, start: Callable[..., Command] = realhf) -> Result:  # fmt: skip
+    """Start a run by `start`, and send it a signal after `wait` seconds or at the aimed moment `wait`."""
+    with start("run", experiment, "--nproc", num_ranks, "--out", out) as command:
+        return _disturb(Run(command, out), num_ranks, number, wait, jitter, to_all)
+
+
+def _disturb(
+    run: Run, num_ranks: int, number: signal.Signals, wait: float | str, jitter: float, to_all: bool
+) -> Result:
     try:
         if isinstance(wait, str):
-            while not AIMED[wait](run) and run.process.poll() is None:
-                time.sleep(0.002)
+            while not AIMED[wait](run) and not run.command.ended:
+                time.sleep(0.005)
             time.sleep(jitter)
         else:
             time.sleep(wait)
-        if run.process.poll() is not None:
-            return Result(number, num_ranks, "ended before", run.process.returncode, None, 0.0)
+        if run.command.ended:
+            return Result(number, num_ranks, "ended before", run.finish(0.0), None, 0.0)
         sent = time.monotonic()
-        for pid in run.processes() if to_all else [run.process.pid]:
+        for pid in run.processes() if to_all else [run.command.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         code = run.finish(120.0)
@@ -123,7 +110,7 @@ def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signa
         moment = wait if isinstance(wait, str) else f"{sent - run.began:.2f} s"
         first = says[0] - sent if says else None
         result = Result(number, num_ranks, moment, code, first, ended - sent, text=text)
-        is_done = (out / "summary.json").exists()
+        is_done = (run.out / "summary.json").exists()
         if "Traceback" in text or "Exception ignored" in text:
             result.faults.append("traceback")
         if not is_done and code == 0:
@@ -132,15 +119,12 @@ def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signa
             result.faults += ["no sentence"] * (first is None) + [f"code {code}"] * (code not in (0, 1))
         if first is not None and first > 1.0:
             result.faults.append("late sentence")
-        time.sleep(max(0.0, ended + 1.0 - time.monotonic()))
-        if left := run.processes():
-            result.faults.append(f"{len(left)} processes left")
+        if not wait_until(lambda: not run.processes(), seconds=_LEFT_SECONDS):
+            result.faults.append(f"{len(run.processes())} processes left")
         return result
-    except subprocess.TimeoutExpired:
+    except TimeoutError:
         text = "".join(line for _, line in run.lines)
         return Result(number, num_ranks, str(wait), -1, None, 120.0, ["goes on"], text)
-    finally:
-        run.kill()
 
 
 def main() -> int:
@@ -160,9 +144,11 @@ def main() -> int:
             for name, period in (("with", 2), ("without", 0)))
         lengths = {}
         for num_ranks in (1, 2):
-            run = Run(experiment, Path(base, f"whole-{num_ranks}"), num_ranks)
-            assert run.finish(300.0) == 0, run.lines
-            lengths[num_ranks] = time.monotonic() - run.began
+            out = Path(base, f"whole-{num_ranks}")
+            with realhf("run", experiment, "--nproc", num_ranks, "--out", out) as command:
+                run = Run(command, out)
+                assert run.finish(300.0) == 0, run.lines
+                lengths[num_ranks] = time.monotonic() - run.began
         for i in range(2 * options.signals):
             num_ranks = rng.choice((1, 2))
             wait: float | str = rng.uniform(0.0, lengths[num_ranks])

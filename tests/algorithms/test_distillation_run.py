@@ -59,6 +59,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", marked(VARIANTS, quick=[2]))
+@pytest.mark.slow
 def test_a_plan_does_not_change_the_algorithm(pool, task, name):
     alone, score = pool.run(_run, VARIANTS[name], task, {})[0]
     spread, same_score = pool.run(_run, VARIANTS[name], task, SPREAD)[0]

@@ -84,6 +84,7 @@ def test_defaults_are_as_the_table_says(theirs):
     assert GRPO().loss.clip_high == theirs.epsilon and theirs.epsilon_high is None
 
 
+@pytest.mark.slow
 def test_what_the_page_says_about_deviations_and_evaluations(theirs):
     from trl.trainer.utils import nanstd
 

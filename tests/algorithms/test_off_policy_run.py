@@ -28,6 +28,7 @@ def _run(world, kind, task, proximal, layouts):
 
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_without_lag_recomputed_log_probs_are_those_of_the_generator(pool, tmp_path, kind):
     task = write_task(tmp_path)
     expected = pool.run(_run, kind, task, "generated", ONE)[0]

@@ -13,6 +13,7 @@ from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Seq
 from realhf.attention.reference import ReferenceAttention
 from tests.attention import stand_ins
 from tests.attention.cases import by_formula, expected, random_case
+from tests.samples import marked
 
 CPU = torch.device("cpu")
 KINDS = [AttentionKind(0.4), AttentionKind(0.4, window=5), AttentionKind(0.4, softcap=2.0)]
@@ -34,7 +35,8 @@ BACKENDS = [FlashAttention((2, 8)), VarlenAttention(has_pages=True)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("decodes, num_splits", [(True, None), (True, 1), (False, None)])
+@pytest.mark.parametrize("decodes, num_splits", marked(
+    [(True, None), (True, 1), (False, None)], quick=[0, 1]))
 def test_pages_are_passed_as_the_kernels_want_them(libraries, backend, decodes, num_splits):
     num_cases = 0
     for seed in range(60 if decodes else 10):

@@ -15,6 +15,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.runtime.checkpointer import newest_checkpoint
 from tests.cli_tools import untimed, write_experiment
+from tests.samples import drawn
 
 STEPS = 3
 SAMPLES = 12
@@ -139,7 +140,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("junk", STATES)
+@pytest.mark.parametrize("junk", drawn(STATES, 9))
 def test_a_state_with_right_checksums_that_no_run_has_is_a_sentence(finished, tmp_path, capsys, junk):
     experiment, run = finished
     out = tmp_path / "run"

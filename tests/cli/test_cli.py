@@ -24,7 +24,7 @@ from realhf.models.param_spec import model_spec
 from realhf.user_input.files import require_output
 from tests.cli_tools import GRPO_LAYOUTS, REALHF, REPO, Command, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import write_task
-from tests.samples import drawn
+from tests.samples import drawn, pairs
 
 GRAPH = """
 graph = experiment.graph()
@@ -423,8 +423,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "run"])
-@pytest.mark.parametrize("fault", WEIGHTS)
+@pytest.mark.parametrize(("command", "fault"), pairs(["check", "run"], WEIGHTS))
 def test_check_finds_weights(tmp_path, refused, fault, command):
     weights = _weights(tmp_path, fault)
     words = ["--actor.model", weights, "--actor.no-random-init"]
@@ -467,7 +466,7 @@ def test_check_finds_two_homes(tmp_path, refused):
     refused("check", path, "--plan", plan, says=says)
 
 
-@pytest.mark.parametrize("words", drawn(WORDS, 25))
+@pytest.mark.parametrize("words", drawn(WORDS, 12))
 def test_check_finds_words(experiment, refused, words):
     here = str(experiment.parent)
     refused(

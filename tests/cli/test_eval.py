@@ -11,8 +11,9 @@ from realhf.cli.overrides import override
 from realhf.errors import UserError
 from realhf.rewards.by_name import reward_by_name
 from realhf.runtime.evaluations import evaluated_model
-from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment
+from tests.cli_tools import ForkedCommand, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
+from tests.samples import marked
 
 DATA = DatasetConfig("data.jsonl")
 REWARD = "from tests.runtime.tiny import some_reward\n\nVALUE = 3\n"
@@ -69,7 +70,7 @@ def test_two_processes_give_the_same_answers(run, data, reward, tmp_path):
     options += ("--dtype", "float64")
     assert main(_words(run, data, tmp_path / "one", *options, "--json")) == 0
     words = _words(run, data, tmp_path / "two", *options, "--nproc", 2)
-    with Command(*REALHF, *words) as command:
+    with ForkedCommand(*words) as command:
         code, out, err = command.finish()
     assert code == 0, err
     assert "pass@3" in out and "again" in out and "4 x 3" in out
@@ -94,14 +95,14 @@ def test_the_sets_of_an_experiment_are_evaluated(run, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "name", "expected"),
-    [
+    marked([
         ("--eval-dataset.first.path x.jsonl", "first", DatasetConfig("x.jsonl")),
         ("--eval-dataset.second.samples 5 --steps 9", "second", Evaluation(DATA, samples=5)),
         ("--eval-dataset.second.dataset.max-rows 7", "second",
          Evaluation(DatasetConfig("data.jsonl", max_rows=7), samples=2)),
         ("--eval-dataset.second.sampling.temperature 0.5", "second",
          Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.5))),
-    ],
+    ], quick=[1]),
 )  # fmt: skip
 def test_fields_of_named_sets_can_be_overridden(words, name, expected):
     sets = {"first": DATA, "second": Evaluation(DATA, samples=2)}

@@ -18,7 +18,7 @@ from tests.cli_tools import REPO
 from tests.samples import marked
 
 
-@pytest.fixture(scope="module", params=["grpo", "sft", "dpo"])
+@pytest.fixture(scope="module", params=marked(["grpo", "sft", "dpo"], quick=[0]))
 def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param) / "new"
     assert main(["init", str(directory), "--template", request.param]) == 0
@@ -41,6 +41,7 @@ def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
     assert all("eval/score" in json.loads(line) for line in (lines[0], lines[-1]))
 
 
+@pytest.mark.slow
 def test_the_test_of_the_reward_passes_and_can_fail(made):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
     # The file is edited within a second and keeps its size, so a compiled copy would pass for the new one.

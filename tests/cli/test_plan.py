@@ -31,7 +31,8 @@ from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.user_input.shipped import dump_yaml
-from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
+from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
+from tests.samples import drawn
 
 PPO_7B = str(REPO / "examples/ppo_7b.py")
 
@@ -95,6 +96,7 @@ def test_the_answer_is_consistent(planned):
     assert [1 - share for share in busy] == pytest.approx(answer["timeline"]["idle"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_table_names_every_call_and_draws_the_step(capsys):
     assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1", *WHAT_IF]) == 0
     out = capsys.readouterr().out
@@ -143,6 +145,7 @@ def test_reasons_and_changes_are_in_the_answer(planned):
 
 
 @pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monkeypatch, cluster):
     """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
     monkeypatch.setattr(plan, "_REPORT_SECONDS", 0.0)
@@ -278,7 +281,7 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
     runs = {}
     for nproc, words in ((1, []), (3, ["--plan", "auto"])):
         out = tmp_path / f"run{nproc}"
-        with Command(*REALHF, "run", experiment, "--nproc", nproc, "--out", out, *words) as command:
+        with ForkedCommand("run", experiment, "--nproc", nproc, "--out", out, *words) as command:
             code, _, err = command.finish()
         assert code == 0, err
         steps = untimed(out / "metrics.jsonl")
@@ -322,7 +325,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", drawn(REFUSED, 12))
 def test_refusals(words, capsys, tmp_path):
     assert main(["plan", PPO_7B, *shlex.split(words)]) == 2
     err = capsys.readouterr().err

@@ -13,6 +13,7 @@ from tests.cli_tools import (
     GRPO_LAYOUTS,
     REALHF,
     Command,
+    ForkedCommand,
     read_jsonl,
     wait_until,
     write_experiment,
@@ -92,7 +93,7 @@ def test_ranks_end_if_rank_0_dies_or_finds_no_plan(tmp_path):
 def test_ranks_with_other_experiments_are_told_before_the_first_step(tmp_path):
     experiment = write_experiment(tmp_path, body=RANK + "experiment.seed = 7 if RANK == '1' else 0")
     plan = write_plan(tmp_path, GRPO_LAYOUTS)
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", tmp_path / "out") as command:
+    with ForkedCommand("run", experiment, "--plan", plan, "--out", tmp_path / "out") as command:
         code, _, err = command.finish(timeout=120)
     assert code == 2, err
     what = "rank 1 has another experiment than rank 0: seed is 0 on rank 0 and 7 on rank 1"
@@ -107,7 +108,7 @@ def test_ranks_with_other_plans_are_told_before_the_first_step(tmp_path):
         write_plan(tmp_path / str(rank), {"actor_train": layout})
     body = RANK + f"os.chdir({str(tmp_path)!r} + '/' + (RANK or '0'))"
     experiment = write_experiment(tmp_path, "sft", body=body)
-    with Command(*REALHF, "run", experiment, "--plan", "plan.yaml", "--out", tmp_path / "out") as command:
+    with ForkedCommand("run", experiment, "--plan", "plan.yaml", "--out", tmp_path / "out") as command:
         code, _, err = command.finish(timeout=120)
     both = "calls.actor_train.layout is 'd2@0-1' on rank 0 and 't2@0-1' on rank 1"
     assert code == 2 and f"rank 1 has another plan than rank 0: {both}" in err, err

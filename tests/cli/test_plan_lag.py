@@ -175,7 +175,8 @@ def test_refusals(words, capsys):
         assert part in err, err
 
 
-@pytest.mark.parametrize("rounds", marked([2, 3], quick=[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [2, 3])
 def test_lagged_plans_pass_the_check(rounds, capsys, tmp_path):
     experiment = str(write_experiment(tmp_path, "ppo", max_lag=2, rounds=rounds))
     path = str(tmp_path / "plan.yaml")

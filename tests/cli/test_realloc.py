@@ -15,7 +15,8 @@ import transformers
 from safetensors import safe_open
 
 from realhf.cli.main import main
-from tests.cli_tools import REALHF, REPO, Command
+from tests.cli_tools import REPO, ForkedCommand
+from tests.samples import drawn
 
 CLUSTERS = sorted(path.stem for path in (REPO / "plans/clusters").glob("*.yaml"))
 MOE = {
@@ -169,7 +170,7 @@ def replay(document: dict[str, Any], ids: dict[str, np.ndarray]) -> tuple[Counte
     return sent, received
 
 
-@pytest.mark.parametrize(("model", "source", "target", "words"), MOVES)
+@pytest.mark.parametrize(("model", "source", "target", "words"), drawn(MOVES, 5))
 def test_transfers_bring_what_is_missing(models, model, source, target, words):
     sizes = shapes(models[model])
     ids = {name: np.arange(math.prod(shape)).reshape(shape) for name, shape in sizes.items()}
@@ -212,7 +213,7 @@ def test_shipped_clusters(cluster):
 
 def test_for_people():
     words = ("--model", "llama-7b", "--src", "d2t4@0-7", "--dst", "d16@0-15", "--cluster", "h100-2x8")
-    with Command(*REALHF, "realloc", *words) as command:
+    with ForkedCommand("realloc", *words) as command:
         code, out, err = command.finish()
     assert (code, err) == (0, "")
     limit = answer("llama-7b", "d2t4@0-7", "d16@0-15", "--cluster", "h100-2x8")["limit"]

@@ -85,6 +85,7 @@ def test_the_table_is_for_a_terminal(tmp_path, call, monkeypatch):
         assert words in out
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path, call):
     a, b = write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv")
     for name, files, beginning in (

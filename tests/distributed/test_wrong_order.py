@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from realhf.distributed.failures import FailureBoard
-from tests.pool import PRELOAD
+from tests.pool import FORK_SERVER
 
 TIMEOUT_SECONDS = 3.0
 CALLS = ("actor_train", "critic_train")
@@ -52,17 +52,11 @@ def _rank(rank, port, native, order, late_seconds, answers):
 
 def _run(native, orders, late=(0.0, 0.0)):
     """Return what each rank says, the sentences on the failure board, and the seconds until the last one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board = FailureBoard(store, rank=0, size=2, host=0)
-    answers = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, store.port, native, orders[rank], late[rank], answers))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
+    answers = multiprocessing.get_context("forkserver").Queue()
+    ranks = [FORK_SERVER.start(_rank, rank, store.port, native, orders[rank], late[rank], answers)
+             for rank in range(2)]  # fmt: skip
     began = time.monotonic()
     try:
         for process in ranks:

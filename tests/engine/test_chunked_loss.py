@@ -22,7 +22,7 @@ from tests.engine.reference import plain_model, ragged_rows
 from tests.engine.training import CALL, engine_and_minibatches, minibatch
 from tests.nn.tiny import hf_config
 from tests.realloc.test_memory import Storages
-from tests.samples import pairs
+from tests.samples import marked
 
 FORWARD = FunctionCall(
     "ref_forward", "forward", ("sequence_ids", "response_mask"), ("logprobs",), role="actor",
@@ -46,7 +46,9 @@ def _run(world, text, chunk_tokens, tied):
     return metrics, shards, None if logprobs is None else logprobs.values
 
 
-@pytest.mark.parametrize(("layout", "tied"), pairs(["d1@0", "t2@0-1", "p2@0-1", "c2@0-1"], [False, True]))
+@pytest.mark.parametrize(("layout", "tied"), marked(
+    [(layout, tied) for layout in ("d1@0", "t2@0-1", "p2@0-1", "c2@0-1") for tied in (False, True)],
+    quick=[4, 7]))
 def test_chunks_change_no_number(pool, layout, tied):
     """A chunk has one token, a few (a sequence has up to 12), or all of them."""
     whole = pool.run(_run, layout, 1000, tied)
@@ -158,7 +160,7 @@ def test_an_entropy_bonus_has_the_gradient_of_plain_logits(plain, engine_type, c
 
 
 @pytest.mark.parametrize("layout", ["t2@0-1", "c2@0-1", "p2@0-1", "d2t2@0-3"])
-@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+@pytest.mark.parametrize("chunk_tokens", marked([5, 1000], quick=[0]))
 def test_an_entropy_bonus_is_the_same_under_every_layout(pool, plain, layout, chunk_tokens):
     whole, _ = _gradients(World(), "d1@0", plain[0])
     results = pool.run(partial(_gradients, chunk_tokens=chunk_tokens), layout, plain[0])

@@ -211,6 +211,7 @@ def _saved(engine):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.slow
 def test_state_moves_between_offloaded_and_other_optimizers(dtype):
     """What a checkpoint reads and writes are the same tensors; a run may go on with or without offload."""
     world = World()
@@ -266,6 +267,7 @@ print(torch._C._accelerator_getAllocatorSettings())
     ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
 ], quick=[2]))  # fmt: skip
+@pytest.mark.slow
 def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
     others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     made = subprocess.run(

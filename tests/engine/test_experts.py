@@ -79,7 +79,7 @@ def _run(world, name, text, max_rows):
 
 @pytest.mark.parametrize(
     "name, layout, max_rows",
-    [
+    marked([
         ("mixtral", "e2@0-1", 2),
         ("deepseek-v3", "e2@0-1", 2),
         ("deepseek-v3", "t2@0-1", 2),
@@ -89,7 +89,7 @@ def _run(world, name, text, max_rows):
         ("qwen2-moe", "e2c2@0-3", 2),
         ("deepseek-v3", "d4e2@0-3", 2),
         ("deepseek-v3", "d4e2@0-3", 512),
-    ],
+    ], quick=[0, 4, 6, 8]),
 )
 def test_tokens_and_logprobs_are_those_of_one_process(pool, name, layout, max_rows):
     expected = _run(World(), name, "d1@0", 512)

@@ -108,7 +108,7 @@ def plain(request, tmp_path_factory):
     marked([
         *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
         *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
-    ], quick=(0, 8)),
+    ], quick=[8]),
 )  # fmt: skip
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain
@@ -184,7 +184,7 @@ _ARCHITECTURES = {
 
 
 @pytest.mark.parametrize(("family", "layout"), drawn(SPREAD, 4))
-@pytest.mark.parametrize("section_numel", [1 << 26, 3000], ids=["whole", "in sections"])
+@pytest.mark.parametrize("section_numel", marked([1 << 26, 3000], quick=[1]), ids=["whole", "in sections"])
 def test_updates_are_those_of_one_process(pool, family, layout, section_numel):
     norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")
     spec = model_spec(hf_config(family))

@@ -32,7 +32,7 @@ from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan
+from tests.cli_tools import TIMED, ForkedCommand, read_jsonl, write_experiment, write_plan
 from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config
 from tests.reallocators import make_reallocator
@@ -378,7 +378,7 @@ def test_grpo_from_the_command_line(tmp_path, layouts):
     experiment = write_experiment(tmp_path, model=PHI, steps=2)
     plan = write_plan(tmp_path, dict(zip(CALLS, layouts, strict=True)))
     words = ("--plan", plan, "--actor.engine", "transformers", "--out", tmp_path / "out")
-    with Command(*REALHF, "run", experiment, *words) as command:
+    with ForkedCommand("run", experiment, *words) as command:
         program = compile_program(*_grpo(tmp_path), world_size=1)
         expected = Trainer(program, World(), quiet=True).run()
         code, _, err = command.finish(timeout=240)

@@ -15,7 +15,7 @@ from tests.inference.test_generate import _generate, long_prompts
 from tests.samples import marked
 
 
-@pytest.mark.parametrize("name", marked(["llama-3.1", "qwen2-window", "gemma-2", "gpt2"], quick=[1]))
+@pytest.mark.parametrize("name", marked(["llama-3.1", "qwen2-window", "gemma-2", "gpt2"], quick=[3]))
 def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
     """Passes that one call has recorded are replayed in the next."""
     write_family(name, tmp_path)

@@ -18,7 +18,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from tests.families import MOE_CASES
 from tests.inference.test_scheduler import BLOCK_SIZE, MAX_NEW, _prompts, _Replay
-from tests.samples import drawn
+from tests.samples import drawn, marked
 
 
 class _Thread:
@@ -131,7 +131,7 @@ def _count(world, layout):
     return len(steps), len(gathers), lengths
 
 
-@pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
+@pytest.mark.parametrize("layout", marked(["e2@0-1", "e2p2@0-3"], quick=[0]))
 def test_ranks_agree_once_in_a_window(pool, layout):
     """After the step of the prompts there are 59 steps, in four windows; then all ranks agree that they have
     ended."""

@@ -20,6 +20,7 @@ from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference, engine_of, write_family
 from tests.inference.test_generate import _generate, long_prompts
 from tests.realloc.test_memory import Storages
+from tests.samples import marked
 
 PAGE = 16
 
@@ -54,7 +55,7 @@ def _engine(directory, backend):
     return engine
 
 
-@pytest.mark.parametrize("most", [7, 16, 64, 1000])
+@pytest.mark.parametrize("most", marked([7, 16, 64, 1000], quick=[0, 3]))
 def test_logprobs_are_those_of_transformers_however_many_tokens_are_expanded(model_dir, monkeypatch, most):
     monkeypatch.setattr(chunk_sizes, "EXPANDED_TOKENS", most)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -113,6 +114,7 @@ def test_few_tokens_attend_to_the_latents(tmp_path):
         assert type(paged_chunks(backends, pages, [chunk])) is kind
 
 
+@pytest.mark.slow
 def test_a_part_bounds_the_memory(model_dir, monkeypatch):
     """Of a prompt of 400 tokens, each token has 8 heads with keys of 10 dims and values of 5 in float64."""
     prompts = [torch.randint(2, 67, (400,), generator=torch.Generator().manual_seed(0)).tolist()]

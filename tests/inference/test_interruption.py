@@ -72,7 +72,7 @@ def _interrupted(expected):
     return [i for i, (_, logprobs, _) in expected.items() if 0.0 in logprobs]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", marked([0, 1], quick=[1]))
 def test_the_phrase_follows_long_thinking_only(versions, phrases, number):
     case = _case(versions, phrase=phrases[number])
     expected = expected_rows(case, versions[0], keep=False)
@@ -96,6 +96,7 @@ def test_rounds_change_nothing(versions, phrases, budget):
 
 @pytest.mark.parametrize(
     "options", marked([{"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}], quick=[2]))
+@pytest.mark.slow
 def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monkeypatch):
     restarted = []
     restart = Scheduler._restart
@@ -123,7 +124,7 @@ def test_layouts_change_nothing(pool, versions, phrases, layout):
         check_rows(rows, expected_rows(case, versions[0], keep=False), case)
 
 
-@pytest.mark.parametrize("layout", ["t2@0-1", "p2@0-1"])
+@pytest.mark.parametrize("layout", marked(["t2@0-1", "p2@0-1"], quick=[1]))
 def test_kept_caches_change_nothing(pool, versions, phrases, layout):
     case = replace(_case(versions, 4, phrase=phrases[1], **KEEP), changes=True)
     rows = {}

@@ -176,6 +176,7 @@ def test_experts_keep_company(pool, layout):
 
 
 @pytest.mark.parametrize("layout", marked(["d1@0", "d2p2@0-3"], quick=[1]))
+@pytest.mark.slow
 def test_a_flushed_cache_is_computed_again(pool, versions, layout):
     case = _case(versions)
     expected = expected_rows(case, versions[0], keep=True, flushed=[2, 4])

@@ -69,6 +69,7 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
         {"kv_cache_gib": 5 * BLOCK_GIB}, {"kv_cache_gib": 6 * BLOCK_GIB, "prefill_tokens": 50},
     ], quick=[4]),
 )  # fmt: skip
+@pytest.mark.slow
 def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     restarted = []
     restart = Scheduler._restart

@@ -151,8 +151,8 @@ def test_rounds_change_nothing(pool, versions, tokenizer, layout, name):
         assert {i: row[:2] for i, row in expected.items()} == {i: row[:2] for i, row in one_round.items()}
 
 
-@pytest.mark.parametrize("layout", ["pages", "d2@0-1", "p2@0-1"])
-@pytest.mark.parametrize("name", ["stops", "min_p and penalties"])
+@pytest.mark.parametrize(
+    ("layout", "name"), pairs(["pages", "d2@0-1", "p2@0-1"], ["stops", "min_p and penalties"]))
 def test_kept_caches_change_nothing(pool, versions, tokenizer, layout, name):
     case = _case(versions, tokenizer, name, 3, limits=LIMITS, **KEEP)
     _check(pool, layout, replace(case, changes=True), versions, keep=True)

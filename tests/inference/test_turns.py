@@ -136,6 +136,7 @@ def test_turns_continue_what_is_cached(versions, max_rows, paged):
 
 @pytest.mark.parametrize(("layout", "max_rows", "paged"), marked(
     product(["p2@0-1", "t2@0-1"], [512, 2], [True, False]), quick=[0]))
+@pytest.mark.slow
 def test_layouts_change_no_turn(pool, versions, layout, max_rows, paged):
     models, pattern = versions
     expected = _expected(models)

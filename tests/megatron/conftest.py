@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import PRELOAD, Pool
+from tests.pool import PRELOAD, ForkServer, Pool
 
 
 def _call(world: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -17,7 +17,7 @@ def _call(world: Any, name: str, args: tuple[Any, ...]) -> Any:
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[Callable[..., list[Any]]]:
     """Run `name(world, *args)` of runs.py on `num_ranks` ranks, and return the results by rank."""
-    workers = Pool([*PRELOAD, "tests.megatron.runs"])
+    workers = Pool(ForkServer([*PRELOAD, "tests.megatron.runs"]))
 
     def run(name: str, *args: Any, num_ranks: int, timeout: float = 300) -> list[Any]:
         return workers.run(_call, name, args, num_ranks=num_ranks, timeout=timeout)

@@ -26,6 +26,7 @@ def assert_equal(metrics, expected):
 
 
 @pytest.mark.parametrize("layouts", marked([(LAYOUTS,), (("d2@0-1", "d1@0", "d2@0-1"),)], quick=[0]))
+@pytest.mark.slow
 def test_grpo_follows_the_curve_of_a_native_actor(megatron, task, reference, layouts):
     """The second plan generates in the layout of training, where both engines have a copy."""
     tokens, metrics = megatron("grpo", "megatron", layouts, task, None, None, num_ranks=4)[0]

@@ -79,6 +79,7 @@ def test_weights_go_to_our_layout_and_back(megatron, name, layout, other):
 
 
 @pytest.mark.parametrize(("library", "dtype"), marked(LIBRARIES, quick=[0]))
+@pytest.mark.slow
 def test_grouped_experts_go_to_our_layout_and_back(megatron, library, dtype):
     job = ("moved_back", hf_config("qwen3-moe"), "d2t2e2@0-3", "p2@1-2", dtype)
     for differing in megatron("with_library", library, *job, num_ranks=4):
@@ -87,6 +88,7 @@ def test_grouped_experts_go_to_our_layout_and_back(megatron, library, dtype):
 
 @pytest.mark.parametrize(("name", "layout"), marked(
     [("qwen2", "t2p2v2@0-3"), ("qwen3-moe", "d2t2e2@0-3")], quick=[1]))
+@pytest.mark.slow
 def test_exported_model_gives_transformers_the_same_logits(megatron, tmp_path, name, layout):
     hf = hf_config(name)
     ranks = megatron("exported", hf, layout, tmp_path, num_ranks=4)

@@ -19,6 +19,7 @@ from tests.gpu.models import engine_of, tokens, write_model
 from tests.gpu.pretended import mark_as_there, pretended_device
 from tests.nn.test_moe import hf_config
 from tests.nn.tiny import build
+from tests.samples import marked
 
 LENGTHS = [5, 1, 9, 9, 3]
 NAMES = ("qwen2", "gpt2", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -160,7 +161,7 @@ class LogProbsAndEntropy(Loss):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
-@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+@pytest.mark.parametrize("chunk_tokens", marked([4, 1000], quick=[0]))
 def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chunk_tokens):
     """The positions of its tokens, the tokens in the mask, and the parts of the loss are computed on the
     host, forward and backward."""

@@ -140,6 +140,7 @@ def test_period_is_what_ranks_need_that_execute_their_traces(seed):
 
 @pytest.mark.parametrize(
     ("num_seeds", "least"), [(12, 1), pytest.param(300, 30, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_lagged_search_finds_the_best_of_all_plans(num_seeds, least):
     solved = []
     for seed in range(num_seeds):
@@ -155,6 +156,7 @@ def test_lagged_search_finds_the_best_of_all_plans(num_seeds, least):
 
 
 @pytest.mark.parametrize("seed", drawn(range(6), 1))
+@pytest.mark.slow
 def test_lagged_bounds_hold_however_early_the_search_stops(seed):
     rng = random.Random(seed)
     problem = random_lagged_problem(rng, num_calls=5, lag=1, rounds=1)

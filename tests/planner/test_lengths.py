@@ -25,6 +25,7 @@ from realhf.planner.rates import Rates
 from realhf.planner.slowest_replica import Rollout, ScoringTime, decode_steps
 from realhf.runtime.samples.exchange import Routing, assign
 from tests.planner.problems import quantile
+from tests.samples import pairs
 
 PROMPT = 100
 LENGTHS = {
@@ -78,8 +79,7 @@ def _priced(rollout, costs):
 COSTS = {"steps": (1.0, 0.0, 0.0), "rows": (1.0, 0.05, 1e-4), "cache": (1.0, 0.02, 1e-3)}
 
 
-@pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("costs", "name"), pairs(COSTS, LENGTHS))
 def test_the_slowest_replica_is_that_of_a_simulation(name, costs):
     """Apart from the simulations' noise, half of the estimates are within 2 % and all within 7 %, or 15 % if
     many rows have one length."""

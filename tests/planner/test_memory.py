@@ -22,7 +22,7 @@ from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
 from tests.planner.problems import peak_memory
 from tests.realloc.test_memory import Storages
-from tests.samples import drawn
+from tests.samples import drawn, marked
 
 
 def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128, lora=None):
@@ -163,7 +163,7 @@ def predict(case, rank):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", drawn(CASES, 6), ids=_name)
+@pytest.mark.parametrize("case", drawn(CASES, 4), ids=_name)
 def test_peak_is_as_predicted(pool, case):
     ranks = Layout.parse(case.layout).ranks
     for rank, (weights, training, peak) in enumerate(pool.run(measure, case, num_ranks=len(ranks))):
@@ -193,7 +193,7 @@ LONG_PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LONG_PROMPTS, ids=_name)
+@pytest.mark.parametrize("case", marked(LONG_PROMPTS, quick=[0, 1]), ids=_name)
 def test_the_longest_prompts_are_counted(pool, case):
     """Every second prompt is the longest; with prompts of the mean length, less would be predicted."""
     ranks = Layout.parse(case.layout).ranks
@@ -236,10 +236,10 @@ def test_parameters_are_those_published(name, total):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [
+    marked([
         *(("qwen2.5-0.5b", layout) for layout in ("d1@0", "t2@0-1", "t7p2@0-13", "d2p3@0-5")),
         *(("qwen3-30b-a3b", layout) for layout in ("t8p2@0-15", "d4e4@0-3", "d4e2@0-3", "d3p5t2e3@0-29")),
-    ],
+    ], quick=[1, 2, 3, 5, 6]),
 )
 def test_sizes_are_those_of_the_fullest_rank(name, layout):
     """The expected sizes come from the regions that the parameter table assigns to every rank."""
@@ -363,12 +363,12 @@ def test_hundreds_of_strategies_are_asked_for_in_no_time():
     strategies = [ParallelStrategy(pp=p, dp=d, tp=t) for p in sizes for d in sizes for t in sizes]
     held = sum(param.numel for param in role.spec.params)
     assert num_params(role.spec, strategies[0], 0) == held
-    start = time.perf_counter()
+    start = time.process_time()
     for strategy in strategies:
         num_params(role.spec, strategy, strategy.pp - 1)
         for kind in ("generate", "forward", "train_step"):
             peak_memory(role, kind, workload, strategy, 0, micro_batch_tokens=4096)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 2.0
 
 
 def test_available_memory_leaves_a_margin():

@@ -71,7 +71,7 @@ def unfinished(rng, space, chosen):
     return choices
 
 
-@pytest.mark.parametrize(("seeds", "least"), marked([(range(20), 50), (range(20, 80), 150)], quick=[0]))
+@pytest.mark.parametrize(("seeds", "least"), marked([(range(6), 10), (range(80), 200)], quick=[0]))
 def test_the_search_and_the_check_count_the_same(seeds, least):
     fitting = []
     for seed in seeds:

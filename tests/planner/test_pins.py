@@ -88,6 +88,7 @@ def compare_pins(problem, rng):
 
 @pytest.mark.parametrize(
     ("most_devices", "num_pins"), marked([(4, 12), (4, 500), (9, 5000)], quick=[0]))
+@pytest.mark.slow
 def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
     ratios = []
     for seed in itertools.count():
@@ -102,6 +103,7 @@ def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
 @pytest.mark.parametrize(
     ("seeds", "most_pins", "least"),
     marked([(range(25), 60, 1), (range(120), 60, 8), (range(150, 600), 400, 40)], quick=[0]))
+@pytest.mark.slow
 def test_the_best_of_all_pins_is_the_best_plan(seeds, most_pins, least):
     """With every legal layout of every call pinned in turn, the best is what the search finds without pins.
 
@@ -165,6 +167,7 @@ def test_small_clusters_have_all_legal_layouts():
 
 
 @pytest.mark.parametrize(("seeds", "least"), marked([(range(12), 3), (range(12, 40), 8)], quick=[0]))
+@pytest.mark.slow
 def test_pinning_the_plan_that_was_found_changes_nothing(seeds, least):
     compared = 0
     for seed in seeds:

@@ -15,6 +15,7 @@ def rows():
     return [published_steps.predicted(row) for row in published_rows.ROWS]
 
 
+@pytest.mark.slow
 def test_published_steps_are_predicted(rows):
     missed = [goal for goal in published_steps.goals(rows) if not goal.met]
     assert not missed
@@ -26,6 +27,7 @@ def test_each_model_is_published_in_both_modes():
         (a.model, False, True) for a in published_rows.ROWS[::2]]
 
 
+@pytest.mark.slow
 def test_the_goals_can_be_missed(rows):
     """Devices that reach their peaks, without host time, would be far too fast, above all with experts."""
     ideal = replace(

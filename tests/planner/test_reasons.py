@@ -105,6 +105,7 @@ def test_a_layout_that_lacks_memory_fits_with_what_is_said(planned):
     assert seconds(planned.problem.cluster.device_memory_bytes) > promised * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_causes_are_shapley_values():
     """Add up the differences that each cause makes, over all orders, with step times of mixed plans."""
     for seed in range(8):
@@ -117,6 +118,7 @@ def test_causes_are_shapley_values():
     assert set(explain_difference(space, chosen, chosen).values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_only_what_differs_is_a_cause(planned):
     """A plan whose only difference is that one call takes longer on the same ranks has one cause."""
     space = planned.space

@@ -86,6 +86,7 @@ def test_search_finds_the_best_of_a_million_plans():
 
 
 @pytest.mark.parametrize("seed", drawn(range(8), 2))
+@pytest.mark.slow
 def test_bounds_hold_however_early_the_search_stops(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=5)
@@ -98,6 +99,7 @@ def test_bounds_hold_however_early_the_search_stops(seed):
         assert early.lower_bound_seconds <= whole.step_seconds * (1 + 1e-9) <= early.step_seconds * (1 + 2e-9)
 
 
+@pytest.mark.slow
 def test_a_common_layout_that_fits_gives_a_first_plan():
     """Compared with every plan in which all groups share a layout, each with its leanest options."""
     num_found = 0

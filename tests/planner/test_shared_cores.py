@@ -124,6 +124,7 @@ def test_a_step_takes_at_least_as_long_as_the_cores_of_a_host_work(seed):
 
 
 @pytest.mark.parametrize(("seeds", "least"), marked([(range(10), 2), (range(10, 40), 6)], quick=[0]))
+@pytest.mark.slow
 def test_the_search_finds_the_best_of_all_plans_on_shared_cores(seeds, least):
     solved = []
     for seed in seeds:

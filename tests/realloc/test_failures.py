@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.pool import PRELOAD
+from tests.pool import FORK_SERVER
 from tests.samples import marked
 
 NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
@@ -57,14 +57,10 @@ def _rank(rank, port, fault, at_wave, results):
 @pytest.mark.parametrize(
     "fault, at_wave", marked([("dies", 0), ("dies", 3), ("falls silent", 3)], quick=[1]))
 def test_the_others_name_role_peer_and_wave(fault, at_wave):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = context.Queue()
+    results = multiprocessing.get_context("forkserver").Queue()
     options = (store.port, fault, at_wave, results)
-    ranks = [context.Process(target=_rank, args=(rank, *options)) for rank in range(NUM_RANKS)]
-    for process in ranks:
-        process.start()
+    ranks = [FORK_SERVER.start(_rank, rank, *options) for rank in range(NUM_RANKS)]
     try:
         stopped = [results.get(timeout=60) for _ in range(NUM_RANKS - 1)]
     finally:
@@ -73,7 +69,7 @@ def test_the_others_name_role_peer_and_wave(fault, at_wave):
             process.join()
     assert sorted(rank for rank, _, _ in stopped) == [0, 1]
     for _, sentence, seconds in stopped:
-        assert seconds < 3 * TIMEOUT_SECONDS
+        assert seconds < 10 * TIMEOUT_SECONDS  # Within which the silent one sleeps.
         what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, wave \d+ of \d+: "
         assert re.match(what, sentence), sentence
     assert any(f"communication with rank {LOST} broke off" in sentence for _, sentence, _ in stopped), stopped

@@ -16,6 +16,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_slices
 from tests.realloc.test_execute import _model
 from tests.reallocators import make_reallocator
+from tests.samples import marked
 
 STAGING_BYTES = 150_000
 SLACK_BYTES = 4096  # Notices between ranks and other small tensors.
@@ -103,12 +104,12 @@ def _move(world, source, target, follow_rate, sharded, dtype):
 
 @pytest.mark.parametrize(
     "source, target, follow_rate, sharded, dtype",
-    [
+    marked([
         ("t4@0-3", "d4@0-3", 1.0, False, torch.float32),
         ("d1@0", "d4@0-3", 1.0, False, torch.bfloat16),
         ("p2t2@0-3", "d2t2@0-3", 0.5, False, torch.float32),
         ("d4@0-3", "t2p2@0-3", 1.0, True, torch.bfloat16),
-    ],
+    ], quick=[2, 3]),
 )
 def test_peak_is_target_plus_staging(pool, source, target, follow_rate, sharded, dtype):
     moved = pool.run(_move, source, target, follow_rate, sharded, dtype)

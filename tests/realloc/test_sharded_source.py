@@ -42,14 +42,11 @@ def _any_spec(settings, section_numel=1 << 24):
 in_sections = pytest.mark.parametrize("section_numel", [1 << 24, 2000], ids=["whole", "in sections"])
 
 
-@pytest.mark.parametrize(
-    "layout",
+@pytest.mark.parametrize(("layout", "settings"), pairs(
     [
         *("d4@0-3", "d2t2@0-3", "p2d2@0-3", "d3@1-3", "c4@0-3", "d2c2@0-3", "d3c2t2p2@0-23"),
         *("d4e2@0-3", "d4e4@0-3", "d2e2t2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"),
-    ],
-)
-@pytest.mark.parametrize("settings", [{}, {"tied": True}, MOE, {"family": "DeepseekV3"}])
+    ], [MOE, {}, {"family": "DeepseekV3"}, {"tied": True}]))
 @in_sections
 def test_parts_tile_what_a_replica_holds(layout, settings, section_numel):
     spec, layout = _any_spec(settings, section_numel), Layout.parse(layout)

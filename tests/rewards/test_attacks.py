@@ -69,6 +69,7 @@ def test_no_attack_succeeds_that_has_a_sandbox_for_itself(landlock):
     assert _failures(chosen, attacks.all_outcomes(chosen, landlock=landlock, alone=True)) == []
 
 
+@pytest.mark.slow
 def test_no_attack_of_an_ordinary_user_succeeds():
     rows = _as_ordinary_user("--quick")
     assert [row for row in rows if not row[-1]] == [] and len(rows) > 150

@@ -44,13 +44,13 @@ def _scores(function, limits, texts=("a", "bb", "ccc", "dddd")):
 def test_a_call_that_takes_too_long_is_named_with_its_sample():
     def slow(completions, **kwargs):
         if "ccc" in completions:
-            time.sleep(3)
+            time.sleep(60)
         return [1.0] * len(completions)
 
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         _scores(slow, RewardLimits(timeout_seconds=0.3))
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 30
     assert "slow raised TimeoutError: it has not returned within 0.3 s" in str(caught.value)
     assert "on sample 2 with the prompt 'prompt ccc'" in str(caught.value)
     repeats = "; reward_limits.retries repeats a call"
@@ -175,7 +175,7 @@ def test_a_run_goes_on_without_the_failed_samples(tmp_path):
     assert all(math.isfinite(value) for step in metrics for value in step.values())
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_an_outage_of_the_reward_skips_steps(algorithm, tmp_path, capsys):
     """A step without any reward changes no weights, and the run ends after too many in a row."""
     outages = {2}
@@ -222,7 +222,7 @@ def test_a_call_that_never_returns_is_interrupted_wherever_it_is():
         started = time.monotonic()
         with pytest.raises(UserError, match="hangs raised TimeoutError: it has not returned within 0.2 s"):
             _scores(hangs, RewardLimits(timeout_seconds=0.2), texts=("a",))
-        assert time.monotonic() - started < 3, name
+        assert time.monotonic() - started < 30, name
     with time_limit(5.0, AssertionError):
         with pytest.raises(KeyError), time_limit(0.05, KeyError):
             time.sleep(10)

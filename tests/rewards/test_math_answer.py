@@ -8,6 +8,7 @@ import pytest
 from realhf import MathAnswer
 from realhf.rewards.reward import reward_columns
 from realhf.signals import time_limit
+from tests.samples import marked
 
 PAIRS = [
     ("72", "#### 72"), ("72", r"so \boxed{72}."), ("72", "it is 73"), (r"$\frac{1}{2}$", r"\boxed{0.5}"),
@@ -62,6 +63,7 @@ def test_equal_answers_have_one_form(reward):
     assert reward.answer_of("nothing") is None and reward.answer_of("#### 72") == "72"
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_wrong():
     reward = MathAnswer(timeout_seconds=1.0, processes=2)
     metrics = {}
@@ -80,7 +82,8 @@ def test_wrong_settings():
         MathAnswer(processes=0)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("seconds", marked([0.0, 0.3, 0.6], quick=[1]))
+@pytest.mark.slow
 def test_an_interrupted_comparison_answers_no_later_question(seconds):
     """The first text takes all of its time; the interrupt comes at the start, or over the work."""
     reward = MathAnswer(processes=1, timeout_seconds=2.0)

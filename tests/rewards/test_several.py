@@ -304,6 +304,7 @@ def reference(pool, task):
 
 
 @pytest.mark.parametrize("layout", marked(["d2@0-1", "t2@0-1", "p2@0-1"], quick=[0]))
+@pytest.mark.slow
 def test_a_plan_does_not_change_the_rewards(pool, task, reference, layout):
     layouts = dict.fromkeys(CALLS, layout)
     if layout == "d2@0-1":

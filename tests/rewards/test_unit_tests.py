@@ -89,6 +89,7 @@ def test_a_program_is_the_block_that_prints():
     assert code_of(f"```py\nimport math\n```\n```py\n{program}```") == program
 
 
+@pytest.mark.slow
 def test_an_endless_loop_runs_once():
     """The first program that breaks a limit is the last; wrong ones go on, unless all have to pass."""
     runs = []

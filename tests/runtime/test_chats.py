@@ -76,6 +76,7 @@ def test_ignoring_eos_ignores_the_end_of_turns(task):
         assert call.work.sampling.stop_token_ids == stops
 
 
+@pytest.mark.slow
 def test_exports_name_the_end_of_turns(task, tmp_path, capsys):
     """A model that was fine-tuned on chats ends its answers in transformers and here."""
     from transformers import GenerationConfig

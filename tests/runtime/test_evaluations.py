@@ -191,6 +191,7 @@ def test_the_summary_has_the_first_and_last_values_of_all_sets(alone):
 
 
 @pytest.mark.parametrize(("layouts", "own"), CASES, ids=str)
+@pytest.mark.slow
 def test_a_plan_does_not_change_answers(pool, task, alone, tmp_path, layouts, own):
     out = tmp_path / "out"
     pool.run(_run, task, layouts, own, out)
@@ -200,6 +201,7 @@ def test_a_plan_does_not_change_answers(pool, task, alone, tmp_path, layouts, ow
         assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_evaluations_draw_the_same_numbers_each_time_and_leave_training_alone(task, alone, tmp_path):
     still = _experiment(task)
     still.actor = type(still.actor)(**{**vars(still.actor), "optimizer": type(still.actor.optimizer)(lr=0.0)})
@@ -274,6 +276,7 @@ def _run_beside(world, task, marks, layouts, own, out):
     Trainer(program, world, out=out, quiet=True).run()
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_beside_training_on_ranks_of_its_own(pool, task, tmp_path):
     marks = tmp_path / "marks"
     marks.mkdir()

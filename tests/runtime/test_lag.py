@@ -167,6 +167,7 @@ def whole(pool, task, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("lag", "step"), marked(product(CONTINUED, (2, 1, 3)), quick=[0]))
+@pytest.mark.slow
 def test_a_lagged_run_continues_from_any_step(pool, task, whole, tmp_path, lag, step):
     """The same plan gives the same bits."""
     start = whole(lag) / f"checkpoints/step_{step}"
@@ -176,6 +177,7 @@ def test_a_lagged_run_continues_from_any_step(pool, task, whole, tmp_path, lag, 
 
 
 @pytest.mark.parametrize("lag", marked(CONTINUED, quick=[0]))
+@pytest.mark.slow
 def test_a_lagged_run_continues_under_another_plan(pool, task, whole, tmp_path, lag):
     """The numbers are the same to summation order."""
     start = whole(lag) / "checkpoints/step_2"

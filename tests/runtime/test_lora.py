@@ -109,6 +109,7 @@ QUICK = (PLANS[4],)
 
 
 @pytest.mark.parametrize("layouts", [p if p in QUICK else _slow(p) for p in PLANS], ids="-".join)
+@pytest.mark.slow
 def test_a_plan_does_not_change_results(pool, task, reference, layouts):
     assert _differences(pool.run(_run, "grpo", layouts, task, LORA)[0], reference("grpo")) == []
 
@@ -133,6 +134,7 @@ def test_merged_generation_draws_the_same_tokens(pool, task, reference, layouts)
     assert summary["eval_last"] == pytest.approx(reference("grpo")[2]["eval_last"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_after_the_first_step_only_adapters_move(pool, task):
     specs = parameter_specs(_experiment("grpo", task).roles())
     adapters, base = (specs[name].numel * 8 for name in ("actor.lora", "actor"))
@@ -169,6 +171,7 @@ def _memory(world, task, layouts):
         (("d4@0-3", "d2@2-3", "d2t2@0-3"), [False] * 4, [1, 1, 2, 2]),
     ], quick=[1]),
 )
+@pytest.mark.slow
 def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, shared, loaded):
     results = pool.run(_memory, task, layouts)
     assert [r[0] for r in results] == shared

@@ -72,6 +72,7 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
             assert summary[call]["predicted"] == of_call[0]["predicted_counted_bytes"]
 
 
+@pytest.mark.slow
 def test_the_measured_memory_is_that_of_the_process():
     """A block that is written and freed stays in the peak. The kernel's sum over all mappings is the same."""
     lines = ["from realhf.runtime.execute.meters import resident_bytes as held",

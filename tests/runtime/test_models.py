@@ -89,6 +89,7 @@ def _train(world, task, out, layouts):
 
 
 @pytest.mark.parametrize("train", marked(["t2@0-1", "d2@0-1"], quick=[1]))
+@pytest.mark.slow
 def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train):
     """Both use the same ranks, and reallocations for the next step are in flight when the export starts."""
     layouts = {"actor_generate": "p2@0-1", "ref_forward": "d2@0-1", "actor_train": train}

@@ -124,6 +124,7 @@ REFERENCES = [
 
 
 @pytest.mark.parametrize("references", marked([(names,) for names in REFERENCES], quick=[1]))
+@pytest.mark.slow
 def test_weights_are_on_the_device_during_their_calls_only(pool, task, tmp_path, references):
     layouts = {**GRPO, "ref_forward": references[0], "ref_again": references[1]}
     for rank, (steps, _) in enumerate(pool.run(_steps, task, layouts, OFFLOAD, tmp_path / "rested")):
@@ -149,6 +150,7 @@ def test_weights_are_on_the_device_during_their_calls_only(pool, task, tmp_path,
     assert all(torch.equal(rested[name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.slow
 def test_the_plan_decides_what_is_recomputed(pool, task, tmp_path):
     layouts = {**GRPO, "ref_forward": "d1@0", "ref_again": "d1@1"}
     plain = pool.run(_steps, task, layouts, {}, tmp_path / "plain")

@@ -27,6 +27,7 @@ from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
+from tests.samples import marked
 
 VOCABULARY = 18
 """Tokens of the tiny model."""
@@ -123,7 +124,7 @@ def reference(pool, task):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layouts"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+    ("kind", "layouts"), marked([*CASES, *SLOW], quick=[0]), ids=str)
 def test_a_plan_does_not_change_results(pool, task, reference, kind, layouts):
     """Micro-batches hold about one pair, and a chunk of logits less than a pair."""
     found = _numbers(pool.run(_small, kind, layouts, task)[0])

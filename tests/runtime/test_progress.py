@@ -274,6 +274,7 @@ def _pairs(task):
     return {"dataset": DatasetConfig(str(path)), "steps": 1, "batch_size": 4}
 
 
+@pytest.mark.slow
 def test_every_kind_of_training_shows_what_it_learns(task, capsys):
     """The values beside the titles are checked for two kinds by what else is known of a first step."""
     shown = _last_line(make_experiment("grpo", task, steps=1, eval_dataset=None), capsys)

@@ -115,6 +115,7 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_large_file_go_on_where_the_checkpoint_was(tmp_path):
     """With lag, rows of earlier prompts are read again after a resume; rows that are left out shift them."""
     directory = write_task(tmp_path)
@@ -209,7 +210,7 @@ RESCUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("variant", "at", "step"), RESCUES)
+@pytest.mark.parametrize(("variant", "at", "step"), marked(RESCUES, quick=[4, 6]))
 def test_a_failing_run_saves_its_last_finished_step(tmp_path, capsys, variant, at, step):
     """What continues from there is what nothing has ended, bit for bit."""
     directory = write_task(tmp_path)
@@ -291,6 +292,7 @@ def _run_with_state(world, places, directory, out, start, steps):
     Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
 
 
+@pytest.mark.slow
 def test_states_of_host_calls_follow_them_through_changes_of_plan(pool, tmp_path):
     """Twice, so that a rank that had the state once has an old copy of it when it comes back."""
     directory = write_task(tmp_path)

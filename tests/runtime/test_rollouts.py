@@ -108,6 +108,7 @@ def test_kept_answers_are_those_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_plan_keeps_the_same(pool, tmp_path, kind):
     directory = write_task(tmp_path)
     train(World(), build(kind, directory), tmp_path / "one")
@@ -180,6 +181,7 @@ def test_without_scores_the_answers_that_train_are_kept(tmp_path):
     assert all(line["completion"] and line["length"] and line["prompt"].endswith("=") for line in lines)
 
 
+@pytest.mark.slow
 def test_every_and_off(tmp_path):
     directory = write_task(tmp_path)
     log = RolloutLog(prompts_per_step=1, follow_rows=0, every=2)

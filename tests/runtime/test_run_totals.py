@@ -29,7 +29,7 @@ def _run(task, out, *, kind="grpo", start=None, **changes):
     return json.loads((out / "summary.json").read_text()), read_jsonl(out / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_tokens_and_spread_are_those_of_the_answers(task, tmp_path, kind):
     """Every answer is in rollouts.jsonl. A prompt has a token for each character; PPO trains two models."""
     changes = {"epochs": 2, "steps": 2} if kind == "ppo" else {"steps": 2}

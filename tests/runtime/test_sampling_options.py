@@ -98,6 +98,7 @@ def test_answers_end_at_stops_and_limits(task, expected, lag):
 
 @pytest.mark.parametrize(
     ("layout", "lag"), marked(product(["d2@0-1", "t2@0-1", "p2@0-1"], [0, 3]), quick=[1]))
+@pytest.mark.slow
 def test_a_plan_changes_nothing(pool, task, expected, layout, lag):
     batches, metrics, score = pool.run(_run, layout, task, lag)[0]
     assert batches == expected[lag][0]
@@ -105,6 +106,7 @@ def test_a_plan_changes_nothing(pool, task, expected, layout, lag):
     assert_close(metrics, expected[lag][1])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_limits_of_unfinished_answers(pool, task, expected, tmp_path):
     pool.run(_run, "d1@0", task, 3, tmp_path)
     start = tmp_path / "checkpoints/step_1"

@@ -116,7 +116,7 @@ def expected_rows(directory: Path, *, max_lag: int) -> list[list[int]]:
     return trained
 
 
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("lag", marked(LAGS, quick=[1]))
 def test_prompts_with_a_high_pass_rate_are_not_drawn_again(pool, task, lag):
     batches, metrics = pool.run(run, lag, None, task)[0]
     expected = expected_rows(task, max_lag=LAGS[lag][0])
@@ -135,6 +135,7 @@ def test_prompts_with_a_high_pass_rate_are_not_drawn_again(pool, task, lag):
 
 @pytest.mark.parametrize("lag", ["2", pytest.param("2 on one mesh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", marked(PLANS, quick=[1]))
+@pytest.mark.slow
 def test_a_plan_changes_nothing(pool, task, plan, lag):
     batches, metrics = pool.run(run, lag, plan, task)[0]
     expected, expected_metrics = pool.run(run, lag, None, task)[0]
@@ -144,6 +145,7 @@ def test_a_plan_changes_nothing(pool, task, plan, lag):
 
 @pytest.mark.parametrize(
     ("plan", "step"), marked([(None, 2), ("disjoint", 2), ("disjoint", 4)], quick=[0]))
+@pytest.mark.slow
 def test_a_run_continues_with_its_pass_rates(pool, task, tmp_path, plan, step):
     """The same plan gives the same bits."""
     pool.run(run, "2", plan, task, tmp_path / "whole")

@@ -118,6 +118,7 @@ def test_a_run_without_a_plateau_is_not_trusted():
     assert any("8 points are few" in warning for warning in few.warnings(0.02))
 
 
+@pytest.mark.slow
 def test_the_bootstrap_repeats_and_widens_with_noise():
     law = law_of("ScaleRL")
     widths = []

@@ -164,6 +164,7 @@ def test_the_commands_of_the_first_page(server, tmp_path):
     assert {"eval/pass@4", "eval/math_answer", "eval/boxed"} <= summary["evals"].keys()
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
     code = (
         "from realhf.user_input.hub import find_model\nfrom realhf.data.row_files import find_dataset\n"
@@ -296,6 +297,7 @@ for case in sys.stdin.read().split(","):
     ]
 
 
+@pytest.mark.slow
 def test_no_network_and_nothing_in_the_cache(server, tmp_path):
     experiment = tmp_path / "gsm8k.py"
     experiment.write_text(EXPERIMENT)
