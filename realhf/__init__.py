@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # Editors and type checkers read these imports. Python imports a name on its first use.
+if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NAMES on its first use.
     from realhf.algorithms.advantages import AdvantageConfig as AdvantageConfig
     from realhf.algorithms.critic_free import CISPO as CISPO
     from realhf.algorithms.critic_free import DAPO as DAPO
@@ -78,10 +78,46 @@ if TYPE_CHECKING:  # Editors and type checkers read these imports. Python import
     from realhf.steps.step_runner import StepRunner as StepRunner
     from realhf.user_input.files import prepare_once as prepare_once
 
-with open(__file__) as _file:  # Quick: every process of a sandbox imports this.
-    _WORDS = [line.split() for line in _file if line.startswith("    from realhf.")]
-_MODULE_OF = {name: module for _, module, _, name, *_ in _WORDS}
-"""Public name -> the module that defines it, according to the imports above."""
+_NAMES = {
+    "realhf.algorithms.advantages": ("AdvantageConfig",),
+    "realhf.algorithms.critic_free": (
+        "CISPO", "DAPO", "GRPO", "GSPO", "RLOO", "CriticFree", "ReinforcePlusPlus", "ReMax"),
+    "realhf.algorithms.distillation": ("Distillation",),
+    "realhf.algorithms.kl": ("RewardKL",),
+    "realhf.algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
+    "realhf.algorithms.pass_rates": ("PassRateLimit",),
+    "realhf.algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
+    "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
+    "realhf.algorithms.preferences": ("DPO", "BradleyTerry", "DPOLoss", "PairwiseRewardModel", "RewardModel"),
+    "realhf.algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
+    "realhf.algorithms.sft": ("SFT",),
+    "realhf.calls": (
+        "Generate", "HostFunction", "Interruption", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
+        "TopLogProbs", "TrainStep", "Values"),
+    "realhf.cluster": ("Cluster",),
+    "realhf.data.dataset": ("DatasetConfig", "DatasetMixture"),
+    "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
+    "realhf.graph": ("DataflowGraph", "FunctionCall"),
+    "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
+    "realhf.models.lora": ("LoraConfig",),
+    "realhf.models.model_config": ("ModelConfig",),
+    "realhf.plan": ("CallPlan", "ExecutionPlan"),
+    "realhf.rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
+    "realhf.rewards.limits": ("RewardLimits",),
+    "realhf.rewards.math_answer": ("MathAnswer",),
+    "realhf.rewards.puzzles": ("ReasoningGym",),
+    "realhf.rewards.remote_judge": ("RemoteJudge",),
+    "realhf.rewards.reward": ("Reward",),
+    "realhf.rewards.sandbox": ("Sandbox",),
+    "realhf.rewards.shaping": (
+        "CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty", "TokenReward"),
+    "realhf.rewards.unit_tests": ("UnitTests",),
+    "realhf.steps.sample_pool": ("Pool", "Samples"),
+    "realhf.steps.step_runner": ("StepRunner",),
+    "realhf.user_input.files": ("prepare_once",),
+}
+"""Module -> the public names that it defines: those of the imports above, for Python itself."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 __version__ = "0.1.0"
 

@@ -18,4 +18,6 @@ def commands(page: Path) -> Iterator[str]:
         lines = text.replace("\\\n", " ").splitlines()
         if language != "sh":  # A terminal: commands after a prompt, and their output.
             lines = [line[2:] for line in lines if line.startswith("$ ")]
-        yield from (" ".join(words) for line in lines if (words := shlex.split(line, comments=True)))
+        for line in lines:
+            if words := shlex.split(line, comments=True):
+                yield " ".join(shlex.quote(word) if " " in word else word for word in words)

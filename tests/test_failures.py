@@ -70,8 +70,9 @@ def test_reward_function(tmp_path):
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert returncode == 2, err
     assert "Traceback" not in err
-    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    *sentences, way_on = [line for line in err.splitlines() if line.startswith("realhf: ")]
     assert 1 <= len(sentences) <= 2, err  # Two ranks run the function.
+    assert "the last checkpoint is that of step 1" in way_on
     for sentence in sentences:
         for part in SAYS:
             assert part in sentence

@@ -44,7 +44,7 @@ def test_nothing_unpickles_or_runs_text():
 
 
 OWN = (
-    "__init__.py", "cli/init.py",  # Files of the package itself.
+    "cli/init.py",  # Files of the package itself.
     # Files of the kernel.
     "cli/plan.py", "cluster.py", "inference/cache_memory.py", "profiling/clock.py",
     "runtime/execute/meters.py",

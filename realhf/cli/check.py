@@ -2,19 +2,19 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
 from realhf.calls import learning_rate
 from realhf.cli.dry_run import try_out
-from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.memory_prediction import prove_here
+from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.planning_problem import model_role, problem_of
+from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
-from realhf.experiment import Experiment, Role, optimizer_steps
+from realhf.experiment import Role, optimizer_steps
 from realhf.graph import FunctionCall
 from realhf.layout import even_split
 from realhf.planner.memory_account import MemoryCheck, require_fit
@@ -29,17 +29,19 @@ EXAMPLES = (
     "realhf check examples/ppo_7b.py --cluster h100-2x8")
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf check`."""
-    add_plan_option(parser)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf check`."""
+    add_experiment_arguments(parser)
+    add_plan_argument(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
     add("--cluster", help="cluster file or shipped name: its devices are the ranks")
     add("--json", action="store_true", help="print one JSON document")
 
 
-def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Check the experiment, print the result and return the exit code."""
+    experiment = read_experiment(options, words)
     cluster = Cluster.load(options.cluster) if options.cluster is not None else None
     num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = compile_experiment(experiment, options, num_devices)

@@ -20,9 +20,10 @@ from realhf.rewards.remote_judge import RemoteJudge
 from realhf.rewards.reward import column_key, name_of
 from realhf.rewards.scoring import RewardCall, RewardScores, SamplesToScore
 from realhf.rewards.unit_tests import UnitTests
+from realhf.runtime.compile.checks import check_lengths, check_vocabulary
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.compile.warnings import warnings_of
 from realhf.signals import time_limit
 
 _ROWS = 2000

@@ -1,31 +1,22 @@
-"""Loads an experiment file and compiles its experiment for a number of ranks. Free of torch."""
+"""The experiment of a command: its file and its overrides. Free of torch."""
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
 import inspect
-import json
-import os
 import re
 import sys
-import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
-from realhf.cli.launch import LAUNCHER_PLAN, is_worker
-from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
-from realhf.cluster import Cluster
+from realhf.cli.overrides import option_names, override, print_fields
 from realhf.errors import UserError, naming, shown, user_line
 from realhf.experiment import Experiment
-from realhf.plan import ExecutionPlan
-from realhf.realloc.links import Links
-from realhf.runtime.compile.program import Program, compile_program
 from realhf.user_input.field_types import check_types, explain_keyword
 from realhf.user_input.files import execute_file, read_text
+from realhf.user_input.hub import find_model
 from realhf.user_input.shipped import find_experiment
 from realhf.user_input.suggest import did_you_mean
 
@@ -35,70 +26,85 @@ _INPUTS = ("plan", "fallback_plan", "resume", "profile", "cluster", "model")
 """Options with a file or folder, or with the name of something shipped or on the hub."""
 _PATH_FIELDS = ("path", "model", "tokenizer", "adapter")
 """Fields of experiments with a file or folder, or with a name on the hub."""
-_PARSERS = ("argparse", "click", "tyro", "absl", "fire", "docopt", "optparse", "getopt")
-"""Libraries that read the command line."""
 
 
-def _smaller_plan(
-    experiment: Experiment, options: Namespace, plan: ExecutionPlan, num_ranks: int
-) -> ExecutionPlan:
-    """Return a plan for the ranks that are left of a run: a fallback plan, else one made after a restart.
+def add_experiment_arguments(parser: ArgumentParser, what: str = "EXP.py") -> None:
+    """Declare what every command with an experiment has: its name among the words, --help and --traceback."""
+    parser.usage = f"{parser.prog} {what} [options] [--field value ...]"
+    text = f"this help; with {what} also every field (EXP.py is a Python file that defines `experiment`)"
+    parser.add_argument("-h", "--help", action="store_true", help=text)
+    text = "show the traceback of an error, too"
+    parser.add_argument("--traceback", action="store_true", help=text)
 
-    If there is neither, return `plan`, although it does not fit.
+
+def read_experiment(options: Namespace, words: list[str], *, weights: bool = False) -> Experiment:
+    """Return the experiment of the file that the words name, with its overrides; see `with_overrides`."""
+    name = experiment_name(options, words)
+    experiment = None if name is None else experiment_of(name, options, words)
+    return with_overrides(experiment, options, words, weights=weights)
+
+
+def experiment_name(options: Namespace, words: list[str]) -> str | None:
+    """Take the name of the experiment out of the words; None if there is none, and help is wanted.
+
+    It is the first word, or, if that is an override, the first word that ends in .py.
     """
-    said = f"realhf: plan {options.plan} needs {plan.num_ranks} ranks, and there are {num_ranks}"
-    is_main = os.environ.get("RANK") == "0"
-    for name in getattr(options, "fallback_plan", None) or ():
-        other = ExecutionPlan.load(name)
-        if other.num_ranks <= num_ranks:
-            if is_main:
-                print(f"{said}: the run uses {name}", file=sys.stderr, flush=True)
-            return other
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return plan
-    if is_main:
-        print(f"{said}: the run has a new plan", file=sys.stderr, flush=True)
-
-    def make() -> ExecutionPlan:
-        cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
-        if len(cluster.kinds) > 1:
-            raise UserError(
-                f"{said}: cluster {options.cluster} has several kinds of hosts, and which are left is not "
-                "known: give the plan for fewer ranks (--fallback-plan)")
-        per_host = min(cluster.devices_per_host, num_ranks)
-        left = dataclasses.replace(
-            cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
-        return auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
-
-    return _made_once(make, options)
+    is_override = bool(words) and words[0].startswith("-")
+    name = next((word for word in words if not is_override or word.endswith(".py")), None)
+    if name is None:
+        if options.help:
+            return None
+        raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.usage}")
+    options.experiment = name
+    options.started_in = None
+    words.remove(name)
+    follows = dict(zip(words[1:], words, strict=False))
+    if more := [word for word in words if word.endswith(".py") and not follows.get(word, "").startswith("-")]:
+        raise UserError(f"there are two experiment files, {name} and {more[0]}: give one")
+    return name
 
 
-def _made_once(make: Callable[[], ExecutionPlan], options: Namespace) -> ExecutionPlan:
-    """Return the plan that rank 0 makes, or make it here if there are no other workers."""
-    if not is_worker() or os.environ["WORLD_SIZE"] == "1":
-        return make()
-    share = importlib.import_module("realhf.cli.plan_exchange").share_plan
-    return share(make, search_seconds=TIME_LIMIT, timeout_seconds=options.timeout)
+def with_overrides(
+    experiment: Experiment | None, options: Namespace, words: list[str], *, weights: bool
+) -> Experiment:
+    """Return the experiment with its overrides, and download what it has on the hub, perhaps `weights`.
+
+    For --help, print all fields and the help instead, and end the command.
+    """
+    if options.help or experiment is None:
+        if experiment is not None:
+            print_fields(experiment)
+        options.parser.print_help()
+        raise SystemExit(0)
+    changed = override(experiment, words, also=option_names(options.parser))
+    _fetch_models(changed, weights=weights)
+    return changed
 
 
-def _auto_plan(experiment: Experiment, options: Namespace, cluster: Cluster) -> ExecutionPlan:
-    """Return the plan of --plan auto: that of our launcher, else the one that rank 0 makes."""
-    if is_worker() and (made := os.environ.get(LAUNCHER_PLAN)) is not None:
-        return ExecutionPlan.from_dict(json.loads(made))
-    profile = getattr(options, "profile", None)
-    return _made_once(
-        lambda: auto_plan(experiment, options.experiment, cluster=cluster, profile=profile), options)
+def _fetch_models(experiment: Experiment, *, weights: bool) -> None:
+    """Download the models, adapters and tokenizers with names of the hub that are not in its cache.
+
+    Without `weights`, download only configs and tokenizers. Raises UserError, which names the field.
+    """
+    try:
+        roles = experiment.roles()
+        names = experiment.hub_names()
+    except (Exception, SystemExit):  # Compiling the experiment raises it again, with a better sentence.
+        return
+    drawn = {f"{name}.model" for name, role in roles.items() if role.random_init}
+    for field, name in names.items():
+        with naming(field):
+            find_model(name, weights=weights and field != "tokenizer" and field not in drawn)
 
 
-def read_experiment(name: str, options: Namespace, words: list[str]) -> Experiment:
+def experiment_of(name: str, options: Namespace, words: list[str]) -> Experiment:
     """Return the experiment of a file; see `load_experiment`.
 
     If the file changes the working directory, paths in it begin there, and those of the command line where
     the command was started: they become absolute in `options` and in the overrides `words`. Then the
-    attribute `started_in` of the options is that directory, otherwise None.
+    attribute `started_in` of the options is that directory.
     """
     start = Path.cwd()
-    options.started_in = None
     experiment = load_experiment(name)
     if Path.cwd() == start:
         return experiment
@@ -128,18 +134,14 @@ def _from(start: Path, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_argparse() -> Iterator[None]:
-    """Let parsers of the command line in the user's file print no usage when they end the program."""
-    error = argparse.ArgumentParser.error
-
-    def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-        raise SystemExit(message)
-
-    argparse.ArgumentParser.error = refuse  # type: ignore[assignment,method-assign]
+def _without_arguments(path: Path) -> Iterator[None]:
+    """Let a file that reads the command line find only its own name there: the words are for realhf."""
+    argv = sys.argv
+    sys.argv = [str(path)]
     try:
         yield
     finally:
-        argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+        sys.argv = argv
 
 
 def load_experiment(name: str) -> Experiment:
@@ -150,20 +152,20 @@ def load_experiment(name: str) -> Experiment:
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
     try:
         # Standard output is for the command's own answer.
-        with contextlib.redirect_stdout(sys.stderr), _quiet_argparse():
+        with contextlib.redirect_stdout(sys.stderr), _without_arguments(path):
             module = execute_file(path, name=f"realhf_experiment_{path.stem}")
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
-        if isinstance(error, SystemExit) and (parser := _parser_of(error)) is not None:
-            what = (
-                f"it reads the command line by {parser} ({error}): the words there are realhf's own; fields "
-                "are set by `--field value`, other values by environment variables (os.environ)")
+        if isinstance(error, SystemExit):
+            what += (
+                "; the file gets no arguments of the command line: fields are set by `--field value`, other "
+                "values by environment variables (os.environ)")
         if isinstance(error, TypeError):
             what += explain_keyword(error, importlib.import_module("realhf"))
         if isinstance(error, ImportError) and error.name == "realhf":
             wanted = re.search(r"cannot import name '(\w+)'", str(error))
             what += did_you_mean(wanted[1], importlib.import_module("realhf").__all__) if wanted else ""
-        raise UserError(f"experiment {name}{_line(error, path)}: {what}") from error
+        raise UserError(f"experiment {name}{line_of(error, path)}: {what}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
         raise UserError(
@@ -174,15 +176,6 @@ def load_experiment(name: str) -> Experiment:
         _check_attributes(experiment)
         check_types(experiment)
     return experiment
-
-
-def _parser_of(error: SystemExit) -> str | None:
-    """Return the name of the library for command lines that has raised an error; None if none has."""
-    paths = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    of_python = Path(argparse.__file__).parent
-    libraries = [path for path in paths if path.parent == of_python or "site-packages" in path.parts]
-    names = {part.removesuffix(".py") for path in libraries for part in path.parts}
-    return next((library for library in _PARSERS if library in names), None)
 
 
 def _what_it_has(module: ModuleType, path: Path) -> str:
@@ -243,7 +236,7 @@ def _check_attributes(experiment: Experiment) -> None:
                     f"a dataclass with `{attribute}: TYPE = ...`")
 
 
-def _line(error: BaseException, path: Path) -> str:
+def line_of(error: BaseException, path: Path) -> str:
     """Return where in the user's code the error arose, as words that follow the experiment file's name."""
     where = user_line(error)
     if where is None:
@@ -251,52 +244,3 @@ def _line(error: BaseException, path: Path) -> str:
     file, _, number = where.rpartition(":")
     is_here = Path(file).resolve() == path.resolve()
     return f" line {number}" if is_here else f" ({file} line {number})"
-
-
-def add_plan_option(parser: ArgumentParser) -> None:
-    """Declare --plan, which `compile_experiment` reads."""
-    text = "plan file or shipped name, or `auto`; default: calls split over all ranks by dp"
-    parser.add_argument("--plan", help=text)
-
-
-def compile_experiment(
-    experiment: Experiment, options: Namespace, num_ranks: int | None = None
-) -> tuple[Program, int]:
-    """Return the program and its number of ranks.
-
-    The number is that of torchrun's workers, else `num_ranks`, else --nproc, else as many as the plan uses.
-    Raises UserError if experiment, plan and options do not fit each other.
-    """
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
-    if is_worker():
-        num_ranks = int(os.environ["WORLD_SIZE"])
-    plan = None
-    named = getattr(options, "cluster", None)
-    profile = getattr(options, "profile", None)
-    cluster = Cluster.load(named) if named is not None else None
-    if options.plan == "auto":
-        cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
-        plan = _auto_plan(experiment, options, cluster)
-        num_ranks = num_ranks or options.nproc or cluster.num_devices
-    elif options.plan is not None:
-        plan = ExecutionPlan.load(options.plan)
-        if num_ranks is not None and plan.num_ranks > num_ranks:
-            plan = _smaller_plan(experiment, options, plan, num_ranks)
-    num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
-    try:
-        program = compile_program(experiment, plan, world_size=num_ranks)
-        if cluster is not None and (origin := named or profile) is not None:
-            links = Links.of_cluster(cluster, origin=f"{origin}'s")
-            peaks = cluster.peak_flops if len(cluster.kinds) == 1 else {}  # A call's depend on its ranks.
-            program = dataclasses.replace(program, links=links, peak_flops=peaks)
-        return program, num_ranks
-    except ValueError as error:
-        about_plan = options.plan is not None and str(error).startswith("calls.")
-        raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
-    except (Exception, SystemExit) as error:
-        if user_line(error) is None:
-            raise
-        raise UserError(
-            f"experiment {options.experiment}{_line(error, Path(options.experiment))}: "
-            f"{type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
+from realhf.cli.overrides import refuse_words
 from realhf.data.conversations import find_conversation
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import DatasetRows, read_rows
@@ -36,8 +37,8 @@ _TAKEN = (*STANDARD, *EXTRAS, "columns", "zip", "str")
 """Names in the reward function that no column can have."""
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf init`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf init`."""
     add = parser.add_argument
     add("directory", metavar="DIR", help="directory to write, which may exist")
     add("--template", default="grpo", metavar="NAME", help="grpo (default), sft or dpo")
@@ -50,12 +51,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--answer-key", metavar="COLUMN", help=f"{of_answers}; default: {_ANSWER_KEY}")
 
 
-def run(options: Namespace, unknown: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Write the directory and return the exit code."""
-    if unknown:
-        legal = ("--template", "--model", "--data", "--prompt-key", "--answer-key")
-        meant = did_you_mean(unknown[0], legal)
-        raise UserError(f"realhf init has no option {unknown[0]}{meant}: legal are {', '.join(legal)}")
+    refuse_words(options.parser, words)
     directory = Path(options.directory)
     files = _files(options)
     _check_directory(directory, list(files))

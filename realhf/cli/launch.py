@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,34 +105,18 @@ has initialized it."""
 _PR_SET_NAME = 15  # From Linux's prctl.h.
 
 
-class Channel:
-    """One end of a socket over which JSON objects travel, one per line."""
+def _send(channel: Connection, message: dict[str, Any]) -> None:
+    """Send a JSON object; do nothing if the other end is gone, which `_receive` reports."""
+    with suppress(OSError):
+        channel.send_bytes(json.dumps(message).encode())
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._rest = b""
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send an object; do nothing if the other end is gone, which `receive` reports."""
-        with suppress(OSError):
-            self._connection.sendall(f"{json.dumps(message)}\n".encode())
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Wait for data, and return the complete objects. Raises EOFError if the other end is gone."""
-        try:
-            received = self._connection.recv(1 << 16)
-        except ConnectionError:
-            received = b""
-        if not received:
-            raise EOFError
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        return [json.loads(line) for line in lines]
+def _receive(channel: Connection) -> dict[str, Any]:
+    """Wait for a JSON object, and return it. Raises EOFError if the other end is gone."""
+    try:
+        return dict(json.loads(channel.recv_bytes()))
+    except ConnectionError as error:
+        raise EOFError from error
 
 
 class ForkServer:
@@ -141,8 +126,9 @@ class ForkServer:
     answers are {"ready": true} and {"rank": number, "code": exit code, below 0 for a signal} of each worker.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Connection, main: Callable[[], int]) -> None:
         self._channel = channel
+        self._main = main
         self._ranks: dict[int, int] = {}
         """Process id -> rank of the workers that have not been waited for."""
         self._store = 0
@@ -154,7 +140,7 @@ class ForkServer:
         """
         self._store = self.fork(_keep_store, listener, name="realhf store")
         listener.close()
-        self._channel.send({"ready": True})
+        _send(self._channel, {"ready": True})
         with SignalPipe([signal.SIGCHLD]) as pipe, suppress(EOFError):
             while True:
                 sources: list[Any] = [self._channel, pipe.receiver]
@@ -163,21 +149,20 @@ class ForkServer:
                     pipe.read()
                     self._reap()
                 if self._channel in ready:
-                    for order in self._channel.receive():
-                        self._carry_out(order)
-        self._send(signal.SIGKILL)
+                    self._carry_out(_receive(self._channel))
+        self._kill(signal.SIGKILL)
         os.kill(self._store, signal.SIGKILL)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "signal" in order:
-            self._send(order["signal"])
+            self._kill(order["signal"])
             return
         for variables in order["start"]:
             rank = variables["RANK"]
-            pid = self.fork(_work, order["argv"], variables, name=f"{WORKER_NAME}{rank}")
+            pid = self.fork(_work, self._main, order["argv"], variables, name=f"{WORKER_NAME}{rank}")
             self._ranks[pid] = int(rank)
 
-    def _send(self, number: int) -> None:
+    def _kill(self, number: int) -> None:
         for pid in self._ranks:
             if number == signal.SIGKILL:
                 _kill_group(pid)
@@ -187,14 +172,14 @@ class ForkServer:
     def _reap(self) -> None:
         if os.waitpid(self._store, os.WNOHANG)[0]:
             print("realhf: the process with the workers' store has ended", file=sys.stderr, flush=True)
-            self._send(signal.SIGKILL)
+            self._kill(signal.SIGKILL)
             os._exit(1)
         for pid in list(self._ranks):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             _kill_group(pid)  # What it has started, and left behind.
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._channel.send({"rank": self._ranks.pop(pid), "code": code})
+            _send(self._channel, {"rank": self._ranks.pop(pid), "code": code})
 
     def fork(self, run: Callable[..., NoReturn], *arguments: Any, name: str) -> int:
         """Run a function in a new process, which has its own group and ends with this one; return its id."""
@@ -215,12 +200,13 @@ class ForkServer:
             os._exit(1)
 
 
-def serve(control_fd: int, store_fd: int) -> NoReturn:
+def serve(main: Callable[[], int], control_fd: int, store_fd: int) -> NoReturn:
     """Be the fork server of a launcher, which has blocked ENDING here: workers save after these signals.
 
-    `control_fd` is the socket to the launcher, and `store_fd` the one on which the workers' store listens.
+    Workers execute `main`, the command line. `control_fd` is the socket to the launcher, and `store_fd` the
+    one on which the workers' store listens.
     """
-    server = ForkServer(Channel(socket.socket(fileno=control_fd)))
+    server = ForkServer(Connection(control_fd), main)
     end_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
@@ -241,8 +227,8 @@ def _keep_store(listener: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _work(argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """Be a worker that executes `realhf` with these arguments, and end the process with its exit code.
+def _work(main: Callable[[], int], argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """Be a worker that executes the command line with these arguments, and end with its exit code.
 
     It leaves ENDING to the launcher, which has them, too, if they are sent to all processes of a job.
     """
@@ -253,7 +239,7 @@ def _work(argv: Sequence[str], variables: dict[str, str]) -> NoReturn:
     catch_exits()
     sys.argv = ["realhf", *argv]
     try:
-        code = importlib.import_module("realhf.cli.main").main()
+        code = main()
         # Pools end, and other threads are waited for, as at the end of processes of multiprocessing.
         threading._shutdown()  # type: ignore[attr-defined]
     except BaseException:
@@ -274,7 +260,8 @@ def _kill_group(pid: int) -> None:
 
 _SERVE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from realhf.cli.launch import serve; "
-    "serve(*map(int, sys.argv[2:]))")
+    "from realhf.cli.main import main; serve(main, *map(int, sys.argv[2:]))")
+"""The code of the fork server's process."""
 _GRACE_SECONDS = 0.1
 """Time after the first failure in which other workers may fail for reasons of their own."""
 
@@ -325,7 +312,7 @@ class _LocalRun:
         self._port = listener.getsockname()[1]
         self.interrupted: signal.Signals | None = None
         self.is_lost = False
-        ours, theirs = socket.socketpair()
+        self._channel, theirs = Pipe()
         descriptors = [theirs.fileno(), listener.fileno()]
         with blocked(ENDING):  # So the server never gets them.
             self._server = subprocess.Popen(
@@ -333,7 +320,6 @@ class _LocalRun:
                 stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, cwd=directory)
         theirs.close()
         listener.close()
-        self._channel = Channel(ours)
         self._sources: list[Any] = [signals.receiver, self._channel]
 
     def start(self, restart: int) -> None:
@@ -346,7 +332,7 @@ class _LocalRun:
             "TORCHELASTIC_RESTART_COUNT": str(restart)}
         ranks = map(str, range(self._num_ranks))
         workers = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
-        self._channel.send({"start": workers, "argv": self._argv})
+        _send(self._channel, {"start": workers, "argv": self._argv})
 
     def wait_for_server(self) -> bool:
         """Return whether the server can fork workers; if not, a signal has come first, or it has ended."""
@@ -371,11 +357,11 @@ class _LocalRun:
             if self._signals.receiver in ready and self._take_signals():
                 deadline = 0.0
             if self._channel in ready:
-                if (answers := self._receive()) is None:
+                if (ended := self._receive()) is None:
                     return 1
-                codes.update(ended := {answer["rank"]: answer["code"] for answer in answers})
-                if not is_killed:
-                    causes.update({rank: code for rank, code in ended.items() if code})
+                codes[ended["rank"]] = ended["code"]
+                if ended["code"] and not is_killed:
+                    causes[ended["rank"]] = ended["code"]
             # Asked to end, workers that train still save. Others die by the signal, and the run cannot go on.
             is_saving = self.interrupted is not None and {0, 1, 2}.issuperset(codes.values())
             has_failed = bool(causes) and not is_saving
@@ -383,7 +369,7 @@ class _LocalRun:
                 deadline = time.monotonic() + _GRACE_SECONDS
             if not is_killed and time.monotonic() >= deadline:
                 is_killed = True
-                self._channel.send({"signal": int(signal.SIGKILL)})
+                _send(self._channel, {"signal": int(signal.SIGKILL)})
         if self.interrupted is None:
             for rank, code in causes.items():
                 _say_why(rank, code)
@@ -397,10 +383,10 @@ class _LocalRun:
         self._server.wait()
         self._channel.close()
 
-    def _receive(self) -> list[dict[str, int]] | None:
-        """Return the server's answers; None if it has ended."""
+    def _receive(self) -> dict[str, int] | None:
+        """Return the server's answer; None if it has ended."""
         try:
-            return self._channel.receive()
+            return _receive(self._channel)
         except EOFError:
             self.is_lost = True
             if (code := self._server.wait()) < 0:  # Otherwise it has said why.
@@ -414,7 +400,7 @@ class _LocalRun:
             if self.interrupted is not None:
                 return True
             self.interrupted = number
-            self._channel.send({"signal": int(ASK_TO_STOP)})
+            _send(self._channel, {"signal": int(ASK_TO_STOP)})
         return False
 
 

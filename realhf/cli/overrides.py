@@ -7,6 +7,7 @@ import re
 import textwrap
 import types
 import typing
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
@@ -14,12 +15,27 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.user_input.other_libraries import Ours, ours
-from realhf.user_input.suggest import near_options
+from realhf.user_input.other_libraries import ours
+from realhf.user_input.suggest import did_you_mean, near_options
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
 _VAGUE = ("enable", "mode", "model", "name", "path", "type")
 """Last parts of names that say nothing without the parts before them."""
+_UNKNOWN = "--help behind the experiment lists them all"
+
+
+def option_names(parser: ArgumentParser) -> list[str]:
+    """Return the options that a command declares."""
+    return [action.option_strings[-1] for action in parser._actions if action.option_strings]
+
+
+def refuse_words(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Raise UserError if a command that has no overrides is given words that it does not know."""
+    if words:
+        legal = [option for option in option_names(parser) if option != "--help"]
+        what = f"option {words[0]}" if words[0].startswith("-") else f"use for {words[0]!r}"
+        meant = did_you_mean(words[0], legal)
+        raise UserError(f"{parser.prog} has no {what}{meant}: legal are {', '.join(legal)}")
 
 
 def print_fields(experiment: Experiment) -> None:
@@ -93,64 +109,32 @@ def _option(word: str) -> str:
 
 
 def _hint(word: str, options: Sequence[str]) -> str:
-    """Return a suggestion: options that are spelt alike, or those that another library calls by this name."""
-    unknown = "--help behind the experiment lists them all"
-    is_option = word.startswith("--")
-    if not is_option and "=" not in word:
-        return unknown
-    name = _option(word if is_option else f"--{word}").removeprefix("--")
+    """Return a suggestion: what another library's option is called here, or options that are spelt alike."""
+    if not word.startswith("--") and "=" not in word:
+        return _UNKNOWN
+    name = _option(f"--{word.removeprefix('--')}").removeprefix("--")
     by_name = {option.removeprefix("--"): option for option in options}
-    if same := sorted(_ending_in(by_name, name), key=_depth):
-        return _did_you_mean(by_name[option] for option in same[:3])
+    head, _, _ = name.partition(".")
+    inside = [known for known in by_name if "." in name and known.startswith(f"{head}.")]
     others = ours(name)
-    head = name.partition(".")[0]
-    is_ours = "." in name and any(option.startswith(f"{head}.") for option in by_name)
-    meant_by_others = others is not None and any(_ending_in(by_name, end, head) for end in others.options)
+    if others is not None and (not inside or any(_ending_in(inside, end) for end in others.options)):
+        places = [_ending_in(inside, end) or _ending_in(by_name, end) for end in others.options]
+        if places and all(places):
+            meant = " and ".join(" or ".join(by_name[known] for known in near[:3]) for near in places)
+            return f"did you mean {meant}?" + (f" ({others.note})" if others.note else "")
+        names = " and ".join(_option(f"--{end.removeprefix('--')}") for end in others.options)
+        return others.instead or f"here it is {names}, which this command and this experiment do not have"
     last = name.rpartition(".")[2]
-    if is_ours and not meant_by_others and (
-            near := _inside(by_name, name) or near_options(name, list(by_name))):
-        return _did_you_mean(by_name[option] for option in near)
-    if others is not None:
-        return _hint_of_others(others, by_name, head)
-    same = [] if last in _VAGUE else sorted(_ending_in(by_name, last), key=_depth)
-    near = same[:3] or near_options(name, list(by_name))
-    return _did_you_mean(by_name[option] for option in near) if near else unknown
+    same = [] if last in _VAGUE and not inside else _ending_in(inside or by_name, last)
+    near = near_options(name, same) or same[:3] or near_options(name, list(by_name))
+    return f"did you mean {' or '.join(by_name[known] for known in near)}?" if near else _UNKNOWN
 
 
-def _hint_of_others(others: Ours, known: Mapping[str, str], head: str) -> str:
-    """Return the sentence about an option of another library; `known` are the options of this command."""
-    matches = [_ending_in(known, end, head) or _ending_in(known, end) for end in others.options]
-    if others.options and all(matches):
-        if len(matches) == 1:
-            meant = _did_you_mean(known[option] for option in sorted(matches[0], key=_depth)[:3])
-        else:
-            meant = f"did you mean {' and '.join(known[options[0]] for options in matches)}?"
-        return f"{meant} ({others.note})" if others.note else meant
-    if others.instead:
-        return others.instead
-    names = " and ".join(f"--{end.removeprefix('--')}".replace("_", "-") for end in others.options)
-    return f"here it is {names}, which this command and this experiment do not have"
-
-
-def _did_you_mean(options: Iterable[str]) -> str:
-    return f"did you mean {' or '.join(options)}?"
-
-
-def _ending_in(known: Iterable[str], end: str, head: str = "") -> list[str]:
-    """Return the names that end in these whole parts, and begin with the part `head` if it is given."""
+def _ending_in(known: Iterable[str], end: str) -> list[str]:
+    """Return the names that end in these whole parts, those with the fewest parts first."""
     end = end.removeprefix("--").replace("_", "-")
-    return [name for name in known
-            if f".{name}".endswith(f".{end}") and (not head or name.startswith(f"{head}."))]
-
-
-def _inside(known: Iterable[str], name: str) -> list[str]:
-    """Return the names that begin and end in the same parts as an unknown one, the nearest three."""
-    inside = sorted(_ending_in(known, name.rpartition(".")[2], name.partition(".")[0]), key=_depth)
-    return near_options(name, inside) or inside[:3] if inside else []
-
-
-def _depth(name: str) -> int:
-    return name.count(".")
+    found = [name for name in known if f".{name}".endswith(f".{end}")]
+    return sorted(found, key=lambda name: name.count("."))
 
 
 def _path(word: str) -> list[str]:

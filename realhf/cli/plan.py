@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import is_worker
 from realhf.cli.planning_problem import problem_of, without_lag
 from realhf.cluster import Cluster, host_memory_bytes, num_cores
@@ -135,8 +136,9 @@ _WHAT_IF_SECONDS = 10.0
 """Seconds after which the search under a change ends at the latest."""
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf plan`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf plan`."""
+    add_experiment_arguments(parser)
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("--profile", help="file of `realhf profile`; without --cluster, plan for its machine")
@@ -155,8 +157,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document")
 
 
-def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
+    experiment = read_experiment(options, words)
     cluster = _cluster(options)
     rates = _rates(cluster, options.profile)
     if options.output:

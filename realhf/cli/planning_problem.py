@@ -24,6 +24,7 @@ from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime
 from realhf.rewards.scoring import RewardCall
+from realhf.runtime.compile.checks import check_graph, check_numbers
 from realhf.runtime.compile.step_trial import checked_parts
 from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.user_input.field_types import require
@@ -164,20 +165,15 @@ def problem_of(
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
-    experiment.check_lag()
+    check_numbers(experiment)
     experiment = _without_hub_data(experiment)
     roles = {name: model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
+    check_graph(experiment, graph, experiment.roles())
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
-    if unknown := [call for call in graph.calls if call.role is not None and call.role not in roles]:
-        raise ValueError(
-            f"call {unknown[0].name!r} is for role {unknown[0].role!r}: there are {', '.join(roles)}"
-        )
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
-    for call in graph.calls:
-        call.require_work()
     lengths = sequence_lengths(experiment, longest_response(graph))
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)

@@ -2,15 +2,14 @@
 
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.launch import ProfileJob, is_worker
+from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
+from realhf.cli.launch import ProfileJob, is_worker, launch
 from realhf.cli.plan import this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import UserError
-from realhf.experiment import Experiment
 from realhf.user_input.files import require_output
 
 HELP = "measure this machine for the models of an experiment, for the planner"
@@ -20,17 +19,19 @@ _ANY_CLUSTER = "cpu-laptop"
 """A cluster for the problem; measurements do not depend on it."""
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf profile`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf profile`."""
+    add_experiment_arguments(parser)
     parser.add_argument("--nproc", type=int, help="processes that measure; default: one for each device")
     parser.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
 
 
-def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Measure the machine, write the profile and return the exit code.
 
     Like a plan, this needs neither weights nor data if the experiment says how long its sequences are.
     """
+    experiment = read_experiment(options, words)
     out = Path(options.out)
     if other := [name for name, role in experiment.roles().items() if role.engine != "native"]:
         engine = experiment.roles()[other[0]].engine
@@ -46,5 +47,4 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if num_ranks == 1:
         job = ProfileJob(problem, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)
-    return importlib.import_module("realhf.cli.launch").launch(
-        argv, num_ranks, directory=options.started_in)
+    return launch(options.argv, num_ranks, directory=options.started_in)

@@ -2,10 +2,10 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 
 from rich.console import Console
 
+from realhf.cli.overrides import refuse_words
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming
 from realhf.layout import Layout
@@ -19,8 +19,8 @@ HELP = "explain one reallocation: what moves, how long it takes, what limits it"
 EXAMPLES = ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf realloc`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf realloc`."""
     add = parser.add_argument
     add("--model", required=True, help="config.json, model directory, shipped name or hub name")
     add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
@@ -31,11 +31,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
 
 
-def run(options: Namespace, unknown: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Print the explanation and return the exit code."""
-    if unknown:
-        legal = ", ".join(f"--{name.replace('_', '-')}" for name in vars(options) if name != "command")
-        raise UserError(f"realhf realloc has no option {unknown[0]}: legal are {legal}")
+    refuse_words(options.parser, words)
     if options.transfers and not options.json:
         raise UserError("--transfers needs --json: the list is for programs")
     with naming("--model"):

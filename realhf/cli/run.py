@@ -6,13 +6,12 @@ import os
 import sys
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker
-from realhf.cli.memory_prediction import predict_memory, prove_here
+from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
+from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker, launch
+from realhf.cli.program import add_plan_argument, compile_experiment, predict_memory, prove_here
 from realhf.errors import UserError, warn
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
@@ -34,9 +33,10 @@ EXAMPLES = (
 _MAX_TIMEOUT_SECONDS = 1e6
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf run`."""
-    add_plan_option(parser)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf run`."""
+    add_experiment_arguments(parser)
+    add_plan_argument(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     add("--out", help="run directory; default: a new one below runs/")
@@ -55,8 +55,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, metavar="S", help=text)
 
 
-def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Train and return the exit code."""
+    experiment = read_experiment(options, words, weights=True)
     track = tracker_names(options.track)
     in_worker = is_worker()
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -86,13 +87,12 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             _warn_of_memory(experiment, program)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
         return importlib.import_module("realhf.cli.worker").train(job)
-    launch = importlib.import_module("realhf.cli.launch").launch
     out = out or new_run_directory(name)
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
     run_id = uuid.uuid4().hex
     code = launch(
-        [*argv, "--out", str(out)], num_ranks, restarts=options.restarts, run_id=run_id,
+        [*options.argv, "--out", str(out)], num_ranks, restarts=options.restarts, run_id=run_id,
         directory=options.started_in)
     if code and has_begun(out, run_id) and (text := how_to_continue(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)

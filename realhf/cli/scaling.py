@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from realhf.cli.overrides import refuse_words
 from realhf.errors import UserError, naming
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ EXAMPLES = (
 )
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Declare the options of `realhf scaling`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of `realhf scaling`."""
     add = parser.add_argument
     add("action", choices=["fit"], help="what to do: fit the sigmoid law and, beside it, a power law")
     text = "run directory, metrics.jsonl or CSV file; files joined by commas are pooled into one curve"
@@ -47,18 +48,16 @@ def add_options(parser: ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document")
 
 
-def run(options: Namespace, unknown: Sequence[str]) -> int:
+def main(options: Namespace, words: list[str]) -> int:
     """Print the fits and return the exit code."""
-    if options_given := [word for word in unknown if word.startswith("-")]:
-        legal = ", ".join(f"--{n.replace('_', '-')}" for n in vars(options) if n not in _POSITIONAL)
-        raise UserError(f"realhf scaling has no option {options_given[0]}: legal are {legal}")
+    refuse_words(options.parser, [word for word in words if word.startswith("-")])
     # scipy and matplotlib take a second, so only this command loads them.
     points = importlib.import_module("realhf.scaling.analysis")
     analysis = importlib.import_module("realhf.scaling.analysis")
     settings = _settings(options, analysis)
     budgets = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]
     picture = _picture_path(options)
-    curves = [points.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *unknown)]
+    curves = [points.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *words)]
     names = points.common_names(curves)
     fits = [analysis.fit_curve(curve, settings) for curve in curves]
     comparisons = analysis.compare(fits, names, margin=settings.margin)
@@ -74,9 +73,6 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     else:
         _print(documents, comparisons)
     return 0
-
-
-_POSITIONAL = ("command", "action", "files")
 
 
 def _settings(options: Namespace, analysis: Any) -> "FitSettings":

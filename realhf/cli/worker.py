@@ -1,20 +1,24 @@
 """A worker: the only process of a run, or one of several that torchrun started."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from realhf.checkpoint.names import find_checkpoints
-from realhf.cli.eval import print_summary
 from realhf.cli.launch import ASK_TO_STOP, LOCAL_LAUNCHER, Job, ProfileJob, how_to_continue, resume_command
 from realhf.data.light_tokenizer import panics_as_errors
 from realhf.distributed.communicators import set_nccl_environment
@@ -23,6 +27,7 @@ from realhf.distributed.group import PeerError
 from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World, open_store, own_device
 from realhf.errors import UserError
+from realhf.plan import ExecutionPlan
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.compile.equal_programs import require_equal_programs
@@ -45,6 +50,8 @@ _START_SECONDS = 120.0
 """Shortest timeout of the start, where some ranks import and read data more slowly than others."""
 _REPORT_SECONDS = 10.0
 """Timeout of the connection to the store over which a failure is reported."""
+_PLAN = "realhf/plan"
+"""Key of the plan that rank 0 has made, in the run's store."""
 _OTHER_PLAN = ", under another plan: results are the same up to the order of floating-point sums"
 
 
@@ -118,8 +125,8 @@ def train(job: Job) -> int:
     return worker.code
 
 
-def evaluate(job: Job, *, as_json: bool) -> int:
-    """Evaluate a model on all ranks and return the exit code; rank 0 prints the metrics."""
+def evaluate(job: Job, *, show: Callable[[Mapping[str, Any], Path], None]) -> int:
+    """Evaluate a model on all ranks and return the exit code; rank 0 shows the summary by `show`."""
     with _reporting(job) as worker:
         world = worker.connect(job.timeout_seconds)
         require_equal_programs(world, job.program)
@@ -127,8 +134,8 @@ def evaluate(job: Job, *, as_json: bool) -> int:
         if world.rank == 0:
             out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
         summary = run_evaluations(job.program, world, out=out)
-        if world.rank == 0:
-            print_summary(summary, out=out, as_json=as_json)
+        if out is not None:
+            show(summary, out)
     return worker.code
 
 
@@ -230,6 +237,46 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
     print(text or f"realhf: {sentence}", file=sys.stderr, flush=True)
 
 
+def share_plan(
+    make: Callable[[], ExecutionPlan], *, search_seconds: float, timeout_seconds: float
+) -> ExecutionPlan:
+    """Return the plan that `make` makes on rank 0. Every rank must call this, once in a run.
+
+    If rank 0 finds none, all ranks raise its UserError; if it is lost, the others end with a sentence.
+    """
+    place = Place.from_environment()
+    try:
+        store = _store_of_plan(place, timeout_seconds)
+        if place.rank == 0:
+            try:
+                plan = make()
+            except UserError as error:
+                store.set(_PLAN, json.dumps({"error": str(error)}))
+                raise
+            store.set(_PLAN, json.dumps(plan.to_dict()))
+            return plan
+        if os.environ["LOCAL_RANK"] == "0":
+            waits = f"rank {place.rank} waits for the plan"
+            searches = f"for which rank 0 searches at most {search_seconds:.0f} s"
+            print(f"realhf: {waits}, {searches}", file=sys.stderr, flush=True)
+        store.set_timeout(timedelta(seconds=search_seconds + max(timeout_seconds, _START_SECONDS)))
+        answer = json.loads(store.get(_PLAN))
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        lost = f"rank {place.rank} has lost rank 0, which was making the plan ({reason})"
+        report(lost, code=1, names_rank=True)
+        sys.exit(1)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return ExecutionPlan.from_dict(answer)
+
+
+@cache
+def _store_of_plan(place: Place, timeout_seconds: float) -> dist.Store:
+    """Return the store, which may be served by this process; the cache keeps it open for the other ranks."""
+    return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
+
+
 def _stop_signals(job: Job, world: World) -> Sequence[signal.Signals]:
     """Return the signals after which the run saves and ends. A run without checkpoints takes none."""
     if not any(job.program.experiment.checkpoint_period()):
@@ -271,7 +318,7 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())
 
 
-def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store:
+def _open_store(place: Place, timeout_seconds: float) -> dist.Store:
     try:
         return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
     except RuntimeError as error:

@@ -14,19 +14,20 @@ SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAns
 """The shipped rewards by name: each takes the column of the answers."""
 
 
-def reward_by_name(name: str, *, answer_key: str) -> Any:
-    """Return a shipped reward, or the function of a file (`file.py:function`).
+def reward_by_name(text: str) -> Any:
+    """Return a shipped reward (`exact`, or `exact:column`), or the function of a file (`file.py:function`).
 
     Raises UserError if there is none of this name.
     """
-    path, _, function = name.rpartition(":")
+    path, _, function = text.rpartition(":")
     if path.endswith(".py"):
         return _from_file(Path(path), function)
+    name, _, column = text.partition(":")
     if name not in SHIPPED:
         raise UserError(
-            f"--reward {name!r}{did_you_mean(name, list(SHIPPED))}: "
+            f"--reward {text!r}{did_you_mean(name, list(SHIPPED))}: "
             f"legal are {', '.join(SHIPPED)} and FILE.py:FUNCTION")
-    return SHIPPED[name](answer_key)
+    return SHIPPED[name](column or "answer")
 
 
 def _from_file(path: Path, function: str) -> Any:

@@ -23,13 +23,11 @@ from realhf.errors import described as described_error
 from realhf.experiment import Role
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
 from realhf.runtime.compile.actions import dataset_layout
-from realhf.runtime.compile.checks import row_faults_of
+from realhf.runtime.compile.checks import check_lengths, check_vocabulary, row_faults_of
 from realhf.runtime.compile.program import Program, described, to_json
 from realhf.runtime.compile.warnings import (
     changed_fields,
     changed_files,
-    check_lengths,
-    check_vocabulary,
     named_parts,
     warnings_of,
 )

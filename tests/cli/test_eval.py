@@ -44,14 +44,14 @@ def reward(tmp_path_factory):
 
 
 def _words(run, data, out, *more):
-    words = ("eval", run, "--data", data, "--max-new-tokens", 7, "--out", out, *more)
+    words = ("eval", run, "--data", data, "--sampling.max-new-tokens", 7, "--out", out, *more)
     return [str(word) for word in words]
 
 
 def test_a_run_is_evaluated_as_at_its_end(run, data, reward, tmp_path, capsys):
     """The run's own evaluation was greedy on its five held-out rows, in float64."""
     out = tmp_path / "out"
-    words = ("--reward", reward, "--json", "--dtype", "float64")
+    words = ("--reward", reward, "--json", "--actor.dtype", "float64")
     data = json.loads((run / "config.json").read_text())["eval_dataset"]["path"]
     assert main(_words(run, data, out, *words)) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -66,8 +66,9 @@ def test_a_run_is_evaluated_as_at_its_end(run, data, reward, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_answers(run, data, reward, tmp_path):
-    options = ("--data", f"again={data}", "--samples", 3, "--max-rows", 4, "--reward", reward)
-    options += ("--dtype", "float64")
+    options = ("--data", f"again={data}", "--reward", reward, "--actor.dtype", "float64")
+    for name in ("data", "again"):
+        options += (f"--eval-dataset.{name}.samples", 3, f"--eval-dataset.{name}.max-rows", 4)
     assert main(_words(run, data, tmp_path / "one", *options, "--json")) == 0
     words = _words(run, data, tmp_path / "two", *options, "--nproc", 2)
     with ForkedCommand(*words) as command:
@@ -130,26 +131,31 @@ def test_fields_of_a_single_set_can_be_overridden():
 
 
 FAULTS = {
-    "{run}": "realhf eval MODEL needs --data FILE",
-    "/nowhere --data {data}": "MODEL: '/nowhere' is neither a path nor a shipped name",
-    "{tmp} --data {data}": "MODEL: model {tmp}: there is no {tmp}/config.json",
-    "{run} --data nowhere.jsonl": "--data 'nowhere.jsonl': there is no such file",
-    "{run} --data a=nowhere.jsonl --data {data}": "--data 'nowhere.jsonl': there is no such file",
+    "model": "realhf eval model needs --data FILE, the rows to evaluate: a model has none",
+    "/nowhere --data {data}": "actor.model: '/nowhere' is neither a path nor a shipped name",
+    "{tmp} --data {data}": "actor.model: model {tmp}: there is no {tmp}/config.json",
+    "{run} --data nowhere.jsonl": "{run}: eval_dataset.path 'nowhere.jsonl': there is no such file",
+    "{run} --data a=nowhere.jsonl --data {data}": "eval_dataset.a.path 'nowhere.jsonl': there is no",
     "{run} --data {data} --data {data}": "--data {data}: there are two sets named 'data': write NAME=FILE",
-    "{run} --data {data} --prompt-key x": "--data {data} line 1: there is no column 'x'",
-    "{run} --data {data} --name main": "--name 'main' is for data sets of the hub: leave it out",
-    "{run} --data {data} --answer-key x": "{data} has no column 'x': its other columns are ",
+    "{run} --data {data} --eval-dataset.dataset.prompt-key x": "{data} line 1: there is no column 'x'",
+    "{run} --data {data} --eval-dataset.dataset.name main": "eval_dataset.name is 'main': it must be left",
+    "{run} --data {data} --reward exact:x": "there is no column 'x'",
     "{run} --data {data} --reward exct": "--reward 'exct' (did you mean exact?): legal are exact",
     "{run} --data {data} --reward nowhere.py:f": "there is no file nowhere.py",
     "{run} --data {data} --reward {rewards}:nothing": "the file's functions are some_reward",
-    "{run} --data {data} --retries -1": "--retries is -1: it must not be negative",
-    "{run} --data {data} --samples 0": "--samples is 0: it must be at least 1",
-    "{run} --data {data} --samples 2 --temperature 0": "--temperature is 0.0: it must be above 0",
-    "{run} --data {data} --top-p 2": "--top-p is 2.0: it must be above 0 and at most 1",
-    "{run} --data {data} --presence-penalty 3": "--presence-penalty is 3.0: it must be from -2 to 2",
-    "{run} --data {data} --min-new-tokens 300": "--min-new-tokens is 300: it must be from 0",
-    "{run} --data {data} --dtype int": "--dtype is 'int': it must be 'float32'",
-    "{run} --data {data} --steps 3": "realhf eval has no option '--steps'",
+    "{run} --data {data} --reward-limits.retries -1": "retries is -1: it must not be negative",
+    "{run} --eval-dataset.samples 0": "samples is 0: it must be at least 1",
+    "{run} --eval-dataset.samples 2 --sampling.temperature 0": "temperature is 0.0: it must be above 0",
+    "{run} --sampling.top-p 2": "sampling.top_p is 2.0: it must be above 0 and at most 1",
+    "{run} --sampling.min-new-tokens 300": "sampling.min_new_tokens is 300: it must be from 0",
+    "{run} --actor.dtype int": "--actor.dtype",
+    "{run} --samples 3": "unknown override '--samples': did you mean --eval-dataset.samples?",
+    "{run} --temperature 3": "unknown override '--temperature': did you mean --sampling.temperature or",
+    "{run} --max-new-tokens 3": "did you mean --sampling.max-new-tokens or",
+    "{run} --prompt-key x": "or --eval-dataset.dataset.prompt-key?",
+    "{run} --dtype float64": "did you mean --actor.dtype?",
+    "{run} --dataset.prompt-key x": "--dataset.prompt-key: evaluations read eval_dataset, and not dataset",
+    "--sampling.top-p 1 {run}": "realhf eval needs",
     "{run} --data {data} --model x": "--model is for an experiment file",
     "{run} --data {data} --nproc 0": "--nproc is 0: it must be at least 1",
     "{run} --data {data} --out {run}": "--out {run} already holds a run",
@@ -169,28 +175,25 @@ def test_wrong_input_is_a_sentence(grpo_run, run, data, reward, tmp_path, capsys
     assert FAULTS[words].format(**names) in err and "\n" not in err
 
 
-def test_each_number_and_text_of_sampling_is_an_option(capsys):
-    with pytest.raises(SystemExit):
-        main(["eval", "--help"])
+def test_help_has_the_fields_of_a_model(run, data, capsys):
+    assert main(["eval", str(run), "--data", data, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    texts = ("stop", "bad_words")
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(SamplingConfig)}
-    names = {name for name, kind in kinds.items() if kind in (int, float) or name in texts}
-    options = {name for name in kinds if f"--{name.replace('_', '-')} " in shown}
-    assert options == names
-    assert "Most tokens of a response; default: the run's, else 256" in shown
-    assert "Texts that end a response: its last token is the first with which" in shown
+    for field in dataclasses.fields(SamplingConfig):
+        if type(field.default) in (int, float):
+            assert f"--sampling.{field.name.replace('_', '-')} " in shown
+    for option in ("--eval-dataset.samples INT", "--eval-dataset.dataset.prompt-key STR", "--reward REWARD"):
+        assert option in shown
 
 
 def test_the_shipped_reward_is_one_for_the_answer_alone():
-    exact = reward_by_name("exact", answer_key="ground_truth")
+    exact = reward_by_name("exact:ground_truth")
     texts = [" 7\n", "8", [{"role": "assistant", "content": "7"}]]
     assert exact(texts, ground_truth=[7, "7", "7"]) == [1.0, 0.0, 1.0]
     assert (exact.answer_of(" 7 "), exact.answer_of(" ")) == ("7", None)
 
 
 def test_a_reward_may_be_a_function_of_a_file(reward):
-    found = reward_by_name(reward, answer_key="answer")
+    found = reward_by_name(reward)
     ids = [[3, 4], [5]]
     assert found(None, ["a", "b"], ids, None) == some_reward(None, ["a", "b"], ids, None)
 

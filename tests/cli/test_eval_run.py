@@ -4,13 +4,17 @@ One run is made by the trainer, with a system prompt, a stop text and two held-o
 """
 
 import json
+import shutil
+from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
 from realhf import GRPO, DatasetConfig, Evaluation, OptimizerConfig, Role, SamplingConfig
-from realhf.cli.eval import find_run, read_settings
+from realhf.cli.eval import _of_model, find_run
 from realhf.cli.main import main
 from realhf.distributed.world import World
+from realhf.errors import UserError
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
@@ -62,7 +66,7 @@ def place(tmp_path_factory):
 def evaluate(place, capsys, *words, target="run"):
     """Return the printed document, standard error and the answers by set."""
     out = place / f"out-{len(list(place.iterdir()))}"
-    words = ("eval", place / target, "--dtype", "float64", "--json", "--out", out, *words)
+    words = ("eval", place / target, "--actor.dtype", "float64", "--json", "--out", out, *words)
     assert main([str(word) for word in words]) == 0
     printed = capsys.readouterr()
     answers = {path.parent.name: read_jsonl(path) for path in out.rglob("step_0.jsonl")}
@@ -74,83 +78,99 @@ def completions(rows):
 
 
 def test_a_run_is_asked_as_in_training(place, capsys):
+    """Without --data: the sets of the run; with it: the set of this name, of the file, or the first one."""
     data, reward = place / "data.jsonl", f"{place}/rewards.py:told"
-    _, err, answers = evaluate(place, capsys, "--data", f"plain={data}", "--reward", reward)
-    expected = read_jsonl(place / "run/evals/plain/step_1.jsonl")
-    assert completions(answers["plain"]) == completions(expected)
-    assert {row["length"] for row in answers["plain"]} == {row["length"] for row in expected}
-    assert err == (
-        f"realhf: prompts and limits as in {place}/run: prompts of column 'question', system prompt 'sort:', "
-        "enable_thinking=False, 12 new tokens, greedy, stop '\\n' '0', repetition penalty 1.5; this does not "
-        f"apply its own reward (told): `realhf eval EXP.py --model {place}/run` does\n")
-    _, err, answers = evaluate(
-        place, capsys, "--data", f"mapped={data}", "--reward", reward, "--samples", 2, target="run/hf/step_1")
-    assert completions(answers["mapped"]) == completions(read_jsonl(place / "run/evals/mapped/step_1.jsonl"))
-    assert "prompts as chats, 9 new tokens, temperature 0.7, top k 50; this does not apply its map" in err
-    assert "its map function unchanged and its own reward (told): `realhf eval EXP.py" in err
+    _, err, answers = evaluate(place, capsys, "--reward", reward)
+    for name in ("plain", "mapped"):
+        expected = read_jsonl(place / f"run/evals/{name}/step_1.jsonl")
+        assert completions(answers[name]) == completions(expected)
+        assert [row["length"] for row in answers[name]] == [row["length"] for row in expected]
+    lost = "its own map function and reward are in its experiment file, and `realhf eval EXP.py --model "
+    assert err.startswith(
+        f"realhf: eval_dataset.plain as in {place}/run: prompt_key 'question', system_prompt 'sort:', "
+        "chat_template_kwargs {'enable_thinking': False}, samples 1, max_new_tokens 12, temperature 0.0, "
+        f"stop ('\\n', '0'), repetition_penalty 1.5; eval_dataset.mapped as in {place}/run: prompt_key "
+        "'question', chat True, samples 2, max_new_tokens 9, temperature 0.7, top_k 50; "
+        f"{lost}{place}/run` applies them\n")
+    words = ("--data", f"mapped={data}", "--reward", reward)
+    _, err, one = evaluate(place, capsys, *words, target="run/hf/step_1")
+    assert one == {"mapped": answers["mapped"]} and "plain" not in err
+    _, _, other = evaluate(place, capsys, "--data", data, "--reward", reward)
+    assert completions(*other.values()) == completions(answers["plain"])
 
 
-def test_options_come_before_the_run(place, capsys):
-    """Without chats, with another limit and its own stop text, it is the answer to raw text."""
-    data = place / "data.jsonl"
-    words = ("--data", data, "--max-new-tokens", 5, "--stop", "zz", "--reward", f"{place}/rewards.py:length")
-    _, err, of_run = evaluate(place, capsys, *words, "--no-chat")
-    assert "12 new" not in err and "sort:" not in err and "stop" not in err and "prompts of column" in err
-    _, err, of_model = evaluate(
-        place, capsys, *words, "--prompt-key", "question", "--no-chat", target="model")
-    assert err == ""
-    (rows,), (others,) = of_run.values(), of_model.values()
-    assert {row["length"] for row in rows + others} <= set(range(1, 6))
-    assert completions(rows) != completions(others)  # The run has a penalty.
-    _, err, _ = evaluate(place, capsys, *words, "--system-prompt", "")
-    assert "sort:" not in err and "enable_thinking=False" in err
-    assert main(["eval", str(place / "run"), "--data", str(data), "--system-prompt", "a", "--no-chat"]) == 2
-    assert "--system-prompt is for chats: leave out --no-chat" in capsys.readouterr().err
+def test_overrides_come_after_the_run(place, capsys):
+    """With chats switched off and other limits, it answers as the same weights do with all settings given."""
+    data = f"mapped={place}/data.jsonl"
+    chosen = "--eval-dataset.mapped"
+    words = ("--data", data, "--reward", f"{place}/rewards.py:length", f"{chosen}.dataset.chat", "False",
+             f"{chosen}.sampling.max-new-tokens", 5, f"{chosen}.sampling.stop", "zz")  # fmt: skip
+    _, err, of_run = evaluate(place, capsys, *words)
+    assert "chat False, samples 2, max_new_tokens 5, temperature 0.7, top_k 50, stop ('zz',)" in err
+    shutil.copytree(place / "run/hf/step_1", place / "copy")
+    words += (f"{chosen}.dataset.prompt-key", "question", f"{chosen}.samples", 2,
+              f"{chosen}.sampling.temperature", 0.7, f"{chosen}.sampling.top-k", 50)  # fmt: skip
+    _, err, of_model = evaluate(place, capsys, *words, target="copy")
+    assert "as in" not in err and of_run == of_model
+    assert {row["length"] for row in of_run["mapped"]} <= set(range(1, 6))
 
 
 def test_a_plain_model_with_a_chat_template_is_warned_about_once(place, capsys):
-    words = ("--data", f"a={place}/data.jsonl", "--data", f"b={place}/data.jsonl", "--prompt-key", "question",
-             "--max-new-tokens", 4, "--max-rows", 2)  # fmt: skip
+    words = ["--data", f"a={place}/data.jsonl", "--data", f"b={place}/data.jsonl"]
+    words += ["--sampling.max-new-tokens", 4]
+    for name in "ab":
+        rows = f"--eval-dataset.{name}"
+        words += [f"{rows}.dataset.prompt-key", "question", f"{rows}.max-rows", 2]
     _, err, raw = evaluate(place, capsys, *words, target="model")
     assert "eval_dataset.a and eval_dataset.b: prompts are text, and the tokenizer has a chat template" in err
-    assert err.count("warning") == 1 and "--chat or --no-chat" in err
-    _, err, chats = evaluate(place, capsys, *words, "--chat", target="model")
+    assert err.count("warning") == 1 and "chat=True makes chats of them" in err
+    chat = [word for name in "ab" for word in (f"--eval-dataset.{name}.dataset.chat", "True")]
+    _, err, chats = evaluate(place, capsys, *words, *chat, target="model")
     assert err == ""
-    _, _, told = evaluate(place, capsys, *words, "--system-prompt", "sort:", target="model")
-    texts = {str(completions(answers["a"])) for answers in (raw, chats, told)}
-    assert len(texts) == 3
+    assert completions(raw["a"]) != completions(chats["a"])
 
 
 def test_several_rewards_are_logged_by_name(place, capsys):
-    words = ("--data", place / "data.jsonl", "--reward", f"{place}/rewards.py:length", "--reward",
-             f"quiet={place}/rewards.py:told", "--samples", 2, "--top-k", 40, "--min-p", 0.01)  # fmt: skip
+    words = ("--data", f"plain={place}/data.jsonl", "--reward", f"{place}/rewards.py:length", "--reward",
+             f"quiet={place}/rewards.py:told", "--eval-dataset.plain.samples", 2, "--sampling.top-k", 40)
     document, _, answers = evaluate(place, capsys, *words)
     (rows,) = answers.values()
     lengths = [row["scores"]["length"] for row in rows]
     assert lengths == [row["length"] / 100 for row in rows]
-    assert document["metrics"]["eval/length"] == pytest.approx(sum(lengths) / 12)
-    assert document["metrics"]["eval/quiet"] == 0 and [row["score"] for row in rows] == lengths
+    assert document["metrics"]["eval/plain/length"] == pytest.approx(sum(lengths) / 12)
+    assert document["metrics"]["eval/plain/quiet"] == 0 and [row["score"] for row in rows] == lengths
 
 
 def test_a_training_set_stands_in_for_a_held_out_one(tmp_path):
     """Also a mixture, of which the first part counts; several sets are told apart by name and file."""
+
+    def of_run(held_out, *data):
+        options = Namespace(data=data, reward=None, model=None, help=False)
+        saved = {"dataset": training, "eval_dataset": held_out, "seed": 3, "sampling": {"stop": ["x"]}}
+        return _of_model("model", options, saved)
+
     (tmp_path / "hf").mkdir()
     assert find_run(str(tmp_path)) is None
-    first = {"path": "a.jsonl", "prompt_key": "q", "map": "m.keep"}
-    config = {"dataset": {"parts": [first, {"prompt_key": "r"}]}, "eval_dataset": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
     assert find_run(str(tmp_path)) == find_run(str(tmp_path / "hf/step_2")) == tmp_path
-    found = read_settings(tmp_path, name="", path="x")
-    assert (found.prompts, found.sampling) == ({"prompt_key": "q"}, {})
-    assert found.unused == ("its map function keep",)
-    assert (found.temperature(1), found.temperature(4)) == (0.0, 1.0)
+    part = {"path": "a.jsonl", "prompt_key": "q", "map": "m.keep", "split": "x", "unknown": 1}
+    training = {"parts": [part, {"prompt_key": "r"}]}
+    found = of_run(None, "b.jsonl")
+    assert found.eval_dataset == Evaluation(DatasetConfig("b.jsonl", prompt_key="q"))
+    assert (found.seed, found.sampling) == (3, SamplingConfig(stop=("x",)))
+    same = DatasetConfig("a.jsonl", prompt_key="q", split="x")
+    assert of_run(None, "a.jsonl").eval_dataset == Evaluation(same)
+    with pytest.raises(UserError, match="needs --data FILE, the rows to evaluate: the run has no held-out"):
+        of_run(None)
     sets = {"one": {"path": "1", "prompt_key": "p1"}, "two": {
-        "dataset": {"path": "2", "prompt_key": "p2"}, "correct_above": 0.5, "sampling": {"temperature": 0.0}}}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eval_dataset": sets}))
-    keys = {(name, path): read_settings(tmp_path, name=name, path=path).prompts["prompt_key"]
-            for name, path in [("two", "1"), ("", "2"), ("", "3")]}  # fmt: skip
-    assert keys == {("two", "1"): "p2", ("", "2"): "p2", ("", "3"): "p1"}
-    assert read_settings(tmp_path, name="two", path="").temperature(4) == 1.0
+        "dataset": {"path": "2", "prompt_key": "p2"}, "correct_above": 0.5, "sampling": {"temperature": 0.5},
+        "samples": 3}}  # fmt: skip
+    one = Evaluation(DatasetConfig("1", prompt_key="p1"))
+    two = Evaluation(DatasetConfig("2", prompt_key="p2"), samples=3, sampling=SamplingConfig(temperature=0.5))
+    assert of_run(sets).eval_dataset == {"one": one, "two": two}
+    assert of_run(sets, "two=1").eval_dataset["two"] == replace(two, dataset=replace(two.dataset, path="1"))
+    assert of_run(sets, "2").eval_dataset == two
+    assert of_run(sets, "3").eval_dataset.dataset.prompt_key == "p1"
 
 
 def test_what_rewards_log_of_an_answer_is_kept_and_shown(place, capsys):
@@ -162,12 +182,12 @@ def test_what_rewards_log_of_an_answer_is_kept_and_shown(place, capsys):
     assert {str(row["score"]) for row in trained} == {"0.0"}
     for source, rows in (((), trained), (("--eval", "plain"), held_out)):
         words = ["rollouts", str(place / "run"), *source]
-        assert main([*words, "--where", "kind=odd", "--sort", "-size", "--json"]) == 0
+        assert main([*words, "--where", "kind == 'odd'", "--sort", "-size", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["rollouts"]
         sizes = [row["extra"]["size"] for row in shown]
         lengths = [len(row["completion"]) for row in rows]
         assert sizes == sorted((length for length in lengths if length % 2), reverse=True)
-        assert main([*words, "--where", "extra.size>=0", "--full", "--limit", "1"]) == 0
+        assert main([*words, "--where", "extra.size >= 0", "--full", "--limit", "1"]) == 0
         out = capsys.readouterr().out
         assert "kind: " in out and "size: " in out and "score 0" in out and " -0" not in out
 
@@ -182,7 +202,8 @@ def test_a_reward_that_fails_is_called_again(place, capsys):
         "    if len(marks.read_text()) < 2:\n"
         "        raise ConnectionError('away')\n"
         "    return [1.0] * len(completions)\n")
-    words = ("--data", place / "data.jsonl", "--reward", f"{place / 'flaky.py'}:flaky", "--max-rows", 2)
-    document, _, _ = evaluate(place, capsys, *words, "--retries", 1)
-    assert document["metrics"]["eval/score"] == 1.0
+    words = ("--data", f"plain={place}/data.jsonl", "--reward", f"{place / 'flaky.py'}:flaky",
+             "--eval-dataset.plain.max-rows", 2)  # fmt: skip
+    document, _, _ = evaluate(place, capsys, *words, "--reward-limits.retries", 1)
+    assert document["metrics"]["eval/plain/score"] == 1.0
     assert marks.read_text() == ".."

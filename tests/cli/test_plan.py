@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shlex
-from argparse import ArgumentParser
 from contextlib import redirect_stdout
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ from realhf import (
 )
 from realhf.cli import plan
 from realhf.cli import plan as plan_command
-from realhf.cli.main import main
+from realhf.cli.main import main, make_parser
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
@@ -160,9 +159,7 @@ def test_the_search_goes_on_to_one_percent_and_says_so(experiment, capsys, monke
             r"realhf: searching for \d+\.\d s: best .* m?s per step, lower bound .* m?s, gap \d+\.\d%", line
         ), line
     monkeypatch.undo()
-    options = ArgumentParser()
-    plan_command.add_options(options)
-    defaults = options.parse_args([])
+    defaults = make_parser().parse_args(["plan"])
     assert (defaults.time_limit, defaults.gap) == (60, 0.01)
 
 
@@ -297,7 +294,7 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
 REFUSED = {
     "--cluster h100-1x8 --actor.model llama-70b --critic.model llama-70b": [
         "call actor_train does not fit", "8 devices with 74.7 GB available", "use at least"],
-    "--cluster h100-2x8 --minibatches 700": ["cuts a batch of 512 prompts into 700", "batch_size"],
+    "--cluster h100-2x8 --minibatches 700": ["call 'actor_train' has 700 minibatches: at most batch_size"],
     "--cluster h100-2x8 --pin actor_tain=d8@0-7": ["--pin actor_tain", "there is no such call"],
     "--cluster h100-2x8 --pin actor_train": ["--pin actor_train", "CALL=LAYOUT", "actor_train=d8t8@0-63"],
     "--cluster h100-2x8 --pin actor_train=d2@0-7": ["--pin actor_train=d2@0-7", "d2 needs 2 ranks"],

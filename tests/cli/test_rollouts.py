@@ -11,14 +11,14 @@ from statistics import mean
 import pytest
 
 from realhf.cli.main import main
-from realhf.cli.rollouts import excerpt, parse_steps, printable
+from realhf.cli.rollouts import excerpt, printable
 from tests.cli_tools import REPO
 
 NASTY = "red \x1b[31malert\x07\r\u202e [bold]x[/bold]\nsecond line"
 
 
 def make_rows() -> list[dict]:
-    """Return answers of 6 steps to two prompts each, one of which comes up in every second step (row 17)."""
+    """Return samples of 6 steps to two prompts each, one of which comes up in every second step (row 17)."""
     rows = []
     for step in range(1, 7):
         for prompt in range(2):
@@ -73,23 +73,23 @@ def ids(rows) -> list[int]:
 
 CHOICES = [
     ((), lambda row: True),
-    (("--step", 3), lambda row: row["step"] == 3),
-    (("--steps", "2-4"), lambda row: 2 <= row["step"] <= 4),
-    (("--where", "score<0.5"), lambda row: row["score"] < 0.5),
-    (("--where", "score >= 0.1 and length>20", "--where", "step!=2"),
+    (("--where", "step == 3"), lambda row: row["step"] == 3),
+    (("--where", "2 <= step <= 4"), lambda row: 2 <= row["step"] <= 4),
+    (("--where", "score >= 0.1 and length > 20", "--where", "step != 2"),
      lambda row: row["score"] >= 0.1 and row["length"] > 20 and row["step"] != 2),
-    (("--where", "exact=1"), lambda row: row["rewards"]["exact"] == 1),
-    (("--where", "rewards.length<=0.5"), lambda row: row["rewards"]["length"] is not None),
-    (("--where", "advantage>-1e-3,dataset_row==17"), lambda row: row["dataset_row"] == 17),
-    (("--where", "followed=1"), lambda row: row["followed"]),
-    (("--where", "finished=0"), lambda row: not row["finished"]),
-    (("--where", "dataset=hard"), lambda row: row["sample"] % 2 == 0),
-    (("--where", "score<2 and dataset!='hard'"), lambda row: row["sample"] % 2 == 1),
-    (("--where", "columns.dataset='a, b',step=2"), lambda row: row["sample"] % 2 == 1 and row["step"] == 2),
-    (("--where", "answer=17"), lambda row: row["dataset_row"] == 17),
-    (("--contains", "says sample 1"), lambda row: "says sample 1" in row["completion"]),
-    (("--contains", "17 plus"), lambda row: row["dataset_row"] in (17, 117)),
-    (("--cut",), lambda row: not row["finished"]),
+    (("--where", "exact == 1 or step == 1"), lambda row: row["rewards"]["exact"] == 1 or row["step"] == 1),
+    (("--where", "rewards.length <= 0.5"), lambda row: row["rewards"]["length"] is not None),
+    (("--where", "length > 20"), lambda row: row["length"] > 20),  # The field, not the reward of this name.
+    (("--where", "advantage > -1e-3 and dataset_row == 17"), lambda row: row["dataset_row"] == 17),
+    (("--where", "followed"), lambda row: row["followed"]),
+    (("--where", "not finished"), lambda row: not row["finished"]),
+    (("--where", "score < 2 and dataset != 'hard'"), lambda row: row["sample"] % 2 == 1),
+    (("--where", "columns['dataset'] == 'a, b' and step in [2]"),
+     lambda row: row["sample"] % 2 == 1 and row["step"] == 2),
+    (("--where", "answer == '17'"), lambda row: row["dataset_row"] == 17),
+    (("--where", "'says sample 1' in completion"), lambda row: "says sample 1" in row["completion"]),
+    (("--where", "completion.endswith('line') or '17 plus' in prompt[-1].content"),
+     lambda row: row["dataset_row"] in (17, 117) or row["sample"] == 9),
 ]  # fmt: skip
 
 
@@ -107,6 +107,7 @@ def test_filters(call, run, options, is_chosen):
     (("--sort", "score"), lambda row: row["score"], False),
     (("--sort", "-length"), lambda row: row["length"], True),
     (("--sort=-score",), lambda row: row["score"], True),
+    (("--sort", "length % 7"), lambda row: row["length"] % 7, False),
     ((), lambda row: row["step"], True),
 ])  # fmt: skip
 def test_order_and_limit(call, run, words, key, falls):
@@ -121,54 +122,41 @@ def test_answers_without_the_field_come_last(call, run):
     assert values == [0.5] * 12 + [None] * 12
 
 
-def test_the_table_fits_any_terminal_and_lets_no_control_character_through(call, run):
-    for width in (110, 160):
-        code, out, _ = call(run, "--limit", 0, "--sort", "step", width=width)
-        assert code == 0
-        lines = out.splitlines()
-        body = lines[3 : 3 + len(ROWS)]
-        assert [line.split()[:2] for line in body] == [[str(r["step"]), str(r["dataset_row"])] for r in ROWS]
-        assert all(len(line) <= width for line in lines[:-1])
-        assert all(character.isprintable() for line in lines for character in line)
-    assert "red \\x1b[31malert\\x07\\r\\u202e [bold]x[/bold]⏎second line" in out
-    assert "How much is 17 plus 17?" in out and lines[-1].startswith("24 of 24 matching answers; ")
-    cut = [line.rstrip().endswith("cut") for line in body]
-    assert cut == [not row["finished"] for row in ROWS]
-
-
-@pytest.mark.parametrize("width", [24, 40, 60, 80])
-def test_a_narrow_terminal_shows_prompts_too(call, run, width):
-    """Each prompt is shown once, as whole as its width allows, with its answers and their facts below it."""
+@pytest.mark.parametrize("width", [24, 40, 80, 160])
+def test_answers_fit_any_terminal_and_let_no_control_character_through(call, run, width):
+    """Each prompt is shown once, as whole as its width allows, with its samples and their facts below it."""
     code, out, _ = call(run, "--limit", 0, "--sort", "step", width=width)
     assert code == 0
     lines = out.splitlines()
     assert all(len(line) <= width for line in lines[:-1])
+    assert all(character.isprintable() for line in lines for character in line)
     prompts = list(dict.fromkeys((row["step"], row["dataset_row"]) for row in ROWS))
     heads = [line for line in lines if line.startswith("step ")]
     assert heads == [f"step {step} · row {row}" for step, row in prompts]
     questions = [line.strip() for line in lines if line.startswith("  How")]
     assert questions == [excerpt(f"How much is {row} plus {row}?", width - 2) for _, row in prompts]
-    answers = [line.strip() for line in lines if line.startswith("    ") and line[4] != " "]
-    assert answers == [excerpt(row["completion"], width - 4) for row in ROWS]
+    samples = [line.strip() for line in lines if line.startswith("    ") and line[4] != " "]
+    assert samples == [excerpt(row["completion"], width - 4) for row in ROWS]
     facts = " ".join(line.strip() for line in lines if line.startswith("      "))
     assert facts.count("score ") == facts.count("exact ") == len(ROWS)
     assert facts.count("cut") == sum(not row["finished"] for row in ROWS)
+    assert lines[-1].startswith("24 of 24 matching samples; ")
+    assert width < 80 or "red \\x1b[31malert\\x07\\r\\u202e [bold]x[/bold]⏎second line" in out
 
 
-def test_a_pipe_shows_prompts_in_a_table(run):
+def test_a_pipe_shows_whole_lines_without_colours(run):
     variables = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     words = [sys.executable, "-m", "realhf", "rollouts", str(run), "--limit", "3"]
     shown = subprocess.run(words, capture_output=True, text=True, cwd=REPO, env=variables, check=True)
     newest = sorted(ROWS, key=lambda row: row["step"], reverse=True)[:3]
-    lines = shown.stdout.splitlines()[3:6]
-    for line, row in zip(lines, newest, strict=True):
-        assert f"How much is {row['dataset_row']} plus {row['dataset_row']}?" in line
-        assert row["completion"] in line
+    for row in newest:
+        assert f"\n  How much is {row['dataset_row']} plus {row['dataset_row']}?\n" in shown.stdout
+        assert f"\n    {row['completion']}\n" in shown.stdout
     assert "\x1b" not in shown.stdout
 
 
 def test_full_answers(call, run):
-    code, out, _ = call(run, "--full", "--where", "sample=9", width=70)
+    code, out, _ = call(run, "--full", "--where", "sample == 9", width=80)
     assert code == 0
     assert not set(out) & {"\x07", "\r", "\x1b", "\u202e"}
     for text in ("system: Be careful.", "user: How much is 17 plus 17?", "second line", "answer: 17",
@@ -178,65 +166,61 @@ def test_full_answers(call, run):
     assert "red \\x1b[31malert\\x07\\r\\u202e [bold]x[/bold]" in out
 
 
-def test_story_of_a_prompt(call, run):
+def test_groups_of_one_prompt_by_step(call, run):
+    words = ("--where", "dataset_row == 17", "--by", "step")
     of_row = [row for row in ROWS if row["dataset_row"] == 17]
-    for wanted in ("17", "much is 17 plus"):
-        code, out, _ = call(run, "--story", wanted, "--json")
-        document = json.loads(out)
-        assert code == 0 and (document["dataset_row"], document["prompt"]) == (17, of_row[0]["prompt"])
-        assert [step["step"] for step in document["steps"]] == [2, 4, 6]
-        for step in document["steps"]:
-            rows = [row for row in of_row if row["step"] == step["step"]]
-            assert step["rollouts"] == rows
-            assert step["mean_score"] == pytest.approx(mean(row["score"] for row in rows))
-    _, out, _ = call(run, "--story", 17)
-    means = [mean(row["score"] for row in of_row if row["step"] == step) for step in (2, 4, 6)]
-    table = [line.split()[:3] for line in out.splitlines() if line.strip()[:1] in ("2", "4", "6")]
-    assert table == [[str(step), "2", f"{m:.4g}"] for step, m in zip((2, 4, 6), means, strict=True)]
-    assert f"mean score {means[0]:.4g} at first, {means[-1]:.4g} at last" in out
+    scores = {step: [row["score"] for row in of_row if row["step"] == step] for step in (2, 4, 6)}
+    code, out, _ = call(run, *words, "--json")
+    document = json.loads(out)
+    assert code == 0 and [group["by"] for group in document["groups"]] == [2, 4, 6]
+    for group in document["groups"]:
+        rows = [row for row in of_row if row["step"] == group["by"]]
+        assert group.pop("rollouts") == rows
+        assert group == {
+            "by": rows[0]["step"], "samples": 2, "mean_score": pytest.approx(mean(scores[rows[0]["step"]])),
+            "worst": min(scores[rows[0]["step"]]), "best": max(scores[rows[0]["step"]]),
+            "mean_length": mean(row["length"] for row in rows),
+            "cut": sum(not row["finished"] for row in rows)}
+    for width in (60, 100):
+        code, out, _ = call(run, *words, width=width)
+        table = [line.split()[:3] for line in out.splitlines() if line.strip()[:1] in ("2", "4", "6")]
+        assert table == [[str(step), "2", f"{mean(scores[step]):.4g}"] for step in scores]
+        assert code == 0 and all(len(line) <= width for line in out.splitlines()[:-1])
+        assert "3 of 3 groups" in out
+    assert "It is 34, says sample " in out
 
 
-def test_list_of_stories(call, run, tmp_path):
-    of_row = [row for row in ROWS if row["dataset_row"] == 17]
-    first, last = (mean(row["score"] for row in of_row if row["step"] == step) for step in (2, 6))
-    _, out, _ = call(run, "--story", "--json")
-    (story,) = json.loads(out)["stories"]
-    assert story == {"set": "", "dataset_row": 17, "num_steps": 3, "first_score": pytest.approx(first),
-                     "last_score": pytest.approx(last), "prompt": of_row[0]["prompt"]}  # fmt: skip
-    code, out, _ = call(run, "--story")
-    line = next(line for line in out.splitlines() if "17 plus 17" in line)
-    assert code == 0 and line.split()[:4] == ["17", "3", f"{first:.4g}", f"{last:.4g}"]
-    assert "1 of 1 prompts; --story ROW shows" in out
-    write(tmp_path / "rollouts.jsonl", [row for row in ROWS if not row["followed"]])
-    code, _, err = call(tmp_path, "--story")
-    assert code == 2 and "has no such answers to rows that are followed (follow_rows)" in err
+def test_groups_of_evaluated_rows(call, run, tmp_path):
     for step, score in ((0, -0.0), (8, 1.0)):
-        rows = [{"dataset_row": i, "prompt": f"p{i}", "completion": "", "score": score} for i in range(3)]
-        write(tmp_path / f"evals/step_{step}.jsonl", rows)
-    _, out, _ = call(tmp_path, "--eval", "--story")
-    lines = [line.split() for line in out.splitlines() if " p" in line and "prompts" not in line]
-    assert [line for line in lines if "p" in line[-1] and line[0].isdigit()] == [
-        [str(i), "2", "0", "1", f"p{i}"] for i in range(3)]
+        texts = {"completion": "a\x07", "score": score}
+        rows = [{"dataset_row": i, "prompt": f"p{i}"} | texts for i in range(3)]
+        write(tmp_path / f"evals/step_{step}.jsonl", [*rows, {"prompt": "no row", "completion": "c"}])
+    code, out, _ = call(tmp_path, "--eval", "--by", "dataset_row")
+    lines = [line.split() for line in out.splitlines()[3:7]]
+    assert lines == [[str(i), "2", "0.5", "0", "1", "-", "0", "a\\x07"] for i in range(3)] + [
+        ["-", "2", "-", "-", "-", "-", "0", "c"]]
+    assert "4 of 4 groups; " in out
+    assert call(tmp_path, "--eval", "--by", "step", "--limit", 1)[1].count("1 of 2 groups") == 1
 
 
 REFUSALS = [
-    (("--where", "score"), "'score' is no condition: legal are a field"),
-    (("--where", "score<a"), "'score<a' is no condition"),
-    (("--where", "score=a"), "score is a number, and 'a' is none"),
-    (("--where", "dataset<1"), "dataset is a text, which has only = and !="),
-    (("--where", "score<1,"), "'' is no condition"),
-    (("--where", "__import__('os')<1"), "there is no field"),
-    (("--where", "scroe<1"), "there is no field 'scroe' (did you mean score?): legal are step, sample"),
-    (("--sort", "reward"), "there is no field 'reward'"),
+    (("--where", "score<"), "--where 'score<' is no Python expression (invalid syntax): write for example"),
+    (("--where", "score=0"), "(invalid syntax): write for example 'score < 0.5 and step == 10'"),
+    (("--where", "score<1,exact==0"), "is a tuple: join conditions by `and` or `or`"),
+    (("--where", "score<'a'"), "fails for every sample: '<' not supported between instances of 'float' and"),
+    (("--where", "__import__('os')"), "Function '__import__' not defined"),
+    (("--where", "completion.__class__"), "Sorry, access to __attributes"),
+    (("--where", "[x for x in ().__class__.__bases__]"), "Sorry, access to __attributes"),
+    (("--where", "9**9**9**9"), "fails for every sample: "),
+    (("--where", "scroe<1"), "there is no field 'scroe' (did you mean score?): legal are advantage, answer"),
+    (("--sort", "reward"), "there is no field 'reward' (did you mean rewards?)"),
     (("--sort", "-nothing"), "there is no field 'nothing'"),
-    (("--steps", "9-3"), "its first step must not be above its last one"),
-    (("--steps", "a"), "must be a range such as 5-20"),
-    (("--step", "2", "--steps", "3"), "give one of them"),
+    (("--sort", "prompt[0]"), "its values have no order"),
+    (("--by", "nothing"), "there is no field 'nothing'"),
     (("--limit", "-1"), "must not be negative"),
-    (("--story", "no such text"), "no answer is to a prompt of this row, or with this text: rows with"),
-    (("--story", "How much"), "10 prompts have it: name one by its row: 102 ("),
     (("--eval",), "has neither evals/ nor eval.jsonl"),
-    (("--frob",), "has no option --frob: legal are --step"),
+    (("--steps", "3-5"), "legal are --where, --sort"),
+    (("more",), "realhf rollouts has no use for 'more'"),
 ]
 
 
@@ -253,8 +237,19 @@ def test_missing_files(call, run, tmp_path):
     code, _, err = call(tmp_path)
     assert code == 2 and "rollouts.jsonl line 1 is not JSON" in err
     write(tmp_path / "rollouts.jsonl", [])
-    code, out, _ = call(tmp_path / "rollouts.jsonl", "--where", "score<1")
-    assert code == 0 and "0 of 0 matching answers" in out
+    code, out, _ = call(tmp_path / "rollouts.jsonl", "--where", "score<1", "--sort", "score")
+    assert code == 0 and "0 of 0 matching samples" in out
+
+
+def test_values_that_no_run_writes_do_no_harm(call, tmp_path):
+    strange = {"score": "high", "rewards": 3, "versions": 1, "prompt": [1, {"content": {"a": 1}}],
+               "completion": 5, "length": [], "step": "x", "columns": None, "dataset_row": {}}  # fmt: skip
+    write(tmp_path / "rollouts.jsonl", [strange, {"step": 1, "length": 3, "score": None}])
+    for words in ((), ("--full",), ("--by", "dataset_row"), ("--json",), ("--where", "score is None")):
+        code, out, err = call(tmp_path, *words, "--sort", "length")
+        assert code == 0 and out, err
+    code, _, err = call(tmp_path, "--sort", "step")
+    assert code == 2 and "--sort step: its values have no order" in err
 
 
 def test_answers_of_evaluations(call, tmp_path):
@@ -262,24 +257,17 @@ def test_answers_of_evaluations(call, tmp_path):
     write(tmp_path / "eval.jsonl", [answer, {**answer, "completion": "2", "score": 1.0}])
     _, out, _ = call(tmp_path, "--eval", "--json", "--sort", "-score")
     assert [row["completion"] for row in json.loads(out)["rollouts"]] == ["2", "two"]
-    assert "2 of 2 matching answers" in call(tmp_path, "--eval")[1]
+    assert "2 of 2 matching samples" in call(tmp_path, "--eval")[1]
     for name in ("math", "code"):
         for step in (0, 20, 100):
             row = {**answer, "dataset_row": 3, "scores": {"exact": step / 100}, "score": step / 100}
             write(tmp_path / "evals" / name / f"step_{step}.jsonl", [row])
-    _, out, _ = call(tmp_path, "--eval", "math", "--json", "--where", "exact>0")
+    _, out, _ = call(tmp_path, "--eval", "math", "--json", "--where", "exact > 0")
     assert [(row["set"], row["step"]) for row in json.loads(out)["rollouts"]] == [("math", 100), ("math", 20)]
-    code, out, _ = call(tmp_path, "--eval", "code", "--story", 3)
-    assert code == 0 and "mean score 0 at first, 1 at last" in out
-    assert " set " in call(tmp_path, "--eval")[1]
+    assert "set code · step 100 · row 3" in call(tmp_path, "--eval")[1]
     code, _, err = call(tmp_path, "--eval", "maths")
     assert code == 2 and "there is no such set (did you mean math?): legal are code, math" in err
-    assert "--eval shows the answers of evaluations" in call(tmp_path)[2]
-
-
-def test_steps():
-    texts = {"5-20": (5, 20), "5-": (5, float("inf")), "-20": (0, 20), "7": (7, 7)}
-    assert {text: parse_steps(text) for text in texts} == texts
+    assert "--eval shows the samples of evaluations" in call(tmp_path)[2]
 
 
 def test_excerpts_have_beginning_and_end_and_the_right_width():
@@ -287,12 +275,12 @@ def test_excerpts_have_beginning_and_end_and_the_right_width():
     for width in (12, 20, 40):
         short = excerpt(text, width)
         assert len(short) == width and short.startswith("begin"[:width // 3]) and short.endswith("end")
-    assert excerpt("日本語のテキスト", 9) == "日本…ト" and excerpt("short", 9) == "short"
+    assert excerpt("日本語のテキスト", 9) == "日本 … ト" and excerpt("short", 9) == "short"
     assert printable("a\tb\nc\x00") == "a    b\nc\\x00" and printable("\ud800") == "\\ud800"
 
 
 def test_colours_on_a_terminal_and_no_torch(run):
-    """In a pseudo-terminal: the colours are Rich's own, and nothing of the answers' escapes is left."""
+    """In a pseudo-terminal: the colours are Rich's own, and nothing of the samples' escapes is left."""
     master, slave = pty.openpty()
     code = ("import sys; from realhf.cli.main import main\n"
             f"code = main(['rollouts', {str(run)!r}, '--limit', '0'])\n"
@@ -321,5 +309,5 @@ def test_tokens_are_shown_with_the_log_probs_of_those_that_were_sampled(call, tm
     assert "token ids" not in out
     _, out, _ = call(tmp_path, "--json", "--sort", "sample")
     assert json.loads(out)["rollouts"][0]["logprobs"] == [0.0, -0.25, 0.0]
-    code, _, err = call(tmp_path, "--tokens", "--where", f"sample={ROWS[1]['sample']}")
+    code, _, err = call(tmp_path, "--tokens", "--where", f"sample == {ROWS[1]['sample']}")
     assert code == 2 and "has token ids: set rollouts.tokens in the run" in err

@@ -408,7 +408,7 @@ def test_columns_of_another_name_are_kept_with_the_answers(task, tmp_path):
         for row in read_jsonl(out / name):
             assert row["columns"].keys() == {"target", "level"} and row["columns"]["target"] == "2"
             assert "400 characters left out" in row["columns"]["level"]
-    assert main(["rollouts", str(out), "--eval", "--where", "target=2"]) == 0
+    assert main(["rollouts", str(out), "--eval", "--where", "target == '2'"]) == 0
     experiment.reward_function = [near, odd]
     experiment.dataset = DatasetConfig(str(task / "data.jsonl"))
     with pytest.raises(ValueError, match="no column 'target'; its .*; it is read by reward function near$"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.checkpoint.run_state import Manifest
-from realhf.cli.memory_prediction import predict_memory
+from realhf.cli.program import predict_memory
 from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.inference import cache_memory

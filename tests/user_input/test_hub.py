@@ -154,12 +154,10 @@ def test_the_commands_of_the_first_page(server, tmp_path):
         done = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "pass@8" in done.stdout
-    by_run = ("eval", "runs/gsm8k", "--data", "openai/gsm8k", "--name", "main", "--split", "test",
-              "--reward", "math", "--max-rows", 4)  # fmt: skip
+    by_run = ("eval", "runs/gsm8k", "--reward", "math", "--eval-dataset.max-rows", 4)
     done = realhf(server, tmp_path / "home", *by_run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    as_before = "as in runs/gsm8k: prompts of column 'question', system prompt 'Think step by"
-    assert as_before in done.stderr
+    assert "as in runs/gsm8k: prompt_key 'question', system_prompt 'Think step by" in done.stderr
     summary = json.loads((tmp_path / "runs/gsm8k/summary.json").read_text())
     assert {"eval/pass@4", "eval/math_answer", "eval/boxed"} <= summary["evals"].keys()
 

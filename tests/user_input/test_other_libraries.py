@@ -5,7 +5,7 @@ from dataclasses import fields
 from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 
 from realhf import GRPO, PPO, Evaluation, LoraConfig, OptimizerConfig, Role
-from realhf.cli.main import _parser
+from realhf.cli.main import make_parser
 from realhf.cli.overrides import _options
 from realhf.user_input.other_libraries import OTHER_NAMES, keyword_hint, ours
 from realhf.user_input.suggest import near_options
@@ -17,7 +17,7 @@ IN_TRL = {field.name for kind in (GRPOConfig, SFTConfig, DPOConfig, RLOOConfig) 
 
 def _of_run() -> set[str]:
     """Return the options of `realhf run`."""
-    options, _ = _parser().parse_known_args(["run"])
+    options, _ = make_parser().parse_known_args(["run"])
     return {f"--{name.replace('_', '-')}" for name in vars(options)}
 
 

@@ -1,7 +1,7 @@
-"""Checks of an experiment and a plan, each of which raises ValueError at the first fault. Free of torch."""
+"""Checks of an experiment, its rows and a plan. Each raises ValueError at the first fault. Free of torch."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from realhf.data.dataset import DatasetConfig, column_of, reads_pairs
 from realhf.data.light_tokenizer import first_differing_token, token_bytes, word_tokens
 from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
+from realhf.data.tokenized import MixedRows, TokenizedRows
+from realhf.errors import UserError
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.lora import adapter_spec
@@ -21,11 +23,6 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 from realhf.user_input.hub import is_incomplete
-
-_CHANGES_LOGITS = (
-    "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bad_word_ids",
-    "min_new_tokens")
-"""Settings by which samples are drawn from another distribution than the model's."""
 
 
 def check_sampling(graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
@@ -76,32 +73,6 @@ def ending_with_turns(graph: DataflowGraph, roles: Mapping[str, Role], tokenizer
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, end[0]))
             changed.append(replace(call, work=replace(call.work, sampling=sampling)))
     return graph.replace(*changed)
-
-
-def turn_end_warnings(graph: DataflowGraph, roles: Mapping[str, Role], tokenizer: str) -> Iterator[str]:
-    """Yield a warning for each model that is trained or answers and does not know how turns end."""
-    calls = [*graph.of_kind("generate"), *graph.of_kind("train_step")]
-    for name in sorted({call.role for call in calls if call.role is not None}):
-        role = roles[name]
-        end = unknown_turn_end(role, tokenizer) if role.head == "lm" else None
-        if end is not None:
-            ids = role.config().eos_token_ids
-            stops = f"stops at {', '.join(map(str, ids))} (eos_token_id)" if ids else "has no eos_token_id"
-            yield (
-                f"{name}.model {stops}, but the chat template ends turns with the token {end[0]} ({end[1]}): "
-                "answers end there, too, and exports name it in generation_config.json")
-
-
-def off_policy(graph: DataflowGraph) -> Iterator[str]:
-    """Yield warnings about settings by which a model trains on samples of another distribution."""
-    trained = {call.role for call in graph.of_kind("train_step")}
-    for call in graph.of_kind("generate"):
-        sampling = call.work.sampling
-        plain = type(sampling)()
-        changed = [name for name in _CHANGES_LOGITS if getattr(sampling, name) != getattr(plain, name)]
-        if changed and sampling.temperature > 0 and call.role in trained:
-            what = " and ".join(f"sampling.{name}" for name in changed)
-            yield f"{what}: {call.role} trains on samples of another distribution than its log-probs tell"
 
 
 def check_numbers(experiment: Experiment) -> None:
@@ -394,6 +365,32 @@ def _check_positions(
                 + (f"set {' and '.join(long)} to at most {limit - new}" if limit > new else
                    f"set sampling.max_new_tokens below {limit}")
             )
+
+
+def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
+    """Raise UserError if a model has no embedding for the tokenizer's largest token id."""
+    for name, role in roles.items():
+        if largest >= (size := role.config().vocab_size):
+            raise UserError(
+                f"tokenizer {tokenizer} has token ids up to {largest}, "
+                f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
+            )
+
+
+def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
+    """Raise UserError if a dataset has a sequence that is longer than a model's learned positions.
+
+    Rows that are read later are checked when they are read.
+    """
+    limits = {
+        name: spec_of(roles[name].config()).config.num_positions
+        for name in sorted({call.role for call in graph.calls if call.role is not None})
+    }
+    limited = {name: limit for name, limit in limits.items() if limit is not None}
+    if limited:
+        name = min(limited, key=lambda role: limited[role])
+        for part in rows.parts:
+            part.require_at_most(limited[name], f"{name}.model has learned {limited[name]} positions")
 
 
 def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:

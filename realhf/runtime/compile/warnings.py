@@ -22,12 +22,11 @@ from realhf.data.light_tokenizer import chat_template_of, special_tokens
 from realhf.data.rows import extra_columns
 from realhf.data.sequence_tokens import missing_beginning, special_texts
 from realhf.data.tokenized import MixedRows, TokenizedRows
-from realhf.errors import UserError
 from realhf.experiment import Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
-from realhf.runtime.compile.checks import off_policy, turn_end_warnings, unknown_turn_end
+from realhf.runtime.compile.checks import unknown_turn_end
 from realhf.runtime.compile.program import Program, leaves, to_json
 from realhf.user_input.files import read_object
 from realhf.user_input.hub import cached_name, find_model
@@ -55,6 +54,10 @@ _LOW_TOP_P = 1e-5
 """So low a top_p draws one token only, as the most probable one has at least the share 1 / vocabulary."""
 _ESCAPE = re.compile(r"\\([ntr])(?![A-Za-z])")
 """A backslash and a letter, not the beginning of a word of LaTeX such as `\\nabla`."""
+_CHANGES_LOGITS = (
+    "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bad_word_ids",
+    "min_new_tokens")
+"""Settings by which samples are drawn from another distribution than the model's."""
 _HIGH_TEMPERATURE = 2.5
 _LOW_TEMPERATURE = 0.05
 _SCHEDULE = (
@@ -106,7 +109,7 @@ def warnings_of(
         warnings += _other_templates(program)
     warnings += [*_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += _no_rollouts(program)
-    warnings += off_policy(program.graph)
+    warnings += _off_policy(program.graph)
     if program.parts:  # The program trains.
         warnings += [*_unusual_training(program), *_unweighted(program.graph)]
         warnings += [*_idle_shaping(program)]
@@ -123,7 +126,7 @@ def warnings_of(
     for name, graph, read in parts:
         tokenizer = program.experiment.tokenizer_dir()
         warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
-        warnings += turn_end_warnings(graph, program.roles, tokenizer)
+        warnings += _turn_ends(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_equal_pairs(where, part), *_contradictions(where, graph, part)]
@@ -180,32 +183,6 @@ def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return sorted(warnings)
 
 
-def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
-    """Raise UserError if a model has no embedding for the tokenizer's largest token id."""
-    for name, role in roles.items():
-        if largest >= (size := role.config().vocab_size):
-            raise UserError(
-                f"tokenizer {tokenizer} has token ids up to {largest}, "
-                f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
-            )
-
-
-def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
-    """Raise UserError if a dataset has a sequence that is longer than a model's learned positions.
-
-    Rows that are read later are checked when they are read.
-    """
-    limits = {
-        name: spec_of(roles[name].config()).config.num_positions
-        for name in sorted({call.role for call in graph.calls if call.role is not None})
-    }
-    limited = {name: limit for name, limit in limits.items() if limit is not None}
-    if limited:
-        name = min(limited, key=lambda role: limited[role])
-        for part in rows.parts:
-            part.require_at_most(limited[name], f"{name}.model has learned {limited[name]} positions")
-
-
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
     """Return warnings about adapters that seem to be made for another model than their role's.
 
@@ -259,6 +236,32 @@ def _other_templates(program: Program) -> Iterator[str]:
             yield (
                 f"{name}.model {role.model} has another chat template than the tokenizer "
                 f"{program.experiment.tokenizer_dir()}, by which the chats are written that it reads")
+
+
+def _turn_ends(graph: DataflowGraph, roles: Mapping[str, Role], tokenizer: str) -> Iterator[str]:
+    """Yield a warning for each model that is trained or answers and does not know how turns end."""
+    calls = [*graph.of_kind("generate"), *graph.of_kind("train_step")]
+    for name in sorted({call.role for call in calls if call.role is not None}):
+        role = roles[name]
+        end = unknown_turn_end(role, tokenizer) if role.head == "lm" else None
+        if end is not None:
+            ids = role.config().eos_token_ids
+            stops = f"stops at {', '.join(map(str, ids))} (eos_token_id)" if ids else "has no eos_token_id"
+            yield (
+                f"{name}.model {stops}, but the chat template ends turns with the token {end[0]} ({end[1]}): "
+                "answers end there, too, and exports name it in generation_config.json")
+
+
+def _off_policy(graph: DataflowGraph) -> Iterator[str]:
+    """Yield warnings about settings by which a model trains on samples of another distribution."""
+    trained = {call.role for call in graph.of_kind("train_step")}
+    for call in graph.of_kind("generate"):
+        sampling = call.work.sampling
+        plain = type(sampling)()
+        changed = [name for name in _CHANGES_LOGITS if getattr(sampling, name) != getattr(plain, name)]
+        if changed and sampling.temperature > 0 and call.role in trained:
+            what = " and ".join(f"sampling.{name}" for name in changed)
+            yield f"{what}: {call.role} trains on samples of another distribution than its log-probs tell"
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
@@ -522,8 +525,7 @@ def _plain_texts(parts: list[tuple[str, TokenizedRows]]) -> Iterator[str]:
     if names:
         yield (
             f"{' and '.join(dict.fromkeys(names))}: prompts are text, and the tokenizer has a chat template, "
-            "which is not applied to them: chat=True makes chats of them, chat=False leaves them "
-            "(realhf eval: --chat or --no-chat)")
+            "which is not applied to them: chat=True makes chats of them, chat=False leaves them")
 
 
 def _has_plain_text(rows: TokenizedRows) -> bool:
