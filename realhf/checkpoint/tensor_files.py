@@ -81,6 +81,14 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     return files
 
 
+def has_two_sets(directory: Path) -> bool:
+    """Return whether a model directory has its weights in one file, which is read, and in parts as well."""
+    if not (directory / SINGLE).exists() or not (directory / INDEX).exists():
+        return False
+    parts = set(_read_index(directory / INDEX).values()) - {SINGLE}
+    return any((directory / part).exists() for part in parts)
+
+
 def _read_index(index: Path) -> dict[str, str]:
     """Return name of a tensor -> name of the file that holds it."""
     files = read_object(index, most=_MAX_INDEX_BYTES).get("weight_map")

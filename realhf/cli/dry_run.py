@@ -70,8 +70,9 @@ class FirstLearned(NamedTuple):
 
 
 def _printable(text: str) -> str:
-    """Return a text in one line, control characters escaped, without the middle of a long one."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Return a text in one line, as a string of Python shows it, without the middle of a long one."""
+    is_plain = {c: c.isprintable() and c != "\\" for c in set(text)}
+    shown = "".join(c if is_plain[c] else c.encode("unicode_escape").decode() for c in text)
     if len(shown) > _MAX_SHOWN:
         shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
     return shown

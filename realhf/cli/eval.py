@@ -86,8 +86,6 @@ def main(options: Namespace, words: list[str]) -> int:
     is_main = not is_worker() or os.environ["RANK"] == "0"
     name = f"eval-{Path(options.experiment).stem if is_file else Path(options.experiment).resolve().name}"
     out = None if options.out is None else Path(options.out)
-    if options.started_in and out is None and not is_worker():
-        out = new_run_directory(name, below=options.started_in)
     if out is not None and is_main:
         check_run_directory(out)
         if (out / "summary.json").exists():
@@ -95,10 +93,11 @@ def main(options: Namespace, words: list[str]) -> int:
     if saved and is_main and LOCAL_LAUNCHER not in os.environ:
         print(f"realhf: {one_line(_told(str(run), saved, experiment))}", file=sys.stderr, flush=True)
     if is_worker() or num_ranks == 1:
-        job = Job(program, name, out, _TIMEOUT_SECONDS, None, options.traceback)
+        job = Job(program, name, out, _TIMEOUT_SECONDS, None, options.traceback,
+                  started_in=options.started_in)
         return importlib.import_module("realhf.cli.worker").evaluate(
             job, show=lambda summary, out: print_summary(summary, out=out, as_json=options.json))
-    out = out or new_run_directory(name)
+    out = out or new_run_directory(name, below=options.started_in)
     return launch([*options.argv, "--out", str(out)], num_ranks, directory=options.started_in)
 
 

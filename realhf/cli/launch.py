@@ -60,6 +60,8 @@ class Job:
     """Whether errors are shown with the Python lines that led to them."""
     track: tuple[str, ...] = ()
     """The trackers that get the metrics."""
+    started_in: str | None = None
+    """The directory in which the command was started, if the experiment file changes it."""
 
 
 @dataclass(frozen=True)

@@ -77,17 +77,16 @@ def main(options: Namespace, words: list[str]) -> int:
     is_new = options.resume is None and out is not None and find_restarted(out) is None
     if is_new and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(Path(options.out))
-    if options.started_in and out is None and options.resume is None and not in_worker:
-        out = new_run_directory(name, below=options.started_in)
     if in_worker or num_ranks == 1:
         predicted = predict_memory(
             experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
         program = replace(program, predicted_memory=predicted)
         if os.environ.get("RANK", "0") == "0" and options.cluster is None and options.profile is None:
             _warn_of_memory(experiment, program)
-        job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
+        job = Job(program, name, out, options.timeout, options.resume, options.traceback, track,
+                  options.started_in)
         return importlib.import_module("realhf.cli.worker").train(job)
-    out = out or new_run_directory(name)
+    out = out or new_run_directory(name, below=options.started_in)
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
     run_id = uuid.uuid4().hex
@@ -114,8 +113,8 @@ def _resumed_directory(options: Namespace, name: str, out: Path | None) -> Path 
     """
     if is_worker() and out is None and not options.resume:
         return None  # Rank 0 looks for the newest run.
-    source = "" if find_restarted(out) is not None else options.resume
-    resumption = find_resumption(name, resume=source, out=out)
+    source = "" if find_restarted(out, below=options.started_in) is not None else options.resume
+    resumption = find_resumption(name, resume=source, out=out, below=options.started_in)
     plan = resumption.run / "plan.yaml"
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else options.nproc
     if options.plan is None and plan.is_file():

@@ -132,7 +132,7 @@ def evaluate(job: Job, *, show: Callable[[Mapping[str, Any], Path], None]) -> in
         require_equal_programs(world, job.program)
         out = None
         if world.rank == 0:
-            out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
+            out = RunDirectory(_out_of(job), stem=job.name).path
         summary = run_evaluations(job.program, world, out=out)
         if out is not None:
             show(summary, out)
@@ -303,16 +303,21 @@ def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> b
     return has_summary
 
 
+def _out_of(job: Job) -> Path:
+    return job.out or new_run_directory(job.name, below=job.started_in)
+
+
 def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     """Return the run directory, and the checkpoints from which the run may continue, the newest first.
 
     A run that the launcher has restarted continues by itself.
     """
-    restarted = find_restarted(job.out)
+    restarted = find_restarted(job.out, below=job.started_in)
     if restarted is None and job.resume is None:
-        return RunDirectory(job.out or new_run_directory(job.name), stem=job.name), []
+        return RunDirectory(_out_of(job), stem=job.name), []
     resume = job.resume if restarted is None else ""
-    resumption = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
+    resumption = find_resumption(
+        job.name, resume=resume or "", out=restarted or job.out, below=job.started_in)
     if not resumption.checkpoints:
         print(f"realhf: {resumption.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
     return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())

@@ -2,19 +2,26 @@
 
 import ast
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from realhf.data.dataset import DatasetConfig
+from realhf.errors import UserError
+from realhf.user_input.files import RepeatedKeyError, unique_keys
 
 IS_WHOLE = "row/is_whole"
 """Column of rows that were one conversation or text, or two whole texts: what comes before the completion is
 no prompt that somebody has written down. Its value is the name of the column that the row was."""
+OTHER_PROMPT = "row/other_prompt"
+"""Column of rows whose prompt is another than that with which both of its completions begin."""
 IS_QUESTION = "row/is_question"
 """Column of rows whose prompt is what a conversation has up to the user's last message."""
 _CONVERSATIONS = "conversations"
 """The usual column of conversations whose messages have `from` and `value`; TRL reads it as `messages`."""
+_ANSWERS = re.compile(r"^\s*(?:Assistant|AI|Bot|Chatbot)\s*:", re.MULTILINE)
+"""The beginning of an answer in a conversation that is one text."""
 _ASKING = ("system", "developer", "user")
 """Roles whose messages belong to a prompt."""
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -84,6 +91,10 @@ def pair_fault(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_k
         return (
             f"{names} are texts with different beginnings, so that they have no prompt in common: give it in "
             f"a column {prompt_key!r}")
+    elif row.get(IS_WHOLE) and not _ANSWERS.search(row[prompt_key]) and all(map(_ANSWERS.search, sides)):
+        return (
+            f"{names} are texts that ask different questions before their first answer: both must have the "
+            "same prompt")
     return None
 
 
@@ -99,6 +110,18 @@ def is_continued(prompt: list[dict[str, Any]], completion: Any) -> bool:
 def as_messages(completion: Any) -> Any:
     """Return a completion of a chat as messages; one that is text is what the assistant says."""
     return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
+def texts_of(side: Any) -> Iterator[str]:
+    """Yield a text, or what the messages of a chat say."""
+    if isinstance(side, str):
+        yield side
+        return
+    for message in side if isinstance(side, list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield part["text"]
 
 
 def joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,7 +145,7 @@ def _messages(value: Any, *, fills_nulls: bool) -> Any:
         parsed = _parsed(value)
         if isinstance(parsed, dict) and {"role", "content"} <= parsed.keys():
             parsed = [parsed]
-        value = parsed if _are_messages(parsed) else value
+        value = _unique(value, parsed) if _are_messages(parsed) else value
     if not isinstance(value, list):
         return value
     value = [_with_role(message) for message in value]
@@ -146,7 +169,7 @@ def _with_role(message: Any) -> Any:
 
 def _tools(value: Any, *, fills_nulls: bool) -> Any:
     if isinstance(value, str):
-        value = _parsed(value)
+        value = _unique(value, _parsed(value))
     return _without_nulls(value) if fills_nulls else value
 
 
@@ -156,6 +179,16 @@ def _parsed(text: str) -> Any:
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return parse(text)
     return text
+
+
+def _unique(text: str, parsed: Any) -> Any:
+    """Return the value of a text in JSON. Raises UserError if an object in it has a key twice."""
+    try:
+        with suppress(ValueError, RecursionError):
+            json.loads(text, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise UserError(f"a column of JSON text has an object that has {error}") from error
+    return parsed
 
 
 def _are_messages(value: Any) -> bool:
@@ -221,7 +254,10 @@ def _find_pair(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_k
     else:
         return
     if shared:
-        row[prompt_key] = pair[0][:shared]
+        common = pair[0][:shared]
+        if prompt is not None and not _is_said(prompt, common):
+            row[OTHER_PROMPT] = True
+        row[prompt_key] = common
         row[chosen_key] = pair[0][shared:]
         row[rejected_key] = pair[1][shared:]
 
@@ -230,6 +266,12 @@ def _begins_with(messages: Any, prompt: Any) -> bool:
     """Return whether a completion of messages repeats the whole prompt."""
     both = isinstance(messages, list) and isinstance(prompt, list)
     return both and len(messages) > len(prompt) > 0 and messages[: len(prompt)] == prompt
+
+
+def _is_said(prompt: Any, messages: Any) -> bool:
+    """Return whether messages say what a prompt says that is text, white space aside."""
+    said = " ".join(" ".join(texts_of(messages)).split())
+    return not isinstance(prompt, str) or " ".join(prompt.split()) in said
 
 
 def _num_shared(chosen: Any, rejected: Any) -> int:

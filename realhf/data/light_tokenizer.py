@@ -117,6 +117,15 @@ def unknown_token_id(tokenizer: Any) -> int | None:
     return None if token_id == tokenizer.eos_token_id else token_id
 
 
+def normalized(tokenizer: Any, text: str) -> str:
+    """Return what a tokenizer makes of a text before it splits it, such as small letters.
+
+    `tokenizer` is a LightTokenizer or one of transformers.
+    """
+    normalizer = getattr(_backend(tokenizer), "normalizer", None)
+    return text if normalizer is None else normalizer.normalize_str(text)
+
+
 def special_tokens(tokenizer: Any) -> list[str]:
     """Return the texts of special tokens, which a decoded text without special tokens lacks.
 
@@ -174,6 +183,20 @@ def has_chat_template(directory: Path) -> bool:
 
 def chat_template_of(directory: str) -> str | None:
     return _chat_template(Path(directory), _settings(Path(directory)), "default")
+
+
+def files_of_templates(directory: str) -> dict[str, str]:
+    """Return the chat template of each file of a directory that has one, the file that is read first."""
+    path = Path(directory)
+    found: dict[str, str] = {}
+    if (path / "chat_template.jinja").exists():
+        found["chat_template.jinja"] = read_text(path / "chat_template.jinja")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = _json_of(path / name).get("chat_template")
+        for entry in template if isinstance(template, list) else [{"name": "default", "template": template}]:
+            if isinstance(entry, dict) and entry.get("name") == "default" and entry.get("template"):
+                found[name] = str(entry["template"])
+    return found
 
 
 def named_token(directory: Path, name: str) -> str | None:

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 
 from realhf.data.dataset import DatasetConfig
 from realhf.errors import UserError
-from realhf.user_input.files import MAX_ROW_BYTES, open_regular, prepare_once, read_object, refuse_lfs_pointer
+from realhf.user_input.files import (
+    MAX_ROW_BYTES,
+    RepeatedKeyError,
+    open_regular,
+    prepare_once,
+    read_object,
+    refuse_lfs_pointer,
+    unique_keys,
+)
 from realhf.user_input.hub import HubName, asking_hub, host_lock, parse_hub_name
 from realhf.user_input.suggest import near_path_words
 from realhf.user_input.units import format_bytes
@@ -243,12 +251,12 @@ class JsonlFile(RowFile):
         _require_short(len(line), where)
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json.loads(text, object_pairs_hook=_object)
+            row = json.loads(text, object_pairs_hook=unique_keys)
         except UnicodeDecodeError as error:
             what = f"byte {error.start} of the line is {line[error.start]:#04x}"
             raise UserError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
-        except _RepeatedKeyError as error:
-            raise UserError(f"{where} has an object that has {error.args[0]!r} twice: keep one") from error
+        except RepeatedKeyError as error:
+            raise UserError(f"{where} has an object that has {error}") from error
         except ValueError as error:  # It is malformed, or has a number of thousands of digits.
             refuse_lfs_pointer(line, where)
             if number == 1 and line.strip() in (b"[", b"{"):
@@ -297,18 +305,6 @@ class JsonlFile(RowFile):
     @property
     def fingerprint(self) -> Fingerprint:
         return {"file": self.name, "rows": len(self), "bytes": self.num_bytes, "crc32": self._checksum}
-
-
-class _RepeatedKeyError(Exception):
-    """An object of JSON has the same key twice, of which a parser would keep the last."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
-    return made
 
 
 def _is_blank(file: BufferedReader, start: int) -> bool:

@@ -4,7 +4,7 @@ A fault is a sentence about a value that cannot be used.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from itertools import islice
@@ -83,6 +83,11 @@ class DatasetRows:
         return f"{shown}, ..." if len(self._files) > 3 else shown
 
     @property
+    def files(self) -> list[str]:
+        """The names of all files."""
+        return [file.name for file in self._files]
+
+    @property
     def is_large(self) -> bool:
         """Whether rows are read only when they are needed."""
         if self.config.preload is not None:
@@ -110,7 +115,11 @@ class DatasetRows:
         if converts and (fault := self._to_json_form(row)):
             raise UserError(f"{self.place(number)}: {fault}")
         if self._columns:
-            find_conversation(row, self.config, completions=self._completions, fills_nulls=has_other_types)
+            try:
+                find_conversation(
+                    row, self.config, completions=self._completions, fills_nulls=has_other_types)
+            except UserError as error:
+                raise UserError(f"{self.place(number)}: {error}") from error
         for column in self._columns:
             if column not in row and column in self.blank:
                 row[column] = None
@@ -302,18 +311,22 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
 
 def first_row(config: DatasetConfig) -> dict[str, Any] | None:
     """Return the first row that the map function keeps, without reading others; None if there is no file."""
+    return next(first_rows(config), None)
+
+
+def first_rows(config: DatasetConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows that the map function keeps, from the first; none if there is no file."""
     try:
         files = open_files(config)
     except ValueError:
         if any(map(is_of_hub, (config.path,) if isinstance(config.path, str) else config.path)):
             raise
-        return None
+        return
     rows = ((file, i, row) for file in files for i, row in enumerate(file.first(_NUM_TRIED)))
     for file, i, row in islice(rows, config.max_rows or None):
         mapped_row = mapped(config, row, _place_in(file, i))
         if mapped_row is not None:
-            return mapped_row
-    return None
+            yield mapped_row
 
 
 def extra_columns(config: DatasetConfig) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -24,6 +25,13 @@ _UNTOLD = (
     "the chat template writes the assistant's earlier turns in another way when messages follow, so that "
     "their tokens cannot be told: mark them in the template with {% generation %}, or set assistant_only to "
     "False")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages with what is thought before an answer."""
+_THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_MEANT = {"tool_calls", "function_call", "weight", "train"}
+"""Keys of messages that change what is learned, where they are read."""
+_END_MARK = re.compile(r"\s*(<\|[^<>|\s]+\|>|<\uff5c[^<>]+\uff5c>|</s>|<end_of_turn>|<eos>|<eot>)")
+"""What looks like a special token that ends a turn."""
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 
 
@@ -57,6 +65,12 @@ class Oddities:
     """The chat template does not write what a message says."""
     num_quoted: int = 0
     """The arguments of a tool's call are JSON text, which the template quotes once more."""
+    num_thoughtless: int = 0
+    """The chat template leaves out the reasoning of an answer that is learned."""
+    num_lists: int = 0
+    """The chat template writes the list of a message's parts as Python shows it."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Key of messages that nothing reads -> number of rows."""
 
 
 class TurnEnds(NamedTuple):
@@ -81,6 +95,23 @@ def turn_ends(tokenizer: Any, arguments: dict[str, Any]) -> TurnEnds:
             text = ""
         ends.append(first_special(text.partition(_MARK)[2], specials))
     return TurnEnds(*ends)
+
+
+def spelled_end(tokenizer: Any, arguments: dict[str, Any]) -> str | None:
+    """Return the mark with which the template ends turns, if it is no token of the tokenizer.
+
+    Return None if there is none, or if a token ends turns.
+    """
+    if turn_ends(tokenizer, arguments) != (None, None):
+        return None
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text, _ = render_chat(tokenizer, chat, **arguments)
+    except Exception:  # A template may raise any exception, and refuse these messages.
+        return None
+    mark = _END_MARK.match(text.partition(_MARK)[2])
+    is_spelled = mark is not None and len(tokenizer.encode(mark[1], add_special_tokens=False)) > 1
+    return mark[1] if mark is not None and is_spelled else None
 
 
 def missing_beginning(tokenizer: Any, arguments: dict[str, Any]) -> str | None:
@@ -254,6 +285,15 @@ class ChatTokens:
         oddities.num_left_out += any(
             said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
             for message, text in pairs for said in _said(message))
+        oddities.num_lists += any(
+            isinstance(content := message.get("content"), list) and str(content) in text
+            for message, text in pairs)
+        oddities.num_thoughtless += any(
+            chat[-1]["role"] == "assistant" and any(thought not in text for thought in _thoughts(chat[-1]))
+            for chat, text in written)
+        oddities.unread.update({
+            key for message, _ in pairs for key in _MEANT & message.keys()
+            if message[key] not in (None, [], "") and not re.search(rf"\b{key}\b", self._templates)})
 
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
@@ -350,6 +390,11 @@ class ChatTokens:
         return end + len(text[end:]) - len(text[end:].lstrip("\n"))
 
     @cached_property
+    def _templates(self) -> str:
+        """The templates of chats without and with tools."""
+        return f"{self.tokenizer.chat_template} {self.tokenizer.get_chat_template(tools=[{}])}"
+
+    @cached_property
     def _special(self) -> re.Pattern[str] | None:
         """Matches the special tokens of texts, which are not those that merely have a token of their own."""
         texts = special_texts(self.tokenizer, alone=False)
@@ -381,6 +426,14 @@ def _texts_of_arguments(message: dict[str, Any]) -> list[str]:
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     functions = [call.get("function", call) for call in calls]
     return [f["arguments"] for f in functions if isinstance(f, dict) and isinstance(f.get("arguments"), str)]
+
+
+def _thoughts(message: dict[str, Any]) -> list[str]:
+    """Return the reasoning of a message, in keys of its own or between tags in the text."""
+    content = message.get("content")
+    texts = [message.get(key) for key in _REASONING]
+    texts += _THINKING.findall(content) if isinstance(content, str) else []
+    return [text.strip() for text in texts if isinstance(text, str)]
 
 
 def _said(message: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_messages, is_continued
 from realhf.data.dataset import (
@@ -26,6 +26,10 @@ from realhf.errors import UserError
 
 TokenizedSamples = tuple[dict[str, Any], ...]
 """The samples of a row, each as key of the graph -> value: one, or the chosen and the rejected of a pair."""
+
+
+Compared = Literal["prompt", "question", "row"]
+"""What is compared of rows: the prompt with its tools, what the user says in it, or the whole row."""
 
 
 class TokenizedRows:
@@ -51,9 +55,10 @@ class TokenizedRows:
         self._first_row = first_row
         self.num_in_file = len(self._file)
         self.oddities = Oddities()
-        self.doubtful = DoubtfulRows(tokenizer)
-        self._compared: dict[int, tuple[int, int]] = {}
-        """Hashes of the prompt of a row, and of all that it says, by its number."""
+        read = [column_of(key) for key in keys if key not in LOADER_KEYS]
+        self.doubtful = DoubtfulRows(tokenizer, config, read=read)
+        self._compared: dict[int, dict[Compared, int]] = {}
+        """Hashes of the prompt of a row, of what the user says in it, and of the whole row, by its number."""
         self._looks = True
         """Whether rows are looked at: those that are read at the start."""
         self._texts = TextTokens(tokenizer, self.oddities)
@@ -176,9 +181,14 @@ class TokenizedRows:
     def place_of(self, index: int) -> str:
         return self.place_of_number(self._numbers[index])
 
-    def compared(self, index: int, *, whole: bool) -> int:
-        """Return a hash of the prompt of a row, or of all that it says, without regard to white space."""
-        return self._compared[self._numbers[index]][whole]
+    def compared(self, index: int, what: Compared) -> int:
+        """Return a hash of what a row says, without regard to white space."""
+        return self._compared[self._numbers[index]][what]
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files, or those that the hub's have in its cache."""
+        return self._file.files
 
     def equal_pairs(self) -> list[int]:
         """Return the indices of the pairs whose rejected completion is the chosen one."""
@@ -257,7 +267,9 @@ class TokenizedRows:
         else:
             completions = [as_messages(completion) for completion in completions]
             ids = self._chats.prompt(prompt, tools, completion=completions[0] if completions else None)
-        self._look_at(row, number, tools, {column: row[column] for column in columns}, is_text=is_text)
+        self._look_at(
+            row, number, tools, {column: row[column] for column in columns}, is_text=is_text,
+            is_chat=not isinstance(prompt, str))
         if not ids and "prompt_ids" in self.keys:
             raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
         within_limit = self._kept_of_prompt(ids, number, is_chat=not isinstance(prompt, str))
@@ -296,15 +308,21 @@ class TokenizedRows:
         return samples
 
     def _look_at(
-        self, row: dict[str, Any], number: int, tools: Any, completions: dict[str, Any], *, is_text: bool
+        self, row: dict[str, Any], number: int, tools: Any, completions: dict[str, Any],
+        *, is_text: bool, is_chat: bool,
     ) -> None:
         """Keep what is doubtful about a row, and by what it is compared with others."""
         if not self._looks:
             return
         prompt = row[self.config.prompt_key]
-        self.doubtful.look_at(number, row, prompt=None if is_text else prompt, completions=completions)
+        self.doubtful.look_at(
+            number, row, prompt=None if is_text else prompt, completions=completions, is_chat=is_chat)
         asked = (compared_text(prompt), json.dumps(tools, default=str))
-        self._compared[number] = hash(asked), hash((asked, *map(compared_text, completions.values())))
+        messages = prompt if isinstance(prompt, list) else []
+        said = [message for message in messages if message["role"] == "user"]
+        self._compared[number] = {
+            "prompt": hash(asked), "row": hash((asked, *map(compared_text, completions.values()))),
+            "question": hash(compared_text(said or prompt))}
 
     def _kept_of_prompt(self, ids: list[int], number: int, *, is_chat: bool) -> slice | None:
         """Return which tokens of a prompt are kept; None if its row is left out."""

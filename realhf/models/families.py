@@ -4,10 +4,11 @@ To add a decoder whose modules exist already, add one entry here and one line to
 docs/models.md.
 """
 
+import difflib
 import json
 import math
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -378,6 +379,32 @@ _LEGAL_OF_KEYS: list[tuple[str, Callable[[Any], bool], str]] = [
 ]
 LEGAL = {key: (is_legal, legal) for keys, is_legal, legal in _LEGAL_OF_KEYS for key in keys.split()}
 """Field -> the check of its value, and the words that describe the legal values."""
+_TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+KNOWN_FIELDS = {
+    "config.json": frozenset((
+        *LEGAL, "model_type", "dtype", "torch_dtype", "hidden_act", "activation_function", "num_labels",
+        "id2label", "text_config", "attention_dropout", *(f"{token}_token_id" for token in _TOKENS))),
+    "generation_config.json": frozenset(f"{token}_token_id" for token in _TOKENS),
+    "tokenizer_config.json": frozenset((
+        "chat_template", "added_tokens_decoder", "tokenizer_class", "add_bos_token", "add_eos_token",
+        "additional_special_tokens", *(f"{token}_token" for token in _TOKENS))),
+    "adapter_config.json": frozenset((
+        "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save",
+        "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform")),
+}
+"""File of a model -> keys that matter in it, or that are like those."""
+
+
+def misspelt(fields: Mapping[str, Any], *, known: Collection[str], meant: Collection[str]) -> dict[str, str]:
+    """Return keys that are no known ones, and for each the missing one of `meant` that it nearly is."""
+    found = {}
+    for key in sorted(fields.keys() - set(known)):
+        missing = [name for name in meant if name not in fields and name.count("_") == key.count("_")]
+        for name in difflib.get_close_matches(key, missing, n=1, cutoff=0.87):
+            found[key] = name
+    return found
+
+
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 18

@@ -34,6 +34,11 @@ HEADS = ("lm", "score")
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_READ_OF_ALL = (
+    "architectures", "eos_token_id", "head_dim", "initializer_range", "layer_types",
+    "max_position_embeddings", "num_key_value_heads", "rope_parameters", "rope_scaling", "sliding_window",
+    "torch_dtype")
+"""Keys of config.json that functions read."""
 ROPE_KEYS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH),
@@ -266,6 +271,14 @@ class ModelConfig:
     def describes(self) -> Family:
         """Return the family's entry in the table."""
         return FAMILIES[self.family]
+
+    @property
+    def read_keys(self) -> frozenset[str]:
+        """Return the keys of config.json that matter for a model of this family."""
+        family = self.describes
+        readers = {**COMMON, **family.reads, **family.moe}.values()
+        named = {*COMMON_DEFAULTS, *family.defaults, *family.only, *_READ_OF_ALL}
+        return frozenset(named | {reader for reader in readers if isinstance(reader, str)})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -144,13 +144,27 @@ def parse_json(text: str | bytes, where: str) -> Any:
         if text.count("[") + text.count("{") > _MAX_CONTAINERS or text.count(",") > _MAX_COMMAS:
             most = f"at most {_MAX_CONTAINERS:,} lists and objects with {_MAX_COMMAS:,} commas are read"
             raise UserError(f"{where} has too many parts: {most}")
-        return json.loads(text, parse_int=_whole_number)
+        return json.loads(text, parse_int=_whole_number, object_pairs_hook=unique_keys)
     except UserError:
         raise
+    except RepeatedKeyError as error:
+        raise UserError(f"{where} has an object that has {error}") from error
     except RecursionError as error:
         raise UserError(f"{where} is nested too deeply") from error
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
+
+
+class RepeatedKeyError(Exception):
+    """An object of JSON has a key twice with different values, of which a parser would keep the last."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises RepeatedKeyError if a key has two values."""
+    made = dict(pairs)
+    if len(made) < len(pairs) and (other := [key for key, value in pairs if made[key] != value]):
+        raise RepeatedKeyError(f"{other[0]!r} twice: keep one")
+    return made
 
 
 def _whole_number(digits: str) -> int:

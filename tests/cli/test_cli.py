@@ -595,6 +595,9 @@ def test_paths_of_the_command_line_begin_where_it_was_started(tmp_path, call, mo
     run = tmp_path / f"runs/{path.stem}"
     assert read_jsonl(run / "eval.jsonl")[0]["prompt"] == "0+"
     monkeypatch.chdir(tmp_path)
+    code, _, err = call("run", path.name, "--resume", "--steps", 2)
+    assert code == 0 and (run / "hf/step_2").is_dir(), err
+    monkeypatch.chdir(tmp_path)
     words = ["--model", f"runs/{path.stem}", "--plan", "one.yaml", "--out", "out"]
     code, _, err = call("eval", path.name, *words)
     assert code == 0 and read_jsonl(tmp_path / "out/eval.jsonl") == read_jsonl(run / "eval.jsonl"), err

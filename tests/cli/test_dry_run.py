@@ -300,6 +300,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(check, tmp_path):
     code, out, err = check([ROW] * 2, "experiment.dataset = replace(dataset, chat=True)", task=task)
     assert code == 0 and err.count("\n") == 1 and "the template ignores add_generation_prompt" in err
     assert "\nthe first prompt has 8 tokens: = 1+1=<eos><eos>\n" in out
+    assert str(FirstPrompt(r"a\nb", 1)) == r"the first prompt has 1 token: a\\nb"
     assert str(FirstPrompt("a\n\x1b[2Jé", 1)) == r"the first prompt has 1 token: a\n\x1b[2Jé"
     out = check([{**ROW, "prompt": "1+" * 999 + "2="}])[1]
     assert "the first prompt has 2000 tokens: 1+1+" in out and " ... 1+1+" in out and "+2=\n" in out

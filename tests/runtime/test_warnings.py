@@ -336,7 +336,10 @@ def test_completions_that_end_where_answers_do_not(tmp_path, capsys):
     task = write_task(tmp_path)
     (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": [0, 15]}))
     what = "no completion learns to end in one of the tokens 0, 15, at which actor.model stops (eos_token_id)"
-    assert _warnings(capsys, "sft", task) == [
+    ordinary = "actor.model stops at 15 (eos_token_id), which is 'a', an ordinary token: "
+    first, other, last = _warnings(capsys, "sft", task)
+    assert other == f"{ordinary}every answer ends where it says that"
+    assert [first, last] == [
         f"{name}: {what}; the tokenizer's eos token is 1" for name in ("dataset", "eval_dataset")]
 
 
@@ -413,3 +416,15 @@ def test_no_prompt_fits_where_responses_fill_all_positions(tmp_path):
     experiment.sampling = replace(experiment.sampling, max_new_tokens=16)
     with pytest.raises(ValueError, match="set sampling.max_new_tokens below 16$"):
         compile_program(experiment, None, world_size=1)
+
+
+def test_right_answers_that_contradict_each_other(task, capsys):
+    """Rows of a game may all have the same prompt."""
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+    says = "dataset: 1 rows have another answer than an earlier row with the same prompt, first in line 7: "
+    told = _warnings(capsys, "grpo", task, dataset=_dataset(task, [*rows, {**rows[0], "answer": "3"}]))
+    assert len(told) == 1 and told[0].startswith(says) and "right in one and wrong in the other" in told[0]
+    for others in ({**rows[0], "answer": " 1 "}, {"prompt": "1+2=", "answer": "4"}):
+        assert _warnings(capsys, "grpo", task, dataset=_dataset(task, [*rows, others])) == []
+    game = [{"prompt": "1+1=", "answer": str(i)} for i in range(9)]
+    assert _warnings(capsys, "grpo", task, dataset=_dataset(task, game)) == []

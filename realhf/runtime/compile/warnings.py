@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import compress
+from copy import deepcopy
+from fnmatch import fnmatch
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,14 +18,20 @@ from realhf.calls import (
     response_keys,
 )
 from realhf.checkpoint.peft import CONFIG_FILE
-from realhf.checkpoint.tensor_files import SCORE, open_checkpoint
+from realhf.checkpoint.tensor_files import INDEX, SCORE, SINGLE, has_two_sets, open_checkpoint
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
-from realhf.data.light_tokenizer import chat_template_of, special_tokens
-from realhf.data.rows import extra_columns
-from realhf.data.sequence_tokens import missing_beginning, special_texts
-from realhf.data.tokenized import MixedRows, TokenizedRows
+from realhf.data.light_tokenizer import (
+    chat_template_of,
+    files_of_templates,
+    normalized,
+    special_tokens,
+)
+from realhf.data.rows import extra_columns, first_rows
+from realhf.data.sequence_tokens import end_of_turn, missing_beginning, special_texts, spelled_end
+from realhf.data.tokenized import Compared, MixedRows, TokenizedRows
 from realhf.experiment import Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.models.families import KNOWN_FIELDS, misspelt
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import unknown_turn_end
@@ -33,6 +41,12 @@ from realhf.user_input.hub import cached_name, find_model
 
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
 """Usual names of columns with right answers."""
+_PART_OF = re.compile(r"(?P<head>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+")
+"""The name of one of several files, as the library `datasets` gives it."""
+_SPLITS = {
+    "training": {"train", "training"},
+    "held-out": {"test", "testing", "validation", "valid", "val", "dev", "eval", "heldout"}}
+_WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TOKENS = ("prompt_ids", "sequence_ids")
 _NO_CONTENT = ("prompt", "response_mask", DATASET_ROW)
 """Columns by which rows are not compared: they follow from the tokens, or every row has its own number."""
@@ -105,8 +119,10 @@ def warnings_of(
     sets = program.evaluations
     parts += [(eval_set.field, eval_set.graph, held_out.get(eval_set.name)) for eval_set in sets]
     warnings = [*other_bases(program.roles), *_unread_weights(program), *_untrained_scores(program)]
+    warnings += [*_doubled_weights(program.roles), *_contrary_fields(program)]
+    warnings += _misspelt_fields(program)
     if rows is not None and any(part.num_chats for part in rows.parts):
-        warnings += _other_templates(program)
+        warnings += [*_two_templates(program.experiment.tokenizer_dir()), *_other_templates(program)]
     warnings += [*_greedy(program), *_idle_ranks(program), *_unevaluated(program)]
     warnings += _no_rollouts(program)
     warnings += _off_policy(program.graph)
@@ -122,6 +138,7 @@ def warnings_of(
             if (of_set := held_out.get(eval_set.name)) is not None:
                 warnings += _shared_rows(eval_set.field, of_set, rows)
                 warnings += _other_prompts(eval_set.field, of_set, rows)
+                warnings += _unmapped_rows(eval_set.field, of_set, rows)
     warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
         tokenizer = program.experiment.tokenizer_dir()
@@ -129,7 +146,11 @@ def warnings_of(
         warnings += _turn_ends(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
+            warnings += [*_missing_parts(where, part), *_mixed_splits(where, part)]
             warnings += [*_equal_pairs(where, part), *_contradictions(where, graph, part)]
+            warnings += [*_contrary_answers(where, part), *_whole_floats(where, part)]
+            warnings += [*_lost_characters(where, part), *_ordinary_ends(program.roles, graph, part)]
+            warnings += _other_ends(program.roles, graph, where, part, tokenizer=tokenizer)
             warnings += _unknown_text(where, part)
             warnings += [*_doubtful_rows(where, part), *_unused_settings(where, part)]
             warnings += [*_doubted_rewards(graph, where, part), *_blank_answers(where, part)]
@@ -200,9 +221,79 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
             continue
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
         if Path(cached_name(Path(theirs)) or theirs).name not in names:
-            what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
+            what = (
+                f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}: give the "
+                "model of that name, or leave the adapter out")
             warnings.setdefault((adapter, ours), what)
     return list(warnings.values())
+
+
+def _doubled_weights(roles: Mapping[str, Role]) -> Iterator[str]:
+    """Yield warnings about directories with the weights in one file and in parts."""
+    for name, role in roles.items():
+        if not role.random_init and has_two_sets(directory := role.model_path()):
+            newest = max(directory.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+            newer = "" if newest.name == SINGLE else f", although {newest.name} is newer"
+            yield (
+                f"{name}.model {role.model} has its weights in {SINGLE} and in the parts that {INDEX} names: "
+                f"{SINGLE} is read, as by transformers{newer}; delete those that are not meant")
+
+
+def _contrary_fields(program: Program) -> Iterator[str]:
+    """Yield warnings about fields of config.json that say the same thing in two ways."""
+    given = program.experiment.roles()
+    for name, role in program.roles.items():
+        hf = role.config().hf
+        scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+        theta = (scaling or parameters).get("rope_theta")
+        pairs = [
+            ("rope_parameters.rope_theta", theta, "rope_theta", hf.get("rope_theta")),
+            *((f"rope_scaling.{key}", scaling[key], f"rope_parameters.{key}", parameters[key])
+              for key in sorted(scaling.keys() & parameters.keys()))]
+        if name in given and given[name].dtype is None:
+            dtypes = [str(hf[key]).removeprefix("torch.") if hf.get(key) else None
+                      for key in ("dtype", "torch_dtype")]
+            pairs.append(("dtype", dtypes[0], "torch_dtype", dtypes[1]))
+        for read, value, other, unread in pairs:
+            if value and unread and value != unread:
+                yield (
+                    f"{name}.model {role.model}: config.json has {read} {json.dumps(value)} and {other} "
+                    f"{json.dumps(unread)}: {read} is read; remove the one that is wrong")
+
+
+def _misspelt_fields(program: Program) -> Iterator[str]:
+    """Yield warnings about keys of models' files that nothing reads, and that a known one may be meant by."""
+    directories = {f"{name}.model": role.model_path() for name, role in program.roles.items()}
+    configs = [(role.model_path(), role.config()) for role in program.roles.values()]
+    keys_of = {
+        path: config.read_keys for path, config in configs if not isinstance(config, TransformersConfig)}
+    directories |= {"tokenizer": Path(program.experiment.tokenizer_dir())}
+    adapters = {name: role.lora.adapter for name, role in program.roles.items() if role.lora is not None}
+    directories |= {f"{name}.lora.adapter": find_model(path) for name, path in adapters.items() if path}
+    seen: set[Path] = set()
+    for where, directory in directories.items():
+        for file, known in KNOWN_FIELDS.items():
+            path = directory / file if directory.is_dir() else directory
+            if path.name != file or path in seen or not path.is_file():
+                continue
+            if file == "config.json" and path.parent not in keys_of:
+                continue  # Only its class in transformers knows what it reads.
+            seen.add(path)
+            meant = known
+            if file == "config.json":
+                known, meant = known | keys_of[path.parent], keys_of[path.parent]
+            for key, near in misspelt(read_object(path), known=known, meant=meant).items():
+                yield f"{where}: {path} has {key!r}, which nothing reads (did you mean {near}?)"
+
+
+def _two_templates(tokenizer: str) -> Iterator[str]:
+    """Yield a warning about a tokenizer's directory that has different chat templates in two files."""
+    (first, template), *others = [*files_of_templates(tokenizer).items()] or [("", "")]
+    for file, other in others:
+        if other.strip() != template.strip():
+            yield (
+                f"tokenizer {tokenizer} has a chat template in {first} and another in {file}: the former is "
+                "read, as by transformers; remove the one that is not meant")
 
 
 def _unread_weights(program: Program) -> Iterator[str]:
@@ -235,7 +326,8 @@ def _other_templates(program: Program) -> Iterator[str]:
         if ours is not None and theirs is not None and ours != theirs:
             yield (
                 f"{name}.model {role.model} has another chat template than the tokenizer "
-                f"{program.experiment.tokenizer_dir()}, by which the chats are written that it reads")
+                f"{program.experiment.tokenizer_dir()}, by which the chats are written that it reads: take a "
+                "model that has learned from chats in that form, or one tokenizer for both")
 
 
 def _turn_ends(graph: DataflowGraph, roles: Mapping[str, Role], tokenizer: str) -> Iterator[str]:
@@ -324,6 +416,164 @@ def _equal_rows(rows: TokenizedRows | MixedRows) -> Iterator[str]:
             yield f"{name}: {repeated} of {len(part.rows)} rows are the same as an earlier one"
 
 
+def _missing_parts(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about files that are some of several, by their names, such as train-00000-of-00002."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for file in _files_of_patterns(rows):
+        if (match := _PART_OF.fullmatch(file)) is not None:
+            found.setdefault((match["head"], match["total"]), set()).add(int(match["number"]))
+    for (head, total), numbers in found.items():
+        if missing := sorted(set(range(int(total))) - numbers):
+            yield (
+                f"{name}: {len(missing)} of the {int(total)} files {head}-*-of-{total} are not there, the "
+                f"first {head}-{missing[0]:05}-of-{total}: a download seems to have stopped (or name those "
+                "that are meant)")
+
+
+def _mixed_splits(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield a warning if a pattern takes files of training and of held-out rows, by their names."""
+    firsts: dict[str, str] = {}
+    constant = _words_of(" ".join(_paths(rows)))
+    for file in _files_of_patterns(rows):
+        kinds = [kind for kind, names in _SPLITS.items() if names & (_words_of(file) - constant)]
+        if len(kinds) == 1:
+            firsts.setdefault(kinds[0], file)
+    if len(firsts) == len(_SPLITS):
+        training, held_out = map(firsts.__getitem__, _SPLITS)
+        yield (
+            f"{name}: the pattern takes files of training rows ({training}) and of held-out ones "
+            f"({held_out}): narrow it, such as train-*, or list the files if all are meant")
+
+
+def _files_of_patterns(rows: TokenizedRows) -> list[str]:
+    """Return the files that patterns of the path match which do not say which of several files to take."""
+    patterns = [path for path in _paths(rows) if "*" in path and not re.search(r"[^*]-of-", path)]
+    return [file for file in rows.files if any(fnmatch(file, pattern) for pattern in patterns)]
+
+
+def _paths(rows: TokenizedRows) -> Sequence[str]:
+    return (rows.config.path,) if isinstance(rows.config.path, str) else rows.config.path
+
+
+def _words_of(path: str) -> set[str]:
+    return set(re.split(r"[\W_\d]+", path.lower()))
+
+
+def _contrary_answers(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about prompts that have different right answers in different rows.
+
+    Many rows of a game or an environment have the same prompt, and answers of their own.
+    """
+    if "sequence_ids" in rows.keys:
+        return
+    prompts = [rows.compared(i, "prompt") for i in range(len(rows.rows))]
+    others = [key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in _ANSWERS]
+    for key in (key for key in rows.keys if column_of(key) in _ANSWERS):
+        first: dict[tuple[int, str], str] = {}
+        contrary = []
+        for i, row in enumerate(rows.rows):
+            asked = prompts[i], json.dumps([row[other] for other in others], default=str)
+            answer = " ".join(str(row[key]).split()).casefold()
+            if first.setdefault(asked, answer) != answer:
+                contrary.append(i)
+        if contrary and 4 * len(set(prompts)) >= len(prompts):
+            yield (
+                f"{name}: {len(contrary)} rows have another {column_of(key)} than an earlier row with the "
+                f"same prompt, first in {rows.place_of(contrary[0])}: the same completion seems right in one "
+                "and wrong in the other")
+
+
+def _whole_floats(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about whole numbers that have become floats, because of gaps in a table's column."""
+    for key in (key for key in rows.keys if key not in LOADER_KEYS):
+        values = [row[key] for row in rows.rows if row[key] is not None]
+        number = next((value for value in values if value), None)
+        is_whole = all(isinstance(value, float) and value.is_integer() for value in values)
+        is_text = all(isinstance(value, str) and _WHOLE_FLOAT.fullmatch(value.strip()) for value in values)
+        has_gaps = len(values) < len(rows.rows)
+        if len(set(map(str, values))) > 2 and ((is_whole and has_gaps) or (is_text and len(values) >= 20)):
+            kind = "whole numbers as floats beside nulls" if is_whole else "whole numbers as floats in text"
+            yield (
+                f"{name}: column {column_of(key)!r} has {kind}, such as {number}, as tables write them if "
+                f"some are missing: if completions are compared with its text, {float(number or 0):.0f} is "
+                "wrong; a map function can make them whole")
+
+
+def _lost_characters(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about what the tokenizer changes in texts before it splits them."""
+    texts = "".join(str(row["prompt"]) for row in rows.rows[:_MANY_ROWS])
+    lost = {
+        "capital letters": any(map(str.isupper, texts)) and normalized(rows.tokenizer, "A") == "a",
+        "accents": not texts.isascii() and normalized(rows.tokenizer, "\u00e9") == "e",
+        "line breaks": "\n" in texts.replace("\\n", "\n") and "\n" not in normalized(rows.tokenizer, "a\nb")}
+    if words := [what for what, is_lost in lost.items() if is_lost]:
+        yield (
+            f"{name}: the tokenizer's normalizer (in tokenizer.json) removes {' and '.join(words)}: the "
+            "model neither reads nor writes them, and rewards compare completions without them")
+
+
+def _other_ends(
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows, *, tokenizer: str
+) -> Iterator[str]:
+    """Yield a warning about texts in the form of the chat template that end in another way than its turns."""
+    end = end_of_turn(tokenizer)
+    eos = rows.tokenizer.eos_token_id
+    trains = any(roles[call.role].head == "lm" for call in graph.of_kind("train_step") if call.role)
+    if not trains or "response_mask" not in rows.keys or rows.num_chats or end is None or end[0] == eos:
+        return
+    others = [
+        i for i, samples in enumerate(rows.samples)
+        if end[1] in str(samples[0]["prompt"]) and any(
+            end[0] not in sample["sequence_ids"][len(sample["prompt_ids"]):] for sample in samples)]
+    if others:
+        shown = rows.tokenizer.decode([eos])
+        yield (
+            f"{name}: in {len(others)} rows, first in {rows.place_of(others[0])}, the prompt is written in "
+            f"the chat template's form, and the completion learns to end with {shown} instead of {end[1]}, "
+            f"with which the template ends turns: end it with {end[1]}, or give rows of messages")
+
+
+def _ordinary_ends(
+    roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows
+) -> Iterator[str]:
+    """Yield warnings about tokens that end answers and stand for ordinary text."""
+    special = {*rows.tokenizer.added_tokens_decoder, rows.tokenizer.eos_token_id}
+    generating = {call.role for call in graph.of_kind("generate") if call.role is not None}
+    for name in sorted(generating):
+        for token in roles[name].config().eos_token_ids:
+            if token not in special and (text := rows.tokenizer.decode([token])):
+                yield (
+                    f"{name}.model stops at {token} (eos_token_id), which is {text!r}, an ordinary token: "
+                    "every answer ends where it says that")
+
+
+def _unmapped_rows(
+    name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
+) -> Iterator[str]:
+    """Yield a warning about held-out rows that the map function of the training rows would change.
+
+    A function that has been applied to rows in a file usually changes nothing if it is applied again.
+    """
+    change = rows.parts[0].config.map
+    if change is None or any(part.config.map is not change for part in rows.parts):
+        return
+    for part in (part for part in held_out.parts if part.config.map is None):
+        read = {part.config.prompt_key, *(column_of(key) for key in part.keys)}
+        before = [*islice(first_rows(part.config), _MANY_ROWS)]
+        try:
+            after = [change(dict(row)) for row in deepcopy(before)]
+        except (Exception, SystemExit):  # These rows have another form than the function expects.
+            return
+        changed = sorted({
+            column for row, new in zip(before, after, strict=True) if isinstance(new, Mapping)
+            for column in new if column in row and column in read and new[column] != row[column]})
+        if changed:
+            columns = " and ".join(map(repr, changed))
+            yield (
+                f"{name}: dataset has a map function, which would also change {columns} of this set's rows, "
+                "and this set has none: give it map, too (a function that returns its row changes nothing)")
+
+
 def _other_prompts(
     name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
 ) -> Iterator[str]:
@@ -360,15 +610,25 @@ def _shared_rows(
             yield (
                 f"{name}: {len(shared)} of {len(part.rows)} rows are rows of dataset, too, "
                 f"first {part.file_place_of(shared[0])}: what is learned by heart counts as learned")
+        elif "sequence_ids" not in common:
+            asked = [row_set.compared(i, "question") for row_set in rows.parts
+                     for i in range(len(row_set.rows))]
+            is_told = 2 * len(set(asked)) > len(asked)
+            again = [i for i in range(len(part.rows)) if part.compared(i, "question") in set(asked)]
+            if again and is_told:
+                yield (
+                    f"{name}: in {len(again)} of {len(part.rows)} rows the user says what one says in "
+                    f"dataset, first {part.file_place_of(again[0])}, beside other messages: what is learned "
+                    "by heart counts as learned")
 
 
 def _contents(rows: TokenizedRows, keys: Collection[str]) -> list[tuple[int, str]]:
     """Return for each row by what it is compared with others: its texts, white space aside, and the values
     under these keys that are no tokens."""
     others = sorted(set(keys).difference(_TOKENS))
-    whole = "sequence_ids" in keys
+    what: Compared = "row" if "sequence_ids" in keys else "prompt"
     return [
-        (rows.compared(i, whole=whole), json.dumps([[sample[key] for key in others] for sample in samples]))
+        (rows.compared(i, what), json.dumps([[sample[key] for key in others] for sample in samples]))
         for i, samples in enumerate(rows.samples)]
 
 
@@ -455,41 +715,50 @@ def _unweighted(graph: DataflowGraph) -> Iterator[str]:
             yield f"call {call.name}: every reward has the weight 0, so every answer has the score 0"
 
 
+_ODDITIES = {
+    "num_unlike_prompt": (
+        "in {} rows the chat template writes another beginning with the completion than for the prompt "
+        "alone; the loss counts from the first token that differs"),
+    "num_rewritten": (
+        "in {} rows the chat template writes answers in another way when messages follow (many leave out "
+        "earlier reasoning); the model learns what the whole chat has"),
+    "num_torn": (
+        "in {} rows a token would span the end of the prompt and the beginning of the completion, as after a "
+        "space at the end: they are tokenised apart, as answers are drawn"),
+    "num_special": (
+        "in {} rows messages have special tokens in what they say, which the model reads as if the chat "
+        "template had written them"),
+    "num_left_out": (
+        "in {} rows the chat template does not write all that messages say: it may not know a role, or "
+        "content that is a list of parts"),
+    "num_lists": (
+        "in {} rows the chat template writes the list of a message's parts as Python shows it, because it "
+        "only knows content that is text: give that"),
+    "num_thoughtless": (
+        "in {} rows the chat template does not write the reasoning of the last answer (in <think> tags, or "
+        "in a key of its own), so that it is not learned: change the template, or leave the reasoning out"),
+    "num_quoted": (
+        "in {} rows the arguments of tool calls are JSON text, which the chat template quotes once more: "
+        "store them as objects"),
+    "num_questions": (
+        "{} rows are whole conversations: their prompts are the messages up to the user's last one, and the "
+        "answers in the rows are not read"),
+    "num_continued": (
+        "{} prompts end with a message of the assistant, which answers continue: leave it out if it is an "
+        "answer by itself"),
+}
+"""Count of rows whose tokens are not what one may expect -> the warning about it."""
+
+
 def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about rows whose tokens are not what one may expect."""
-    found = rows.oddities
-    if found.num_unlike_prompt:
+    for field, sentence in _ODDITIES.items():
+        if count := getattr(rows.oddities, field):
+            yield f"{name}: {sentence.format(count)}"
+    for key, count in rows.oddities.unread.items():
         yield (
-            f"{name}: in {found.num_unlike_prompt} rows the chat template writes another beginning with the "
-            "completion than for the prompt alone; the loss counts from the first token that differs")
-    if found.num_rewritten:
-        yield (
-            f"{name}: in {found.num_rewritten} rows the chat template writes answers in another way when "
-            "messages follow (many leave out earlier reasoning); the model learns what the whole chat has")
-    if found.num_torn:
-        yield (
-            f"{name}: in {found.num_torn} rows a token would span the end of the prompt and the beginning of "
-            "the completion, as after a space at the end: they are tokenised apart, as answers are drawn")
-    if found.num_special:
-        yield (
-            f"{name}: in {found.num_special} rows messages have special tokens in what they say, which the "
-            "model reads as if the chat template had written them")
-    if found.num_left_out:
-        yield (
-            f"{name}: in {found.num_left_out} rows the chat template does not write all that messages say: "
-            "it may not know a role, or content that is a list of parts")
-    if found.num_quoted:
-        yield (
-            f"{name}: in {found.num_quoted} rows the arguments of tool calls are JSON text, which the chat "
-            "template quotes once more: store them as objects")
-    if found.num_questions:
-        yield (
-            f"{name}: {found.num_questions} rows are whole conversations: their prompts are the messages up "
-            "to the user's last one, and the answers in the rows are not read")
-    if found.num_continued:
-        yield (
-            f"{name}: {found.num_continued} prompts end with a message of the assistant, which answers "
-            "continue: leave it out if it is an answer by itself")
+            f"{name}: in {count} rows messages have the key {key!r}, which nothing reads, the chat template "
+            "included: it changes nothing")
 
 
 def _doubtful_rows(name: str, rows: TokenizedRows) -> Iterator[str]:
@@ -506,13 +775,23 @@ def _unused_settings(name: str, rows: TokenizedRows) -> Iterator[str]:
         return
     template = rows.tokenizer.get_chat_template(tools=list(config.tools) or None) or ""
     for setting, argument in [(f"chat_template_kwargs {key!r}", key) for key in config.chat_template_kwargs]:
+        value = config.chat_template_kwargs[argument]
         if not re.search(rf"\b{re.escape(argument)}\b", template):
             yield f"{name}: {setting} changes nothing: the chat template does not read it"
+        elif isinstance(value, str) and value.lower() in ("true", "false"):
+            yield (
+                f"{name}: {setting} is the text {value!r}, which a template takes for true: give "
+                f"{value.capitalize()} without quotation marks")
     tools = "tools_key" if config.tools_key is not None else "tools" if config.tools else None
     if tools and rows.has_tools and not re.search(r"\btools\b", template):
         yield f"{name}: {tools} changes nothing: the chat template does not write tools"
     if config.system_prompt is not None and rows.num_own_systems == chats:
         yield f"{name}: system_prompt is never used: every prompt begins with a system message of its own"
+    if (mark := spelled_end(rows.tokenizer, config.chat_template_kwargs)) is not None:
+        size = len(rows.tokenizer.encode(mark, add_special_tokens=False))
+        yield (
+            f"{name}: the chat template ends turns with {mark}, no token of this tokenizer but {size} "
+            "of them, so that no token ends an answer: the template seems to be another model's")
     if beginning := missing_beginning(rows.tokenizer, config.chat_template_kwargs):
         yield (
             f"{name}: the template ignores add_generation_prompt: prompts end before {beginning!r}, with "

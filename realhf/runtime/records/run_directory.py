@@ -54,17 +54,21 @@ class Resumption:
     checkpoints: Mapping[int, Path]
 
 
-def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
+def find_resumption(
+    stem: str, *, resume: str, out: Path | None, below: str | None = None
+) -> Resumption:
     """Return the run that `--resume` and `--out` name; by default the newest of the experiment file `stem`.
 
     `resume` is a run directory, a checkpoint, or empty for the run directory `out`. A checkpoint continues
-    in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
+    in its own run directory, or in a new one, `out`. `below` is the directory that has `runs`, by default the
+    working directory. Raises UserError if something is not there.
     """
     if resume == "" and out is None:
-        owners = {lock: _read_owner(lock) for lock in _RUNS.glob(f"*/{LOCK}")}
+        runs = Path(below or "") / _RUNS
+        owners = {lock: _read_owner(lock) for lock in runs.glob(f"*/{LOCK}")}
         locks = [lock for lock, owner in owners.items() if owner.get("experiment") == stem]
         if not locks:
-            raise UserError(f"--resume: no directory in {_RUNS}/ has a run of {stem}: name one with --out")
+            raise UserError(f"--resume: no directory in {runs}/ has a run of {stem}: name one with --out")
         out = max(locks, key=lambda lock: lock.stat().st_mtime).parent
     source = Path(resume) if resume else out
     assert source is not None
@@ -90,15 +94,17 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
     return Resumption(run, out, checkpoints)
 
 
-def find_restarted(out: Path | None) -> Path | None:
+def find_restarted(out: Path | None, *, below: str | None = None) -> Path | None:
     """Return the run directory that an earlier start of this torchrun has claimed: `out`, or one in runs/.
 
     It is recognised by torchrun's id of the run; if that is "none", only a restarted process looks for it.
+    `below` is the directory that has `runs`, by default the working directory.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id == "none" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    for lock in sorted(_RUNS.glob(f"*/{LOCK}")) if out is None else [out / LOCK]:
+    runs = Path(below or "") / _RUNS
+    for lock in sorted(runs.glob(f"*/{LOCK}")) if out is None else [out / LOCK]:
         if _read_owner(lock).get("run_id") == run_id:
             return lock.parent
     return None
