@@ -297,7 +297,8 @@ def test_adapters_of_another_model_are_warned_of(task, tmp_path, theirs, warns):
     roles = _experiment("grpo", task, lora=LoraConfig(adapter=str(tmp_path))).roles()
     assert roles["ref"].lora == roles["actor"].lora
     what = f"actor.lora.adapter {tmp_path} was made for {theirs}, but actor.model is {task}/base"
-    assert other_bases(roles) == [what] * warns
+    mend = "give the model of that name, or leave the adapter out"
+    assert other_bases(roles) == [f"{what}: {mend}"] * warns
     assert other_bases({"actor": replace(roles["actor"], random_init=True)}) == []
 
 
