@@ -335,4 +335,19 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         of = "flops" if prefix == "peak_flops." else next(filter(name.endswith, units), None)
         if of is not None:
             plain[name] = parse(f"{prefix}{name}", value, of=of)
+            _require_unit(f"{prefix}{name}", plain[name], of=of)
     return plain
+
+
+_LEAST = {"bytes": (1e6, "80 GB"), "bytes_per_second": (1e5, "400 Gbit/s"), "flops": (1e6, "989 TFLOP/s")}
+"""What no device has less of, as a smaller number surely lacks its unit, and such a number with a unit."""
+
+
+def _require_unit(name: str, value: object, *, of: str) -> None:
+    """Raise ValueError if a number is so small that its unit must have been forgotten."""
+    least, example = _LEAST.get(of, (0.0, ""))
+    if isinstance(value, int | float) and 0 < value < least:
+        unit = {"bytes": "bytes", "bytes_per_second": "bytes per second", "flops": "FLOP/s"}[of]
+        raise ValueError(
+            f"{name} is {value:g} {unit}, less than any device has: write the number with its unit, "
+            f"such as {example}")

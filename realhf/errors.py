@@ -46,7 +46,7 @@ def user_line(error: BaseException) -> str | None:
     Code of this package, of Python's library and of site-packages is not the user's own.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename):
+        if is_users_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
 
@@ -57,14 +57,15 @@ def is_users_own(error: BaseException, *, calls: Collection[str] = ()) -> bool:
     It did not if the user's code called a file of this package, other than the files named in `calls`.
     """
     paths = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    user_frames = [i for i, path in enumerate(paths) if _is_users(str(path))]
+    user_frames = [i for i, path in enumerate(paths) if is_users_file(str(path))]
     if not user_frames:
         return False
     package = Path(__file__).parent
     return not any(p.is_relative_to(package) and p.name not in calls for p in paths[user_frames[-1] + 1 :])
 
 
-def _is_users(filename: str) -> bool:
+def is_users_file(filename: str) -> bool:
+    """Return whether a file is the user's own: not of this package, Python's library or site-packages."""
     return not filename.startswith("<") and not any(Path(filename).is_relative_to(p) for p in _LIBRARIES)
 
 
@@ -77,7 +78,7 @@ def catch_exits() -> None:
     process = os.getpid()
 
     def leave_or_raise(status: int) -> None:
-        if os.getpid() == process and _is_users(sys._getframe(1).f_code.co_filename):
+        if os.getpid() == process and is_users_file(sys._getframe(1).f_code.co_filename):
             raise SystemExit(f"os._exit({status})")
         leave(status)
 

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import isfinite
@@ -377,6 +377,10 @@ class Experiment:
     def graph(self) -> DataflowGraph:
         """Return the calls of one training step."""
         raise TypeError(f"{type(self).__name__} must define graph()")
+
+    def doubts(self) -> Iterator[str]:
+        """Yield a sentence about each setting that is legal and probably not meant."""
+        yield from ()
 
     def absent_calls(self) -> dict[str, str]:
         """Return the calls that the graph would have under other settings, each with the reason, in words."""

@@ -190,7 +190,7 @@ def test_commands_work(command, workplace, capsys):
     code = main(quick(command))
     err = capsys.readouterr().err
     if command.startswith("realhf profile"):
-        assert code == 2 and err == "realhf: --nproc is 0: it must be at least 1\n"
+        assert code == 2 and err.endswith("realhf: --nproc is 0: it must be at least 1\n")
     elif command.startswith("realhf plan") and is_long(shlex.split(command)):
         assert code == 2 and err == "realhf: --time-limit 0: it must be above 0 seconds\n"
     else:

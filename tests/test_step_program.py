@@ -13,7 +13,7 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.runtime.compile import step_trial
-from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+from realhf.runtime.compile.step_trial import checked_parts, growing_pools, try_step_program
 from realhf.steps.sample_pool import Samples
 from realhf.steps.step_runner import StepRunner
 
@@ -707,3 +707,21 @@ def test_a_drained_run_goes_on_from_an_earlier_step_only():
 def test_a_decision_needs_all_samples():
     with pytest.raises(ValueError, match="decides.*splittable"):
         HostFunction(print, decides=True, splittable=True)
+
+
+@pytest.mark.parametrize(("taken", "told"), [(1, "puts 1 prompts more"), (2, None), (3, None)])
+def test_pools_that_grow_for_ever_are_told(taken, told):
+    """A pool that gives less than it gets grows; one that waits for enough does not."""
+
+    def program(run):
+        pool = run.pool("ready")
+        samples = run("rollout", run.prompts(2))
+        run("score", samples)
+        pool.add(samples)
+        if taken < 3:
+            run("train", pool.take(taken))
+        elif len(pool) >= 2 * taken:
+            run("train", pool.take(2 * taken))
+
+    sentences = list(growing_pools(Toy(program=program), GRAPH))
+    assert [told in sentence for sentence in sentences] == [True] * (told is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
 from realhf.steps.step_runner import StepRunner
-from realhf.user_input.field_types import require
+from realhf.user_input.field_types import require, unused
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -79,6 +80,12 @@ class CriticFree(OnPolicy):
             *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward())
         return self.with_checked_ages(graph_of(*before, self._advantages_call(), self.actor_train()))
+
+    def doubts(self) -> Iterator[str]:
+        yield from super().doubts()
+        yield from unused(
+            self, "", deviation=(self.normalize != "none", "normalize is none"),
+            kl_to_go=(self.reward_kl.kl_coef > 0, "reward_kl.kl_coef is 0"))
 
     def _advantages_call(self) -> FunctionCall:
         inputs = AdvantageInputs(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
+from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
@@ -34,7 +36,7 @@ from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
 from realhf.rewards.scoring import RewardCall, decode_responses
 from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
-from realhf.user_input.field_types import require
+from realhf.user_input.field_types import require, unused
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -149,6 +151,24 @@ class OnPolicy(Experiment):
                         f"loss.max_age is {self.loss.max_age}: {ages_of!r} and 'actor_train' must be in one "
                         f"part, and the part {part!r} has only one of them")
         return graph
+
+    def doubts(self) -> Iterator[str]:
+        yield from super().doubts()
+        yield from self.loss.doubts(max_lag=self.max_lag, longest=self.sampling.max_new_tokens)
+        in_reward = getattr(self, "reward_kl", None) or getattr(self, "advantage", None)
+        if isinstance(in_reward, RewardKL):
+            prefix = f"{in_reward.field_of_experiment}."
+            if self.loss.kl_coef > 0 and in_reward.kl_coef > 0:
+                yield (
+                    f"loss.kl_coef is {self.loss.kl_coef:g} and {prefix}kl_coef {in_reward.kl_coef:g}: the "
+                    "KL to the reference counts twice, in the loss and in the reward; set one of them to 0")
+            yield from unused(
+                in_reward, prefix, kl_estimator=(in_reward.kl_coef > 0, f"{prefix}kl_coef is 0"),
+                kl_horizon=(in_reward.kl_target is not None, f"{prefix}kl_target is None"))
+        greedy = (self.sampling.temperature > 0, "sampling.temperature is 0")
+        yield from unused(self.sampling, "sampling.", top_k=greedy, top_p=greedy, min_p=greedy)
+        by_function = (self.reward_function is not None, "a reward model scores")
+        yield from unused(self, "", reward_limits=by_function)
 
     def absent_calls(self) -> dict[str, str]:
         kind = type(self).__name__

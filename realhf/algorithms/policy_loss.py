@@ -5,7 +5,7 @@ The suffix T of a tensor means one entry per packed token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from realhf.data.batch import Batch, Packed
+
+
+_WIDE_LOW = 0.5
+_WIDE_HIGH = 2.0
+"""Distances from 1 that look like bounds themselves, such as 0.8 and 1.2; 0.2 to 0.3 is usual."""
+_FAR = 8
+"""A constant length that is so many times the longest answer, or so many times less, is a mistake."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,27 @@ class PolicyLossConfig:
         require(legal, "loss.max_age", self.max_age, "not be negative")
         legal = self.aged == "mask" or self.max_age is not None
         require(legal, "loss.aged", self.aged, "be mask unless loss.max_age is given")
+
+    def doubts(self, *, max_lag: int, longest: int) -> Iterator[str]:
+        """Yield what is probably not meant, where generation runs `max_lag` batches ahead and answers have at
+        most `longest` tokens."""
+        low, high = self.clip_low, self.clip_high
+        if self.objective == "ppo" and (low >= _WIDE_LOW or 1 <= high < _WIDE_HIGH):
+            yield (
+                f"loss.clip_low is {low:g} and loss.clip_high {high:g}, distances from 1: ratios are clipped "
+                f"below {1 - low:.3g} and above {1 + high:.3g}; the bounds 0.8 and 1.2 are clip_low 0.2 and "
+                "clip_high 0.2")
+        if self.max_age is not None and self.max_age < max_lag:
+            yield (
+                f"loss.max_age is {self.max_age} and max_lag {max_lag}: tokens are up to {max_lag} updates "
+                f"old in training, and those older than {self.max_age} are left out, which may be most of "
+                "them (metric staleness/left_out); raise max_age to max_lag, or leave it out")
+        length = self.constant_length
+        if length is not None and max(length / longest, longest / length) >= _FAR:
+            yield (
+                f"loss.constant_length is {length} and sampling.max_new_tokens {longest}: loss and gradient "
+                f"are {longest / length:.2g} times those of constant_length None, "
+                "which takes the longest answer")
 
 
 @dataclass(frozen=True)

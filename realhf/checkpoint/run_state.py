@@ -76,6 +76,8 @@ class Manifest:
     """For each rank, JSON values that it alone knows."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Field of the experiment -> the fingerprints of the files of its rows."""
+    sources: Mapping[str, Any] = field(default_factory=dict)
+    """The fingerprints of the user's Python files (`code`) and of the models' files (`models`)."""
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:

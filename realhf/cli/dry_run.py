@@ -1,10 +1,12 @@
 """Tries an experiment's data for `realhf check`: tokenises rows, calls reward functions. Free of torch."""
 
 import contextlib
+import importlib
 import io
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -17,7 +19,7 @@ from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym
 from realhf.rewards.remote_judge import RemoteJudge
-from realhf.rewards.reward import column_key, name_of
+from realhf.rewards.reward import Reward, column_key, name_of
 from realhf.rewards.scoring import RewardCall, RewardScores, SamplesToScore
 from realhf.rewards.unit_tests import UnitTests
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary
@@ -34,6 +36,14 @@ _TRIAL_SECONDS = 120.0
 """Longest time of a trial of reward functions."""
 _MAX_TRIAL_SECONDS = 20.0
 """Longest time that a second call of a reward function may take, by the time of the first."""
+_RIGHT_FORMS = (
+    "{}", "Let me see.\nThe answer is {}.", "So we have \\boxed{{{}}}.", "#### {}",
+    "<think>\nLet me see.\n</think>\n<answer>\n{}\n</answer>")
+"""Forms in which an answer may be expected."""
+_ROUNDING = 1e-6
+_SHARE = 2.0
+_PERCENT = 20.0
+"""A reward in percent differs by at least so much, and so many times a reward whose range is `_SHARE`."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -93,6 +103,7 @@ def try_out(program: Program) -> Trial:
         for eval_set in program.evaluations}
     warnings = warnings_of(program, rows, held_out)
     warnings += _try_rewards(program, rows, held_out)
+    warnings += _try_losses(program, rows, directory)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
@@ -111,6 +122,24 @@ def _first_learned(
     return FirstLearned(text, sum(map(len, ranges)))
 
 
+def _try_losses(program: Program, rows: MixedRows, tokenizer: str) -> list[str]:
+    """Call losses that the user has written with made-up samples; return warnings."""
+    trains = program.graph.of_kind("train_step")
+    losses = [getattr(call.work.loss, "loss", call.work.loss) for call in trains]
+    if not program.parts or all(map(_is_shipped, losses)):
+        return []
+    trial = importlib.import_module("realhf.cli.loss_trial")  # It needs torch, as the user's loss does.
+    vocabulary = min(program.roles[call.role].config().vocab_size for call in trains if call.role is not None)
+    try:
+        return list(trial.try_losses(
+            program.graph, rows.parts[0].samples[:_SAMPLES], group_size=program.experiment.group_size,
+            vocabulary=vocabulary, tokenizer=tokenizer))
+    except UserError:
+        raise
+    except Exception:  # What is made up may not suit a host function; then the run tries the loss.
+        return []
+
+
 def _try_rewards(program: Program, rows: MixedRows, held_out: Mapping[str, MixedRows]) -> list[str]:
     """Call each reward function with rows of each data set that it scores; return warnings."""
     rewards: dict[Any, tuple[str, RewardCall, TokenizedRows, list[EvaluationProgram]]] = {}
@@ -126,12 +155,15 @@ def _try_rewards(program: Program, rows: MixedRows, held_out: Mapping[str, Mixed
                     known = rewards.setdefault((functions, part.config.path), (field, reward, part, []))
                     known[-1].extend(eval_sets)
     warnings: list[str] = []
-    for field, reward, part, judging in rewards.values():
+    tried: set[Any] = set()
+    for (functions, _), (field, reward, part, judging) in rewards.items():
         try:
-            warnings += _try_reward(reward, part, judging)
+            warnings += _try_reward(reward, part, judging, is_quiet=functions in tried)
+            tried.add(functions)
         except UserError as error:
             raise UserError(f"{field}: {error}" if "." in field else str(error)) from error
-    return list(dict.fromkeys(warnings))
+    by_reward = {sentence.partition(" gives right answers")[0]: sentence for sentence in reversed(warnings)}
+    return list(reversed(by_reward.values()))
 
 
 def _rows(
@@ -150,22 +182,24 @@ def _rows(
 
 
 def _try_reward(
-    reward: RewardCall, rows: TokenizedRows, judging: Sequence[EvaluationProgram]
+    reward: RewardCall, rows: TokenizedRows, judging: Sequence[EvaluationProgram], *, is_quiet: bool
 ) -> list[str]:
     """Call reward functions with made-up completions: the rows' answers or prompts, and an empty text.
 
     A function is called again with answers in other forms if its values are all equal, or if they seem not to
     suit the limit by which an evaluation of `judging` tells right answers. Return a warning for each for
     which that is so then, too, and for each whose values are others if it is called again with the same.
+    With `is_quiet`, print nothing of what the functions print, as they have been tried before.
     """
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
     texts = [_made_up(sample) for sample in samples]
     texts[-1] = "" if len(texts) > 1 else texts[-1]
     start = time.monotonic()
-    scores = _scores(reward, rows, samples, texts)
+    scores = _scores(reward, rows, samples, texts, is_quiet=is_quiet)
     seconds = (time.monotonic() - start) / len(texts)
     warnings = []
+    ranges: dict[str, float] = {}
     for part in reward.rewards:
         if type(part.function) in (ReasoningGym, RemoteJudge, UnitTests):
             continue
@@ -173,8 +207,14 @@ def _try_reward(
         values = [row[part.label] for row in scores.by_name]
         if seconds * len(texts) <= _MAX_TRIAL_SECONDS and not _is_shipped(part.function):
             again = _scores(alone, rows, samples, texts, is_quiet=True)
-            if values != [row[part.label] for row in again.by_name]:
-                warnings.append(_does_not_repeat(name_of(part.function)))
+            repeated = [row[part.label] for row in again.by_name]
+            if values != repeated:
+                warnings.append(_does_not_repeat(name_of(part.function), values, repeated))
+        if part.weight != 0 and not _is_shipped(part.function):
+            at_most = int(_MAX_TRIAL_SECONDS / max(seconds, 1e-9))
+            wrong_way, more_values = _backwards(alone, part, rows, at_most=at_most)
+            warnings += wrong_way
+            ranges[part.label] = abs(part.weight) * _range([*values, *more_values])
         judges = [eval_set for eval_set in judging if eval_set.deciding == part.label]
         is_equal = None not in values and len(set(values)) == 1 and part.weight != 0
         forms = [(sample, text) for sample in samples[:2] for text in _forms(sample)]
@@ -188,14 +228,75 @@ def _try_reward(
         elif _known_answer(samples[0]) is not None:
             doubts = filter(None, (eval_set.doubt(values) for eval_set in judges))
             warnings += [f"{doubt} (of completions that check made up)" for doubt in doubts]
-    return warnings
+    return [*warnings, *_other_scales(ranges)]
+
+
+def _range(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _other_scales(ranges: Mapping[str, float]) -> Iterator[str]:
+    """Yield a warning if one of several rewards surely counts in percent, and another one in shares."""
+    small = {name: size for name, size in ranges.items() if 0 < size <= _SHARE}
+    for name, size in ranges.items():
+        least = min(small, key=small.__getitem__, default=None)
+        if least is not None and size >= max(_PERCENT, _PERCENT * small[least]):
+            yield (
+                f"rewards {name} and {least} have other scales: for the same completions the first differs "
+                f"by up to {size:g} and the second by {small[least]:g}, which hardly counts; give them "
+                "weights, Reward(f, weight=...), or divide")
+
+
+def _backwards(
+    reward: RewardCall, part: Reward, rows: TokenizedRows, *, at_most: int
+) -> tuple[list[str], list[float]]:
+    """Return a warning if a reward gives right answers less than the right answers of another row, and the
+    values on which that rests.
+
+    Two rows are scored with both answers, each in several forms. What depends on the text alone, such as its
+    length or form, is the same in both differences and cancels out.
+    """
+    known = [(sample, text) for sample in rows.rows[:_ROWS] if (text := _known_answer(sample)) is not None]
+    others = [pair for pair in known[1:] if pair[1] not in known[0][1] and known[0][1] not in pair[1]]
+    count = min(len(_RIGHT_FORMS), at_most // 4)
+    if not others or not count:
+        return [], []
+    (first, right), (second, wrong) = known[0], others[0]
+    forms = _RIGHT_FORMS[:count]
+    texts = [form.format(answer) for form in forms for answer in (right, wrong, wrong, right)]
+    samples = [sample for _ in forms for sample in (first, first, second, second)]
+    scores = _scores(reward, rows, samples, texts, is_quiet=True)
+    values = [row[part.label] or 0.0 for row in scores.by_name]
+    gains = []
+    for i in range(0, len(values), 4):
+        own_first, other_first, own_second, other_second = values[i : i + 4]
+        gains.append(part.weight * (own_first + own_second - other_first - other_second))
+    worst = min(range(len(gains)), key=gains.__getitem__)
+    if gains[worst] > -_ROUNDING or max(gains) > _ROUNDING:
+        return [], values
+    own, other, other_right, _ = values[4 * worst : 4 * worst + 4]
+    turn = "" if part.weight > 0 else f", with the weight {part.weight:g},"
+    return [
+        f"reward {part.label} gives right answers{turn} less than wrong ones: {own:g} for "
+        f"{texts[4 * worst]!r} and {other:g} for {texts[4 * worst + 1]!r}, where the row's answer is "
+        f"{right!r}, and {other_right:g} for the latter where it is right: a higher reward must be better; "
+        "turn its sign"
+    ], values
 
 
 def _is_shipped(function: Any) -> bool:
     return type(function).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _does_not_repeat(name: str) -> str:
+def _does_not_repeat(
+    name: str, values: Sequence[float | None], repeated: Sequence[float | None]
+) -> str:
+    if Counter(values) == Counter(repeated):
+        return (
+            f"reward function {name} returned the same values in another order when check called it again "
+            "with the same completions: scores go to other samples than their own; value i must be that of "
+            "completion i (asyncio.gather and map keep the order, as_completed does not)")
     return (
         f"reward function {name} returned other values when check called it again with the same completions: "
         "a run that is repeated or resumed has other rewards")

@@ -1,9 +1,11 @@
 """The experiment of a command: its file and its overrides. Free of torch."""
 
+import ast
 import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -12,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 from realhf.cli.overrides import option_names, override, print_fields
-from realhf.errors import UserError, naming, shown, user_line
+from realhf.errors import UserError, naming, shown, user_line, warn
 from realhf.experiment import Experiment
+from realhf.runtime.compile.program import leaves, to_json
 from realhf.user_input.field_types import check_types, explain_keyword
 from realhf.user_input.files import execute_file, read_text
 from realhf.user_input.hub import find_model
@@ -160,11 +163,18 @@ def load_experiment(name: str) -> Experiment:
             what += (
                 "; the file gets no arguments of the command line: fields are set by `--field value`, other "
                 "values by environment variables (os.environ)")
+        if isinstance(error, dataclasses.FrozenInstanceError):
+            what += (
+                "; settings such as sampling, loss and dataset never change: give new ones, for example "
+                "experiment.sampling = dataclasses.replace(experiment.sampling, temperature=0.7)"
+                f"{_near_field(str(error))}")
         if isinstance(error, TypeError):
             what += explain_keyword(error, importlib.import_module("realhf"))
         if isinstance(error, ImportError) and error.name == "realhf":
             wanted = re.search(r"cannot import name '(\w+)'", str(error))
             what += did_you_mean(wanted[1], importlib.import_module("realhf").__all__) if wanted else ""
+        elif isinstance(error, ImportError) and (hidden := _hidden_file(path, error.name)) is not None:
+            what += f"; {hidden}"
         raise UserError(f"experiment {name}{line_of(error, path)}: {what}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
@@ -175,7 +185,57 @@ def load_experiment(name: str) -> Experiment:
     with naming(name):
         _check_attributes(experiment)
         check_types(experiment)
+    if os.environ.get("RANK", "0") == "0":
+        imported = {name.partition(".")[0] for name in _imports(path)}
+        hidden_files = [_hidden_file(path, name) for name in sorted(imported)]
+        for sentence in (*filter(None, hidden_files), *_other_files(experiment, path)):
+            warn(sentence)
     return experiment
+
+
+def _near_field(sentence: str) -> str:
+    """Return which field of the settings was probably meant, if the sentence quotes a misspelt one."""
+    package = importlib.import_module("realhf")
+    kinds = [kind for name in package.__all__ if dataclasses.is_dataclass(kind := getattr(package, name))]
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    named = re.search(r"'(\w+)'", sentence)
+    return did_you_mean(named[1], sorted(known)) if named and named[1] not in known else ""
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the names of the modules that a file imports at its top."""
+    for node in ast.parse(read_text(path)).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.module
+
+
+def _hidden_file(path: Path, module: str | None) -> str | None:
+    """Return a sentence if a file beside the experiment is hidden by another module of its name."""
+    top = (module or "").partition(".")[0]
+    beside = path.parent / f"{top}.py"
+    loaded = getattr(sys.modules.get(top), "__file__", None)
+    if not top or loaded is None or not beside.is_file() or Path(loaded).resolve() == beside.resolve():
+        return None
+    return (
+        f"{beside} is not what `import {top}` finds: the installed module {loaded} hides it; give the "
+        "file another name")
+
+
+def _other_files(experiment: Experiment, path: Path) -> Iterator[str]:
+    """Yield a sentence for each relative path that names one file here and another beside the experiment."""
+    if path.parent.resolve() == Path.cwd():
+        return
+    for field, value in leaves(to_json(experiment)):
+        is_path = field.rpartition(".")[2] in _PATH_FIELDS and isinstance(value, str)
+        if not is_path or not value or Path(value).is_absolute():
+            continue
+        here, beside = Path(value), path.parent / value
+        if here.exists() and beside.exists() and here.resolve() != beside.resolve():
+            yield (
+                f"{field} {value} is {here.resolve()}, below the current directory, and {beside.resolve()}, "
+                "beside the experiment, is not read: Path(__file__).parent / ... names the latter")
 
 
 def _what_it_has(module: ModuleType, path: Path) -> str:

@@ -8,12 +8,13 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from realhf.cli import check, init, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli import eval as evaluate
 from realhf.cli.launch import is_worker
-from realhf.errors import UserError, described, one_line, user_line
+from realhf.cli.overrides import repeated
+from realhf.errors import UserError, described, one_line, user_line, warn
 from realhf.user_input.suggest import nearest
 
 COMMANDS = {
@@ -83,6 +84,14 @@ def _check_command(argv: Sequence[str]) -> None:
 
 
 class _Parser(ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse the words, and warn about options that are given twice and count once."""
+        actions = self._option_string_actions
+        once = [name for name, action in actions.items() if type(action).__name__ == "_StoreAction"]
+        for sentence in repeated(list(args or ()), once):
+            warn(sentence)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 

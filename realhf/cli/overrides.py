@@ -3,17 +3,18 @@
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import textwrap
 import types
 import typing
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
-from realhf.errors import UserError
+from realhf.errors import UserError, warn
 from realhf.experiment import Experiment
 from realhf.user_input.other_libraries import ours
 from realhf.user_input.suggest import did_you_mean, near_options
@@ -60,6 +61,9 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
         return experiment
     import tyro
 
+    for sentence in repeated(words):
+        warn(sentence)
+
     for word in words:
         if word.startswith("--"):
             experiment = _with_part(experiment, _path(word))
@@ -82,6 +86,27 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     _refuse_unknown(unknown, options, also)
     return changed
+
+
+def repeated(words: Sequence[str], among: Collection[str] | None = None) -> Iterator[str]:
+    """Yield a sentence about each option that is given twice, with different values; the last one counts.
+
+    `among` are the options to look for; None: all. Only the first process of a command looks.
+    """
+    is_worker = "RANK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_worker or os.environ.get("RANK", "0") != "0":
+        return
+    given: dict[str, list[str]] = {}
+    for word, following in pairwise([*words, "--"]):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            flag = "false" if name.startswith("--no-") else "true"
+            value = value if equals else flag if following.startswith("--") else following
+            option = _option(f"--{name.removeprefix('--').removeprefix('no-')}")
+            given.setdefault(option, []).append(value)
+    for option, values in given.items():
+        if len(set(values)) > 1 and (among is None or option in among):
+            yield f"{option} is given {len(values)} times, as {' and '.join(values)}: the last one counts"
 
 
 def _not_options(words: Sequence[str], options: Mapping[str, Any]) -> list[str]:

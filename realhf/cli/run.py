@@ -67,7 +67,7 @@ def main(options: Namespace, words: list[str]) -> int:
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
     if options.resume is not None:
-        out = _resumed_directory(options, name, out)
+        out = _resumed_directory(options, name, out, experiment)
     program, num_ranks = compile_experiment(experiment, options)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         raise UserError(
@@ -98,6 +98,21 @@ def main(options: Namespace, words: list[str]) -> int:
     return code
 
 
+def _require_calls(experiment: Experiment, plan: ExecutionPlan, run: Path) -> None:
+    """Raise UserError if the plan of a run has other calls than the experiment that is to continue it."""
+    try:
+        ours = {call.name for call in experiment.graph().calls}
+    except Exception:  # Compiling the experiment says it better.
+        return
+    theirs = set(plan.to_dict()["calls"])
+    if not ours <= theirs:
+        more = ", ".join(sorted(ours - theirs))
+        raise UserError(
+            f"--resume: {run} is the run of another experiment or of other settings: it has no call {more}, "
+            f"which this experiment ({type(experiment).__name__}) needs; resume it with its own "
+            "experiment file, or begin a new run with another --out")
+
+
 def _warn_of_memory(experiment: Experiment, program: Program) -> None:
     """Print a warning if the planner counts more memory than this machine has."""
     try:
@@ -106,7 +121,9 @@ def _warn_of_memory(experiment: Experiment, program: Program) -> None:
         warn(str(error))
 
 
-def _resumed_directory(options: Namespace, name: str, out: Path | None) -> Path | None:
+def _resumed_directory(
+    options: Namespace, name: str, out: Path | None, experiment: Experiment
+) -> Path | None:
     """Return the directory of the run to continue, and take its plan unless the user names another.
 
     The plan is taken only for as many ranks as it was made for.
@@ -118,6 +135,8 @@ def _resumed_directory(options: Namespace, name: str, out: Path | None) -> Path 
     plan = resumption.run / "plan.yaml"
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else options.nproc
     if options.plan is None and plan.is_file():
-        needed = ExecutionPlan.load(str(plan)).num_ranks
+        saved = ExecutionPlan.load(str(plan))
+        _require_calls(experiment, saved, resumption.run)
+        needed = saved.num_ranks
         options.plan = str(plan) if num_ranks in (None, needed) else None
     return resumption.out

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realhf.cli.overrides import refuse_words
-from realhf.errors import UserError, naming
+from realhf.errors import UserError, naming, warn
 
 if TYPE_CHECKING:
     from realhf.scaling.analysis import Comparison, FitSettings
@@ -40,8 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--r0", metavar="SCORE", help=text)
     text = "highest asymptote to consider; default: 1 for scores from 0 to 1, else four times the rise so far"
     add("--ceiling", metavar="SCORE", help=text)
-    text = "asymptotes that differ by at most this count as equal in comparisons; default: 0.02"
-    add("--margin", metavar="SCORE", default="0.02", help=text)
+    text = "asymptotes that differ by at most this are compared as equal; default: 0.02, or 2 for percent"
+    add("--margin", metavar="SCORE", help=text)
     text = "resampled fits behind the 95%% intervals; 0: no intervals; default: 400"
     add("--bootstrap", metavar="N", default="400", help=text)
     add("--picture", metavar="FILE", help="draw points, fits and extrapolations (.png, .pdf or .svg)")
@@ -54,11 +54,15 @@ def main(options: Namespace, words: list[str]) -> int:
     # scipy and matplotlib take a second, so only this command loads them.
     points = importlib.import_module("realhf.scaling.analysis")
     analysis = importlib.import_module("realhf.scaling.analysis")
-    settings = _settings(options, analysis)
     budgets = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]
     picture = _picture_path(options)
     curves = [points.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *words)]
     names = points.common_names(curves)
+    if (sentence := points.other_scales(names, [curve.score for curve in curves])) is not None:
+        warn(sentence)
+    if options.margin is None:  # The error between repeated runs that the paper found.
+        options.margin = "2" if all(points.is_percent(curve.score) for curve in curves) else "0.02"
+    settings = _settings(options, analysis)
     fits = [analysis.fit_curve(curve, settings) for curve in curves]
     comparisons = analysis.compare(fits, names, margin=settings.margin)
     documents = [analysis.document(f, n, budgets, settings) for f, n in zip(fits, names, strict=True)]

@@ -70,12 +70,12 @@ class Loader(TokenizedRows):
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""
         samples = [self.at(prompt) for prompt in prompts]
-        return _to_batch(prompts, samples, keys=self.keys, group_size=self._group_size)
+        return batch_of_samples(prompts, samples, keys=self.keys, group_size=self._group_size)
 
     def batch_of_rows(self, indices: Sequence[int]) -> Batch:
         """Return these rows as prompts with the numbers of the rows, each `group_size` times."""
         samples = [self._samples_at(index) for index in indices]
-        return _to_batch(indices, samples, keys=self.keys, group_size=self._group_size)
+        return batch_of_samples(indices, samples, keys=self.keys, group_size=self._group_size)
 
     def at(self, prompt: int) -> TokenizedSamples:
         """Return the samples of a prompt of an endless run, by its number."""
@@ -127,7 +127,7 @@ class MixedLoader(MixedRows):
         """Return these prompts of the run, by number, each `group_size` times."""
         places = [mixture_position(prompt, self._counts, seed=self._seed) for prompt in prompts]
         samples = [self._loaders[part].at(number) for part, number in places]
-        return _to_batch(prompts, samples, keys=self._keys, group_size=self._group_size)
+        return batch_of_samples(prompts, samples, keys=self._keys, group_size=self._group_size)
 
     def state(self, prompts: Collection[int], *, next_prompt: int) -> list[dict[str, Any] | None]:
         """Return the state of each part, see Loader.state."""
@@ -156,7 +156,7 @@ def make_loader(
         config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)
 
 
-def _to_batch(
+def batch_of_samples(
     prompts: Sequence[int], samples: Sequence[TokenizedSamples], *, keys: Sequence[str], group_size: int
 ) -> Batch:
     rows = [variants[k % len(variants)] for variants in samples for k in range(group_size)]

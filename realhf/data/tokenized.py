@@ -20,7 +20,7 @@ from realhf.data.dataset import (
 )
 from realhf.data.doubtful_rows import DoubtfulRows, compared_text
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors, unknown_token_id
-from realhf.data.rows import RowFault, open_rows, spread
+from realhf.data.rows import RowFault, open_rows, require_pure, spread
 from realhf.data.sequence_tokens import ChatTokens, Oddities, TextTokens
 from realhf.errors import UserError
 
@@ -79,6 +79,8 @@ class TokenizedRows:
         self._last_chat: str | None = None
         """The place of the last chat that the chat template has rendered."""
         numbers = self._file.tried() if sample is None else spread(self.num_in_file, sample)
+        if config.map is not None:
+            require_pure(self._file, numbers)
         tokenized = [(number, samples) for number in numbers if (samples := self._tokenize(number))]
         if not tokenized and sample is None and len(numbers) < self.num_in_file:
             tokenized = self._first_kept(exclude=numbers)

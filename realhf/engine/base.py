@@ -19,6 +19,8 @@ from realhf.distributed.pieces import Shards
 from realhf.distributed.process import Report, no_report, prefixed
 from realhf.distributed.world import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
+from realhf.engine.own_loss import OwnLoss, is_own
+from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
 from realhf.nn.moe import RouterLosses
@@ -87,6 +89,8 @@ class Engine(ABC):
         self._adapters = adapters
         self._trained = parameters if adapters is None else adapters
         self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
+        self._own_losses: dict[str, OwnLoss] = {}
+        """The losses of calls that users have written, each with the checks of its results."""
 
     @abstractmethod
     def _micro_batches(
@@ -267,7 +271,7 @@ class Engine(ABC):
         Return None, on all ranks, if it has no samples, or if all totals of its loss are 0.
         """
         work: TrainStep = call.work
-        loss = work.loss
+        loss = self._loss_of(call)
         control = self.groups.dp_control
         key = call.inputs[0]
         weights = loss.totals(batch) or {"samples": len(batch)}
@@ -287,6 +291,19 @@ class Engine(ABC):
             return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in parts])
         return _sum_dicts(control.all_gather_json(local | router_metrics))
+
+    def _loss_of(self, call: FunctionCall) -> Loss:
+        """Return the loss of a call; a user's own is checked, and one rank tells its faults."""
+        loss = call.work.loss
+        if not is_own(loss):
+            return loss
+        if call.name not in self._own_losses:
+            at = self.groups.at
+            tells = self.groups.is_last_stage and at.dp == at.cp == at.tp == 0
+            self._own_losses[call.name] = OwnLoss(
+                loss, key=call.inputs[0],
+                warn=(lambda sentence: warn(f"call {call.name!r}: {sentence}")) if tells else lambda _: None)
+        return self._own_losses[call.name]
 
 
 class GeneratingEngine(Engine):

@@ -35,12 +35,17 @@ from realhf.rewards.reward import (
     takes_any,
     texts_in,
 )
+from realhf.user_input.field_types import OF_REWARDS, require_own_name
 from realhf.user_input.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-
+_ANSWER_NAME = re.compile(
+    r"^(gold|gt|truth|(right|correct|expected|true)_.*|.*(answer|truth|solution|target|label|reference)s?)$")
+"""Names of parameters that surely mean a column with right answers."""
+_UNPRINTABLE = {"\a": "a", "\b": "b", "\f": "f", "\v": "v"}
+"""Control characters that no completion has, and the letters of their escapes in Python."""
 _SEQUENCE = ("sequence_ids", "response_mask")
 _LOGS = {"log_metric": "reward_metrics", "log_extra": "reward_extra"}
 """Arguments by which functions log, and the columns that have what was logged: a dict for each sample."""
@@ -208,9 +213,11 @@ class Scorer:
                     raise TimeoutError("the time for calls with single samples is over")
                 log = _Log()
                 call_arguments = _sample(arguments, i) | self._callables(log, samples.step)
-                _extend(whole, self._scored([self._limited.once(call_arguments, at_most=left)[0]], log))
+                value = self._limited.once(call_arguments, at_most=left)[0]
             except Exception as error:
                 self._add_failed(whole, error)
+                continue
+            _extend(whole, self._scored([value], log))
         self._check_length(whole.values, samples.ids)
         return whole
 
@@ -237,7 +244,10 @@ class Scorer:
                 raise UserError(
                     f"reward function {self.name} passed {len(entries)} values to log_extra({column!r}) for "
                     f"{len(values)} samples")
-        means = {name: sum(all_values) / len(all_values) for name, all_values in log.metrics.items()}
+        means = {}
+        for name, logged in log.metrics.items():
+            require_own_name(name, who=f"reward function {self.name}", reserved=OF_REWARDS)
+            means[name] = sum(logged) / len(logged)
         extra = [{column: entries[i] for column, entries in log.extra.items()} for i in range(len(values))]
         return Scored(values, [means for _ in values], extra)
 
@@ -419,6 +429,17 @@ class RewardCall:
                     f"reward {reward.label} looks for {unseen[0]!r}, a special token of the tokenizer: "
                     "completions have no special tokens as text, only in completion_ids")
 
+    def unescaped(self) -> Iterator[str]:
+        """Yield a sentence about each reward that looks for a control character."""
+        for reward in self.rewards:
+            for text in texts_in(reward.function):
+                if (found := next((c for c in _UNPRINTABLE if c in text), None)) is not None:
+                    yield (
+                        f"reward {reward.label} looks for {text!r}, which has a control character: "
+                        f"\\{_UNPRINTABLE[found]} in a Python text is no backslash and letter; write a raw "
+                        "text, r'...'")
+                    break
+
     def unstable(self) -> Iterator[str]:
         """Yield a sentence about each reward whose values differ between processes."""
         for reward in self.rewards:
@@ -444,7 +465,9 @@ class RewardCall:
             for parameter in parameters_of(function):
                 is_known = parameter.name in (*STANDARD, *EXTRAS, *columns, "dataset")
                 near = did_you_mean(parameter.name, columns)
-                if parameter.default is not parameter.empty and not is_known and near:
+                is_answer = _ANSWER_NAME.search(parameter.name) is not None and parameter.default is None
+                if parameter.default is not parameter.empty and not is_known and (near or is_answer):
+                    near = near or f" (it has {', '.join(columns) or 'no more'})"
                     yield (
                         f"dataset has no column {parameter.name!r}{near}: this parameter of "
                         f"{name_of(function)} always has its default, {parameter.default!r}")

@@ -126,14 +126,15 @@ class Checkpointer:
 
     def __init__(
         self, program: Program, state: RankState, run: StepRunner, directory: Path,
-        *, loader: Loader | MixedLoader | None, data: Mapping[str, Any],
+        *, loader: Loader | MixedLoader | None, data: Mapping[str, Any], sources: Mapping[str, Any],
     ) -> None:
         """Every rank calls this. `directory` is RUN/checkpoints; the rank that reads data has `loader`.
 
-        Rank 0 has the fingerprints of the `data`.
+        Rank 0 has the fingerprints of the `data`, and those of code and models, the `sources`.
         """
         self._program = program
         self._data = data
+        self._sources = sources
         self._loader = loader
         self._state = state
         self._world = state.world
@@ -317,7 +318,7 @@ class Checkpointer:
             plan=self._program.plan.to_dict(), files=files,
             sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in self._states},
             versions=end.shared["versions"], run=end.shared["run"],
-            ranks=tuple(rank["mine"] for rank in ranks), data=self._data,
+            ranks=tuple(rank["mine"] for rank in ranks), data=self._data, sources=self._sources,
         ).save(directory)
         sync_directory(directory)
         final = self._directory / checkpoint_name(end.step)

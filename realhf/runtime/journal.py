@@ -12,7 +12,7 @@ from realhf.distributed import tags
 from realhf.distributed.group import Outbox, Pending
 from realhf.distributed.world import World
 from realhf.errors import warn
-from realhf.runtime.compile.eval_program import EvaluationProgram
+from realhf.runtime.compile.eval_program import NONE_IS_RIGHT, EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.meters import ComputeMeter
 from realhf.runtime.records.progress import Progress, when
@@ -20,6 +20,9 @@ from realhf.runtime.records.recorder import Recorder, StepRecord, finite, merge_
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""
+_LEFT_OUT = "staleness/left_out"
+"""The metric with the share of response tokens that `loss.max_age` leaves out."""
+_MOST = 0.5
 _SECONDS = "perf/run_seconds"
 """The metric with the seconds of the run so far."""
 _PATIENCE_SECONDS = 2.0
@@ -93,6 +96,7 @@ class Journal:
         self._seconds_before = earlier[-1].get(_SECONDS, 0.0) if earlier else 0.0
         self._started = time.monotonic()
         self._not_finite: set[str] = set()
+        self._has_warned_of_lost = False
         """The metrics of which the user knows that they were not finite in some step."""
         self.last: Future[int] | None = None
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
@@ -174,6 +178,7 @@ class Journal:
                 self._not_finite.add(name)
                 rule = "a metric is left out where it is not a finite number"
                 warn(f"{name} is {value} in step {step}: {rule}")
+        self._warn_of_lost_tokens(step, metrics)
         events = [event for record in records for event in record.events]
         now = time.time()  # A step program may run nothing in a step.
         end = max((event["end"] for event in events), default=now)
@@ -192,6 +197,25 @@ class Journal:
             self._progress.step(step, metrics)
         return metrics
 
+    def _new_doubts(self, step: int, doubts: Sequence[str]) -> list[str]:
+        """Return those of an evaluation's doubts that are to be told now, once.
+
+        Before step 1 a model may know no right answer yet, so that this says nothing about the limit.
+        """
+        if not self.evaluations:
+            return [doubt for doubt in doubts if step or NONE_IS_RIGHT not in doubt]
+        is_second = list(self.evaluations) == [0]
+        return [doubt for doubt in doubts if is_second and NONE_IS_RIGHT in doubt]
+
+    def _warn_of_lost_tokens(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn the first time that a step leaves out most of its tokens."""
+        share = metrics.get(_LEFT_OUT, 0.0)
+        if share > _MOST and not self._has_warned_of_lost:
+            self._has_warned_of_lost = True
+            warn(
+                f"{share:.0%} of the response tokens are left out in step {step}, as they are older than "
+                f"loss.max_age ({_LEFT_OUT}): raise it to max_lag, or train on newer answers")
+
     def _evaluation(
         self, step: int, by_rank: Sequence[Sequence[SetRecord]]
     ) -> tuple[dict[str, float], list[StepRecord]]:
@@ -202,7 +226,7 @@ class Journal:
         result = report(self._eval_sets, by_rank)
         for sentence in result.faults:
             warn(f"evaluation {when(step)}: {sentence}")
-        for sentence in () if self.evaluations else result.doubts:
+        for sentence in self._new_doubts(step, result.doubts):
             warn(f"evaluation {when(step)}: {sentence}")
         self.evaluations[step] = dict(result.metrics)
         if self._recorder is not None:

@@ -28,7 +28,9 @@ from realhf.runtime.compile.program import Program, described, to_json
 from realhf.runtime.compile.warnings import (
     changed_fields,
     changed_files,
+    changed_sources,
     named_parts,
+    sources_of,
     warnings_of,
 )
 from realhf.runtime.evaluations import Evaluations, first_and_last
@@ -145,6 +147,7 @@ class Trainer:
         self._loader = self._make_loader()
         self._evaluations = Evaluations(program, world, self._context)
         self._fingerprints = self._files_of_data()
+        self._sources = sources_of(program) if self._is_main else {}
         if self._is_main and not quiet:
             self._warn(checkpoint)
         self._held_out = self._evaluations.count_prompts()
@@ -165,7 +168,7 @@ class Trainer:
             None if out is None else Checkpointer(
                 program, self._state, self._runner, out / "checkpoints",
                 loader=self._loader if world.rank in dataset_layout(program.graph, program.plan) else None,
-                data=self._fingerprints))
+                data=self._fingerprints, sources=self._sources))
         self._decisions = self._make_decisions()
         self._first_step = 1
         if checkpoint is not None:
@@ -212,6 +215,7 @@ class Trainer:
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
             changed += changed_files(checkpoint.manifest.data, self._fingerprints)
+            changed += changed_sources(checkpoint.manifest.sources, self._sources)
         slow = _slow_dtypes(program.roles, self._world.device)
         for sentence in [*changed, *warnings_of(program, self._loader, self._evaluations.loaders), *slow]:
             warn(sentence)

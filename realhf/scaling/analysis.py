@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.errors import UserError, shown
+from realhf.errors import UserError, shown, warn
 from realhf.scaling.laws import NUM_PARAMS, PowerLaw, SigmoidFitter, SigmoidLaw, fit_power_law, rmse
 from realhf.user_input.files import open_regular, read_json_lines
 
@@ -50,13 +50,37 @@ def read_curve(text: str, *, x: str | None = None, y: str | None = None) -> Curv
     files = [_find(part) for part in names.split(",")]
     starts = []
     points: list[tuple[float, float]] = []
-    for file in files:
-        file_points = _read_file(file, x=x, y=y)
+    of_files = [_read_file(file, x=x, y=y) for file in files]
+    scores = [np.array([score for _, score in file_points]) for file_points in of_files]
+    if (sentence := other_scales(list(map(str, files)), scores)) is not None:
+        warn(sentence)
+    for file_points in of_files:
         starts.append(file_points[0][1])
         points += file_points[1:]
     points.sort()
     compute, score = np.array(points).reshape(-1, 2).T
     return Curve(name or _short_name(files[0]), tuple(map(str, files)), tuple(starts), compute, score)
+
+
+def is_percent(scores: np.ndarray) -> bool:
+    """Return whether scores are surely counted in percent."""
+    return bool(len(scores) and scores.min() >= 0 and _PERCENT < scores.max() <= 100)
+
+
+def other_scales(names: Sequence[str], scores: Sequence[np.ndarray]) -> str | None:
+    """Return a sentence if some of these scores are percent and others are shares."""
+    percent = [name for name, values in zip(names, scores, strict=True) if is_percent(values)]
+    shares = [name for name, values in zip(names, scores, strict=True)
+              if len(values) and values.min() >= 0 and 0 < values.max() <= 1]
+    if not percent or not shares:
+        return None
+    return (
+        f"the scores of {percent[0]} go up to more than {_PERCENT:g} and those of {shares[0]} at most to 1, "
+        "as percent and shares do: divide the first by 100 before they are compared or pooled")
+
+
+_PERCENT = 10.0
+"""Scores from 0 to 100 that go above this are percent."""
 
 
 def _find(name: str) -> Path:

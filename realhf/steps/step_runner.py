@@ -16,6 +16,7 @@ from realhf.calls import longest_response
 from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
 from realhf.steps.sample_pool import Json, PartExecutor, Pool, SampleLedger, Samples, named
+from realhf.user_input.field_types import require_own_name
 
 _MAX_SHOWN = 500
 """The text of an operation shows at most this many characters of `state`."""
@@ -188,7 +189,7 @@ class StepRunner:
 
     def log(self, metric: str, value: float) -> None:
         """Add a metric to the record of this step, which has the mean if this is called several times."""
-        self._executor.log(metric, float(value))
+        self._executor.log(require_own_name(metric, who="run.log"), float(value))
 
     def pool(self, name: str, *, keeps: bool = False) -> "Pool":
         """Return the pool of this name. With `keeps` it is a replay buffer: `take` leaves its samples in."""
@@ -197,6 +198,10 @@ class StepRunner:
         if self._pools[name].keeps != keeps:
             raise UserError(f"run.pool({name!r}): `keeps` must always be the same")
         return self._pools[name]
+
+    def pool_sizes(self) -> dict[str, int]:
+        """Return how many prompts wait in each pool whose samples leave it when they are taken."""
+        return {name: len(pool) for name, pool in self._pools.items() if not pool.keeps}
 
     @contextmanager
     def one_step(self) -> Iterator[None]:

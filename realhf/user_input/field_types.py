@@ -4,13 +4,13 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-from realhf.errors import cut, shown
+from realhf.errors import UserError, cut, shown
 from realhf.user_input.other_libraries import keyword_hint
 from realhf.user_input.suggest import did_you_mean
 
@@ -49,6 +49,42 @@ def is_whole(value: Any, *, least: int = 1) -> bool:
 
 def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def unused(config: Any, prefix: str, **rules: tuple[bool, str]) -> Iterator[str]:
+    """Yield a sentence about each field that was changed although another setting switches it off.
+
+    `rules` has for each field whether it has an effect, and why it has none.
+    """
+    for field in fields(config):
+        has_effect, why = rules.get(field.name, (True, ""))
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        if not has_effect and value != default:
+            yield f"{prefix}{field.name} is {shown(value)} and changes nothing, as {why}"
+
+
+OF_REWARDS = ("reward", "response_length", "staleness", "mismatch", "pool", "actor", "critic")
+"""First parts of the names of shipped algorithms' metrics, which a reward function must not use."""
+_OF_THE_RUN = (
+    "eval", "compute", "timing_s", "perf", "bubble", "tokens", "realloc_bytes",
+    "realloc_over_bound")
+"""First parts of the names of metrics that every run logs itself."""
+
+
+def require_own_name(metric: Any, *, who: str, reserved: Collection[str] = ()) -> str:
+    """Return the name of a metric that a user's code logs.
+
+    Raises UserError, which begins with `who` logs it, if it is a name that the run uses itself.
+    """
+    if not isinstance(metric, str) or not metric.strip():
+        raise UserError(f"{who} logs a metric with the name {shown(metric)}: it must be text")
+    first = metric.partition("/")[0]
+    if metric == "step" or (first != metric and first in (*_OF_THE_RUN, *reserved)):
+        raise UserError(
+            f"{who} logs the metric {metric!r}, a name of the run's own records: "
+            f"use another one, such as 'mine/{metric.rpartition('/')[2]}'")
+    return metric
 
 
 def check_fields(

@@ -4,12 +4,15 @@ Only regular files of a bounded size are read: a FIFO or a device would make a r
 it bytes without end.
 """
 
+import ast
 import errno
 import fcntl
+import hashlib
 import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -21,7 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from realhf.errors import UserError
+from realhf.errors import UserError, is_users_file
 from realhf.user_input.units import format_bytes
 
 MAX_SETTINGS_BYTES = 16 << 20
@@ -301,3 +304,67 @@ def _compile_anew(directory: str) -> None:
         (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
         (_SourceLoader, importlib.machinery.SOURCE_SUFFIXES)]
     sys.path_importer_cache[directory] = _SourceFinder(directory, *kinds)
+
+
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 64
+
+
+def content_sample(path: Path) -> str:
+    """Return a digest of a file's size, its beginning, its end and parts in between.
+
+    It takes as long for a large file as for a small one, and finds other weights of the same shapes.
+    """
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        for i in range(_NUM_SAMPLES + 1):
+            file.seek(max(0, size - _SAMPLE_BYTES) * i // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def code_fingerprints() -> dict[str, dict[str, str]]:
+    """Return what the user's modules of this process define: file -> name -> digest of its syntax.
+
+    Comments and the layout of the text do not count, nor do settings (the fields of an experiment say how
+    they have changed): only functions, classes and constants, in the experiment's file those constants that
+    functions read.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if path is None or not path.endswith(".py") or not is_users_file(path):
+            continue
+        try:
+            tree = ast.parse(read_text(Path(path)))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+        wanted = _read_by_functions(tree) if hasattr(module, "experiment") else None
+        digests = {
+            name: hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
+            for node in tree.body for name in _defined(node)
+            if not isinstance(node, ast.Assign | ast.AnnAssign)
+            or (isinstance(vars(module).get(name), _PLAIN) and (wanted is None or name in wanted))}
+        found[Path(path).name] = found.get(Path(path).name, {}) | digests
+    return found
+
+
+_PLAIN = (bool, int, float, str, bytes, list, tuple, set, frozenset, dict, re.Pattern)
+"""Types of values on which functions may depend."""
+
+
+def _read_by_functions(tree: ast.Module) -> set[str]:
+    """Return the names that functions and classes read."""
+    bodies = [node for node in tree.body
+              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return {node.id for body in bodies for node in ast.walk(body) if isinstance(node, ast.Name)}
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines, if it is a definition or an assignment."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from realhf import DatasetConfig
+from realhf import DatasetConfig, PolicyLossConfig
 from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
+from realhf.cli.run import _require_calls
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import load_tokenizer
 from realhf.distributed.world import World
+from realhf.errors import UserError
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.shipped import shipped_dir
@@ -429,3 +431,132 @@ def test_rows_of_whole_conversations(check, tmp_path):
     body = "from realhf import DPO\nexperiment = DPO(actor=experiment.actor, dataset=dataset, batch_size=2)"
     code, out, err = check(pairs, body, task=task)
     assert (code, err) == (0, "") and "the first prompt has 7 tokens: =1+1=<eos>=\n" in out
+
+
+@pytest.mark.parametrize(("value", "is_told"), [
+    ("float(text != right)", True), ("abs(len(text) - 1) + 2.0 * (right not in text)", True),
+    ("-10.0 * (right in text)", True), ("float(text == right)", False), ("-float(len(text))", False),
+    ("float('boxed' in text)", False), ("float(len(right + text))", False),
+    ("-abs(float(text) - float(right)) if text.isdigit() else -9.0", False),
+])  # fmt: skip
+def test_rewards_that_are_turned_around(check, value, is_told):
+    """What depends on the text alone, such as its length, is no sign; what right answers get is."""
+    rows = [ROW, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+4=", "answer": "7"}]
+    reward = _reward(f"score = lambda text, right: {value}",
+                     "return [score(text, right) for text, right in zip(completions, answer)]")
+    code, _, err = check(rows, reward)
+    told = "realhf: warning: reward reward gives right answers less than wrong ones" in err
+    assert (code, told, err.count("\n")) == (0, is_told, int(is_told)), err
+
+
+def test_the_weight_of_a_reward_may_turn_it_around(check):
+    rows = [ROW, {"prompt": "2+2=", "answer": "4"}]
+    body = "from realhf import Reward\n" + _reward(
+        "return [float(text == right) for text, right in zip(completions, answer)]")
+    assert check(rows, body)[::2] == (0, "")
+    code, _, err = check(rows, body + "experiment.reward_function = Reward(reward, weight=-1)")
+    assert code == 0 and "gives right answers, with the weight -1, less than wrong ones" in err
+
+
+def test_rewards_in_percent_beside_shares(check):
+    rows = [ROW, {"prompt": "2+2=", "answer": "4"}]
+    body = "from realhf import Reward\n" + _reward(
+        "return [float(text == right) for text, right in zip(completions, answer)]") + (
+        "def percent(completions, answer):\n"
+        "    return [100.0 * (right in text) for text, right in zip(completions, answer)]\n"
+        "experiment.reward_function = [reward, Reward(percent, weight=%s)]")
+    code, _, err = check(rows, body % 1)
+    says = "rewards percent and reward have other scales: for the same completions the first differs by up to"
+    assert code == 0 and says in err
+    assert check(rows, body % 0.01)[::2] == (0, "")
+
+
+def test_values_in_another_order_when_called_again(check):
+    reward = _reward("reward.calls = getattr(reward, 'calls', 0) + 1",
+                     "values = [float(t == '2') for t in completions]",
+                     "return values if reward.calls == 1 else values[::-1]")
+    code, _, err = check([ROW, ROW, {"prompt": "2+2=", "answer": "4"}], reward)
+    assert code == 0 and "returned the same values in another order when check called it again" in err
+
+
+LOSS = """
+from dataclasses import dataclass
+from realhf.calls import Loss
+from tests.runtime.tiny import GRPO
+
+@dataclass(frozen=True)
+class Mine(Loss):
+    output = "logprobs"
+
+    def totals(self, batch):
+        return {{"tokens": {total}}}
+
+    def __call__(self, outputs, batch, totals):
+        mask = batch["response_mask"].values
+        return -(outputs["logprobs"] * batch["advantages"].values * mask).sum() / {divisor}, {{}}
+
+graph = experiment.graph()
+train = graph["actor_train"]
+graph = graph.replace(replace(train, work=replace(train.work, loss=Mine())))
+experiment.graph = lambda: graph
+"""
+
+
+def test_losses_of_users_are_tried(check):
+    count = 'batch["response_mask"].values.sum().item()'
+    rows = [ROW, {"prompt": "2+2=", "answer": "4"}]
+    assert check(rows, LOSS.format(total=count, divisor="totals['tokens']"))[::2] == (0, "")
+    code, _, err = check(rows, LOSS.format(total=count, divisor="mask.sum()"))
+    assert code == 0 and "call 'actor_train': Mine.__call__(): the loss of a batch is" in err
+    code, _, err = check(rows, LOSS.format(total=count.removesuffix(".item()"), divisor="mask.sum()"))
+    assert code == 2 and "call 'actor_train': Mine.totals() returned a tensor for 'tokens'" in err
+
+
+def test_a_map_that_makes_other_rows_is_refused(check):
+    body = (
+        "import random\nother = lambda row: row | {'prompt': str(random.random())}\n"
+        "experiment.dataset = replace(dataset, map=other)")
+    code, _, err = check([ROW] * 3, body)
+    assert code == 2 and "the map function, called twice, made different rows of it" in err
+
+
+def test_files_that_the_experiment_does_not_mean(check, tmp_path, monkeypatch):
+    """A relative path that names another file here, and a file beside the experiment that a package hides."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    body = "experiment.dataset = DatasetConfig('rows.jsonl')\nimport yaml\n"
+    rows = [json.dumps(ROW | {"prompt": f"{i}="}) + "\n" for i in range(3)]
+    (elsewhere / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "yaml.py").write_text("LIMIT = 1\n")
+    code, _, err = check([ROW] * 3, body)
+    assert code == 0 and f"dataset.path rows.jsonl is {elsewhere / 'rows.jsonl'}, below the current" in err
+    assert f"{tmp_path / 'yaml.py'} is not what `import yaml` finds" in err
+    code, _, err = check([ROW] * 3, "from yaml import LIMIT")
+    assert code == 2 and f"{tmp_path / 'yaml.py'} is not what `import yaml` finds" in err
+
+
+def test_options_that_are_given_twice(check, tmp_path, capsys):
+    check([ROW] * 3)
+    mine = str(tmp_path / "mine.py")
+    words = ["--steps", "2", "--steps=3", "--nproc", "1", "--nproc", "1", "--seed", "1", "--seed", "1"]
+    assert main(["check", mine, *words]) == 0
+    says = "realhf: warning: --steps is given 2 times, as 2 and 3: the last one counts\n"
+    assert capsys.readouterr().err == says
+    assert main(["check", mine, "--nproc", "1", "--nproc", "2"]) == 0
+    assert "--nproc is given 2 times, as 1 and 2" in capsys.readouterr().err
+
+
+def test_a_run_of_another_experiment_is_not_continued(shared_task):
+    """A plan of a run that lacks calls of the experiment is that of another one."""
+    without_reference = make_experiment("grpo", shared_task, loss=PolicyLossConfig())
+    plan = compile_program(without_reference, None, world_size=1).plan
+    _require_calls(without_reference, plan, Path("runs/a"))
+    with pytest.raises(UserError, match="runs/a is the run of another .* no call ref_forward"):
+        _require_calls(make_experiment("grpo", shared_task), plan, Path("runs/a"))
+
+
+def test_settings_that_are_changed_in_place(check):
+    code, _, err = check([ROW], "experiment.sampling.temprature = 0.7")
+    assert code == 2 and "settings such as sampling, loss and dataset never change" in err
+    assert "(did you mean temperature?)" in err

@@ -169,3 +169,17 @@ def test_the_command_leaves_torch_alone(tmp_path):
     words = ["scaling", "fit", str(write_csv(tmp_path / "a.csv")), "--bootstrap", "5"]
     command = [sys.executable, "-c", code, *words, "--picture", str(tmp_path / "a.png")]
     assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0
+
+
+def test_percent_beside_shares(tmp_path, call):
+    """Scores in percent are told from shares, and have a margin of their own."""
+    percent = [(compute, 100 * score) for compute, score in POINTS]
+    shares, others = write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv", percent)
+    noisy = [(c, score + 0.2 * (-1) ** i) for i, (c, score) in enumerate(percent)]
+    says = f"realhf: warning: the scores of {others} go up to more than 10 and those of"
+    assert says in call(f"{shares},{others}", "--bootstrap", "0")[2]
+    says = "the scores of b go up to more than 10 and those of a"
+    assert says in call(shares, others, "--bootstrap", "0")[2]
+    code, out, err = call(write_csv(tmp_path / "c.csv", noisy), "--bootstrap", "20", "--json")
+    (curve,) = json.loads(out)["curves"]
+    assert (code, err) == (0, "") and not any("interval of A" in reason for reason in curve["warnings"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from realhf import Reward
+from realhf import RegexMatch, Reward
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
 from realhf.errors import UserError
@@ -197,7 +198,14 @@ def _gets_what_is_there(completions, **columns):
     return [float(text == columns.get("level", {}).get("gold")) for text in columns.get("prompts")]
 
 
+def _of_truth(completions, ground_truth=None, scale=None, **columns):
+    return [float(text == ground_truth) for text in completions]
+
+
 @pytest.mark.parametrize(("function", "expected"), [
+    (_of_truth, [
+        "dataset has no column 'ground_truth' (it has answer, level): this parameter of _of_truth always has "
+        "its default, None"]),
     (_of_levels, [
         "dataset has no column 'levl' (did you mean level?): this parameter of _of_levels always has its "
         "default, 1",
@@ -213,6 +221,31 @@ def _gets_what_is_there(completions, **columns):
 def test_columns_that_a_function_asks_for_in_vain(function, expected):
     columns = ["answer", "level"]
     assert list(RewardCall(function, reward_columns(function, columns)).misspelt(columns)) == expected
+
+
+def _by_pattern(completions):
+    return [float(re.search("\boxed{.*}", text) is not None) for text in completions]
+
+
+def test_patterns_that_are_no_raw_texts():
+    for function, character in ((RegexMatch("\\d"), None), (RegexMatch("\frac"), "f"),
+                                (_by_pattern, "b"), (_gets, None)):
+        said = list(RewardCall(Reward(function, name="r"), ()).unescaped())
+        assert len(said) == (character is not None)
+        assert all(f"a control character: \\{character} in a Python text" in sentence for sentence in said)
+
+
+def test_names_of_the_runs_own_metrics_are_refused():
+    """A row of metrics.jsonl has `step`, by which a run is continued."""
+    for name, on_failure in (("step", "stop"), ("step", "drop"), ("reward/mean", "stop"), ("perf/x", "skip"),
+                             ("eval/score", "stop"), ("", "stop")):
+        def logs(completions, log_metric, name=name):
+            log_metric(name, 1.0)
+            return [0.0] * len(completions)
+
+        call = RewardCall(Reward(logs, on_failure=on_failure), ())
+        with pytest.raises(UserError, match=r"reward function .*logs.* logs (the|a) metric"):
+            call.scores([0], ["a"], ["b"], [[1]], {})
 
 
 def _by_hash(completions):

@@ -101,3 +101,10 @@ def test_errors_are_located_at_the_users_line():
 def test_leaving_is_an_error():
     with pytest.raises(UserError, match="host call 'mine' raised SystemExit: 0"):
         _run(lambda batch, context: sys.exit(0))
+
+
+def test_names_of_the_runs_own_metrics_are_refused():
+    """A row of metrics.jsonl has `step`, by which a run is continued, and times of its own."""
+    for name in ("step", "timing_s/step", "perf/mfu", "eval/score"):
+        with pytest.raises(UserError, match=rf"^host call 'mine' logs the metric '{name}', a name of"):
+            _run(lambda batch, context, name=name: ({}, {name: 1.0}), outputs=())

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from realhf import DatasetConfig, Evaluation, FunctionCall, HostFunction, LoraConfig, RewardKL
+from realhf import DatasetConfig, Evaluation, FunctionCall, HostFunction, LoraConfig, RewardKL, Role
 from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.data.order import row_order
 from realhf.distributed.world import World
@@ -19,6 +19,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.user_input.files import execute_file
 from tests.cli_tools import untimed
 from tests.runtime.test_invariance import ROLE_CALLS
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
@@ -160,6 +161,49 @@ def test_files_of_rows_that_have_changed_are_named(tmp_path, capsys):
     assert other.startswith(f"{says}its 40 rows are not those that it had, so ")
 
 
+REWARD = """
+LIMIT = {limit}
+
+def reward(completions):
+    {note}return [len(c) / LIMIT for c in completions]
+"""
+
+
+def test_code_and_models_that_have_changed_are_named(tmp_path, capsys):
+    """A comment in a reward's file changes nothing; a constant that it reads does, and so do weights."""
+    directory = write_task(tmp_path)
+    file = tmp_path / "scores_of_mine.py"
+
+    def program(*, limit: int, note: str = "", steps: int = 2):
+        file.write_text(REWARD.format(limit=limit, note=note))
+        reward = execute_file(file, name="scores_of_mine").reward
+        experiment = make_experiment(
+            "grpo", directory, reward_function=reward, ref=Role(str(model)) if model.exists() else None,
+            steps=steps, checkpoint_every=1, eval_dataset=None)
+        return compile_program(experiment, None, world_size=1)
+
+    def warned(**changes):
+        Trainer(program(**changes), World(), checkpoint=newest_checkpoint(World(), [checkpoint]))
+        lines = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("realhf: warning: ") for line in lines if "since the checkpoint" in line]
+
+    model = tmp_path / "first/hf/step_1"
+    Trainer(program(limit=4, steps=1), World(), out=tmp_path / "first").run()
+    Trainer(program(limit=4, steps=1), World(), out=tmp_path / "run").run()
+    checkpoint = tmp_path / "run/checkpoints/step_1"
+    assert warned(limit=4, note="# A comment.\n    ") == []
+    assert warned(limit=8) == [
+        "scores_of_mine.py has changed since the checkpoint was saved (LIMIT): the run goes on with the new "
+        "code"]
+    (weights,) = model.glob("*.safetensors")
+    tensors = load_file(weights)
+    changed = {name: tensor * 1.5 for name, tensor in tensors.items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    assert warned(limit=4) == [
+        "ref.model: the weights in its files have changed since the checkpoint was saved: the run goes on "
+        "with another ref than it began with"]
+
+
 class Failing:
     """An object that fails from a call on, in place of what it calls."""
 
@@ -204,9 +248,10 @@ def failing(variant: str, directory: Path, *, at: int):
 
 
 # With evaluations before step 1 and after steps 2 and 4, the reward is called for: 0, 1, 2, 2, 3, 4, 4.
+# A loss is called three times more in the first mini-batch, which is compared with its halves.
 RESCUES = [
     ("reward", 5, 2), ("evaluation", 4, 2), ("evaluation", 7, 4), ("average", 5, 2), ("lag", 5, 2),
-    ("train", 5, 2), ("second minibatch", 6, None), ("reward", 2, None),
+    ("train", 8, 2), ("second minibatch", 9, None), ("reward", 2, None),
 ]  # fmt: skip
 
 

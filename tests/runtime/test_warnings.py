@@ -21,6 +21,7 @@ from realhf import (
     RegexMatch,
     RepetitionPenalty,
     Reward,
+    RewardKL,
     RewardModel,
     Role,
     SamplingConfig,
@@ -428,3 +429,88 @@ def test_right_answers_that_contradict_each_other(task, capsys):
         assert _warnings(capsys, "grpo", task, dataset=_dataset(task, [*rows, others])) == []
     game = [{"prompt": "1+1=", "answer": str(i)} for i in range(9)]
     assert _warnings(capsys, "grpo", task, dataset=_dataset(task, game)) == []
+
+
+def test_settings_that_probably_mean_something_else(task, capsys):
+    """Each is told in one sentence that begins with its field, and its usual value is not told."""
+    usual = {"sampling": SamplingConfig(max_new_tokens=4)}
+    for changes, says in (
+        ({"loss": PolicyLossConfig(clip_low=0.8, clip_high=1.2)},
+         "loss.clip_low is 0.8 and loss.clip_high 1.2, distances from 1: ratios are clipped below 0.2"),
+        ({"loss": PolicyLossConfig(clip_high=0.28)}, None),
+        ({"loss": PolicyLossConfig(max_age=1), "max_lag": 4},
+         "loss.max_age is 1 and max_lag 4: tokens are up to 4 updates old in training, and those"),
+        ({"loss": PolicyLossConfig(max_age=4), "max_lag": 4}, None),
+        ({"loss": PolicyLossConfig(average="constant", constant_length=4096)},
+         "loss.constant_length is 4096 and sampling.max_new_tokens 4: loss and gradient are 0.00098 times"),
+        ({"loss": PolicyLossConfig(average="constant", constant_length=8)}, None),
+        ({"loss": PolicyLossConfig(kl_coef=0.05), "reward_kl": RewardKL(kl_coef=0.05)},
+         "loss.kl_coef is 0.05 and reward_kl.kl_coef 0.05: the KL to the reference counts twice"),
+        ({"normalize": "none", "deviation": "sample"},
+         "deviation is 'sample' and changes nothing, as normalize is none"),
+        ({"normalize": "batch", "deviation": "sample"}, None),
+        ({"reward_kl": RewardKL(kl_estimator="k3")},
+         "reward_kl.kl_estimator is 'k3' and changes nothing, as reward_kl.kl_coef is 0"),
+        ({"kl_to_go": True}, "kl_to_go is True and changes nothing, as reward_kl.kl_coef is 0"),
+        ({"actor": replace(role(task), optimizer=OptimizerConfig(lr=1e-3, min_lr_ratio=0.1))},
+         "actor.optimizer.min_lr_ratio is 0.1 and changes nothing, as schedule is constant"),
+        ({"sampling": SamplingConfig(max_new_tokens=4, min_new_tokens=4)},
+         "sampling.min_new_tokens and max_new_tokens are both 4: no answer may end by itself"),
+    ):
+        lines = _warnings(capsys, "grpo", task, **{"loss": PolicyLossConfig(), **usual, **changes})
+        of_other_rules = "sampling.min_new_tokens: actor trains on samples"
+        assert [line[: len(says or "")] for line in lines if not line.startswith(of_other_rules)] == (
+            [] if says is None else [says]), lines
+
+
+def test_graphs_whose_changes_are_lost(task, capsys):
+    """A graph never changes: a subclass that drops what `replace` returns trains as the class below it."""
+    kind = type(make_experiment("grpo", task))
+
+    class Lost(kind):
+        def graph(self):
+            graph = super().graph()
+            train = graph["actor_train"]
+            graph.replace(replace(train, work=replace(train.work, epochs=2)))
+            return graph
+
+    class Found(kind):
+        def graph(self):
+            graph = super().graph()
+            train = graph["actor_train"]
+            return graph.replace(replace(train, work=replace(train.work, epochs=2)))
+
+    lost = "Lost.graph() returns the same graph as CriticFree.graph(): "
+    for changed, says in ((Lost, lost), (Found, None)):
+        experiment = make_experiment("grpo", task)
+        experiment.__class__ = changed
+        Trainer(compile_program(experiment, None, world_size=1), World())
+        err = capsys.readouterr().err
+        assert err == "" if says is None else says in err
+
+
+def test_columns_of_numbers_and_text(task, capsys):
+    """A reward that compares answers gets 3 and "3" as they are."""
+    def exact(completions, answer):
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(8)]
+    settings = {"reward_function": exact, "eval_dataset": None}
+    assert _warnings(capsys, "grpo", task, dataset=_dataset(task, rows), **settings) == []
+    rows[3]["answer"] = 3
+    (line,) = _warnings(capsys, "grpo", task, dataset=_dataset(task, rows), **settings)
+    assert line.startswith("dataset: column 'answer' has numbers in 1 rows, first in") and "line 4" in line
+
+
+def test_the_end_of_a_sorted_file_is_held_out(task, capsys):
+    def by_level(completions, level):
+        return [float(len(text)) for text in completions]
+
+    rows = [{"prompt": f"{i}+0=", "level": "hard" if i >= 24 else "easy"} for i in range(30)]
+    for order, is_told in ((rows, True), (rows[::2] + rows[1::2], False)):
+        whole = _dataset(task, order)
+        train, held_out = replace(whole, split="train[:-6]"), replace(whole, split="train[-6:]")
+        lines = _warnings(
+            capsys, "grpo", task, dataset=train, eval_dataset=held_out, reward_function=by_level)
+        says = 'eval_dataset: all 6 rows have level "hard", and no training row of the same file has it'
+        assert [line.startswith(says) for line in lines] == [True] * is_told, lines

@@ -101,7 +101,7 @@ def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
         return SFT(actor=actor, reward_function=some_reward, **settings)
     settings["group_size"] = settings.get("group_size", 4)
     if kind == "grpo":
-        loss = PolicyLossConfig(kl_coef=0.05)
+        loss = settings.pop("loss", PolicyLossConfig(kl_coef=0.05))
         function = settings.pop("reward_function", some_reward)
         return GRPO(actor=actor, reward_function=function, loss=loss, minibatches=2, **settings)
     return PPO(

@@ -218,6 +218,9 @@ def _naming_own(own_plans: Mapping[str, CallPlan]) -> Iterator[None]:
         raise ValueError(text) from error
 
 
+NONE_IS_RIGHT = "so that no sample counts as right"
+
+
 def doubt_of_limit(
     values: Iterable[float | None], correct_above: float, *, is_chosen: bool
 ) -> str | None:
@@ -228,7 +231,7 @@ def doubt_of_limit(
     known = sorted(set(known_values(values)))
     right = [value for value in known if value > correct_above]
     if known and not right and (len(known) > 1 or known[0] > 0):
-        return f"the highest value is {known[-1]:g}, so that no sample counts as right"
+        return f"the highest value is {known[-1]:g}, {NONE_IS_RIGHT}"
     if len(right) > 1 and not is_chosen and (right[-1] > 1 or len(right) == len(known)):
         return f"samples with values from {right[0]:g} to {right[-1]:g} all count as right"
     return None

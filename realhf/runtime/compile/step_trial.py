@@ -1,7 +1,8 @@
 """Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -79,6 +80,39 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     return operations
 
 
+def growing_pools(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
+    """Yield a sentence for each pool that gets more samples in every step than are taken out of it.
+
+    Pools behind filters are left out, as these would keep less, and so are pools that keep their samples.
+    """
+    steps = _STEPS_OF_POOLS + experiment.max_lag
+    executor = _DryExecutor(graph, keeps=True)
+    runner = experiment.step_runner(graph, executor, steps=steps)
+    sizes: dict[str, list[int]] = {}
+    for _ in range(steps):
+        executor.num_left = _MAX_OPERATIONS
+        before = len(executor.operations)
+        with time_limit(_MAX_SECONDS, _endless), runner.one_step():
+            experiment.step(runner)
+        given = [text for text in executor.operations[before:] if " gives " in text and "(none)" not in text]
+        for name, size in runner.pool_sizes().items():
+            is_used = any(text.startswith(f"pool {name} gives ") for text in given)
+            sizes.setdefault(name, []).append(size if is_used else 0)
+    for name, counts in sizes.items():
+        last = counts[-_STEPS_OF_POOLS // 2 :]
+        growth = [b - a for a, b in pairwise(last)]
+        is_steady = min(last) > 0 and len(set(growth)) == 1 and growth[0] > 0
+        if is_steady and not executor.has_filtered:
+            yield (
+                f"step() puts {growth[0]} prompts more into pool {name!r} in each step than it takes out: "
+                "the pool grows for ever, and its samples get older; take as many as are added, or drop old "
+                "ones with pool.drop(max_age=...)")
+
+
+_STEPS_OF_POOLS = 8
+"""Steps after which a pool that still grows, in each step by the same number, is taken to grow for ever."""
+
+
 def _check_signature(experiment: Experiment) -> None:
     try:
         inspect.signature(experiment.step).bind(None)
@@ -96,6 +130,7 @@ class _DryExecutor:
     def __init__(self, graph: DataflowGraph, *, keeps: bool) -> None:
         self.operations: list[str] = []
         self.num_left = 0
+        self.has_filtered = False
         self._graph = graph
         self._keeps = keeps
         self._prompts: dict[int, Sequence[int]] = {}
@@ -110,6 +145,7 @@ class _DryExecutor:
         """Send nothing, as there are no samples."""
 
     def kept(self, call: str, operation: int) -> list[int]:
+        self.has_filtered = True
         return list(self._prompts[operation]) if self._keeps else []
 
     def decision(self, call: str, operation: int) -> Any:

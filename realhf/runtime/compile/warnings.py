@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatch
 from itertools import compress, islice
 from pathlib import Path
@@ -29,14 +31,16 @@ from realhf.data.light_tokenizer import (
 from realhf.data.rows import extra_columns, first_rows
 from realhf.data.sequence_tokens import end_of_turn, missing_beginning, special_texts, spelled_end
 from realhf.data.tokenized import Compared, MixedRows, TokenizedRows
-from realhf.experiment import Role, named_sets, optimizer_steps
+from realhf.experiment import Experiment, Role, named_sets, optimizer_steps
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.families import KNOWN_FIELDS, misspelt
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import unknown_turn_end
 from realhf.runtime.compile.program import Program, leaves, to_json
-from realhf.user_input.files import read_object
+from realhf.runtime.compile.step_trial import growing_pools
+from realhf.user_input.field_types import unused
+from realhf.user_input.files import code_fingerprints, content_sample, read_object
 from realhf.user_input.hub import cached_name, find_model
 
 _ANSWERS = ("answer", "answers", "ground_truth", "solution", "target", "label", "reference")
@@ -50,6 +54,7 @@ _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TOKENS = ("prompt_ids", "sequence_ids")
 _NO_CONTENT = ("prompt", "response_mask", DATASET_ROW)
 """Columns by which rows are not compared: they follow from the tokens, or every row has its own number."""
+_FEW_ROWS = 5
 _MANY_ROWS = 20
 """Fewer rows are a trial, and may be the same."""
 _SMALL_MODEL = 10_000_000  # Parameters.
@@ -87,6 +92,8 @@ class ScoredByRewards(Protocol):
     def unseen(self, special_tokens: Sequence[str]) -> Iterator[str]: ...
 
     def doubts(self, prompt: str) -> Iterator[str]: ...
+
+    def unescaped(self) -> Iterator[str]: ...
 
     def unstable(self) -> Iterator[str]: ...
 
@@ -127,6 +134,9 @@ def warnings_of(
     warnings += _no_rollouts(program)
     warnings += _off_policy(program.graph)
     if program.parts:  # The program trains.
+        warnings += [*program.experiment.doubts(), *_unchanged_graph(program)]
+        if program.experiment.has_own_program:
+            warnings += growing_pools(program.experiment, program.graph)
         warnings += [*_unusual_training(program), *_unweighted(program.graph)]
         warnings += [*_idle_shaping(program)]
     warnings += _faulty_rewards(program)
@@ -139,12 +149,14 @@ def warnings_of(
                 warnings += _shared_rows(eval_set.field, of_set, rows)
                 warnings += _other_prompts(eval_set.field, of_set, rows)
                 warnings += _unmapped_rows(eval_set.field, of_set, rows)
+                warnings += _sorted_file(eval_set.field, of_set, rows)
     warnings += _plain_texts([named for name, _, read in parts for named in named_parts(name, read)])
     for name, graph, read in parts:
         tokenizer = program.experiment.tokenizer_dir()
         warnings += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
         warnings += _turn_ends(graph, program.roles, tokenizer)
         for where, part in named_parts(name, read):
+            warnings += _mixed_types(where, part)
             warnings += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
             warnings += [*_missing_parts(where, part), *_mixed_splits(where, part)]
             warnings += [*_equal_pairs(where, part), *_contradictions(where, graph, part)]
@@ -157,6 +169,30 @@ def warnings_of(
             warnings += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part, tokenizer=tokenizer)]
     return list(dict.fromkeys(warnings))
+
+
+def _unchanged_graph(program: Program) -> Iterator[str]:
+    """Yield a warning if a user's `graph` returns what the class below returns."""
+    kind = type(program.experiment)
+    below: Any = next((base for base in kind.__mro__[1:] if "graph" in vars(base)), None)
+    if "graph" not in vars(kind) or below is None or kind.__module__.startswith("realhf."):
+        return
+    if below is not Experiment and _is_same(program.experiment.graph(), below.graph(program.experiment)):
+        yield (
+            f"{kind.__name__}.graph() returns the same graph as {below.__name__}.graph(): a graph never "
+            "changes, so return what graph.replace(...) or graph.add(...) returns")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, or objects of one class of this package with equal attributes."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    is_ours = type(a).__module__.startswith("realhf.") and type(a) is type(b)
+    if is_ours and hasattr(a, "__dict__"):
+        names = [field.name for field in fields(a)] if is_dataclass(a) else vars(a)
+        names = [name for name in names if not name.startswith("_")]
+        return all(_is_same(getattr(a, name), getattr(b, name, None)) for name in names)
+    return bool(a is b or a == b)
 
 
 def _no_rollouts(program: Program) -> Iterator[str]:
@@ -202,6 +238,45 @@ def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
                 f"{name}: {is_now['file']} has changed since the checkpoint was saved: {rows}, so the run "
                 "does not go on as it would have")
     return sorted(warnings)
+
+
+def sources_of(program: Program) -> dict[str, Any]:
+    """Return the fingerprints of the code and of the model files on which a run depends, as JSON.
+
+    A role's files count if their weights stay in use: those of a model that is trained as a whole are in the
+    checkpoints.
+    """
+    models = {}
+    for name, role in program.roles.items():
+        if role.random_init or role.follows is not None:
+            continue
+        if role.optimizer is None or role.lora is not None:
+            paths = sorted(role.model_path().glob("*.safetensors"))
+            lora = role.resolved_lora()
+            if role.optimizer is None and lora is not None and lora.adapter is not None:
+                paths += sorted(Path(lora.adapter).glob("*.safetensors"))
+            models[name] = [[path.name, content_sample(path)] for path in paths]
+    return {"code": code_fingerprints(), "models": models}
+
+
+def changed_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning for each Python file and each model that has changed since a checkpoint was saved."""
+    warnings = []
+    for file, was in before.get("code", {}).items():
+        is_now = now["code"].get(file)
+        if is_now is None or was == is_now:
+            continue
+        names = [name for name in dict.fromkeys((*was, *is_now)) if was.get(name) != is_now.get(name)]
+        warnings.append(
+            f"{file} has changed since the checkpoint was saved ({', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}): the run goes on with the new code")
+    for role, was in before.get("models", {}).items():
+        is_now = now["models"].get(role)
+        if is_now is not None and was != is_now:
+            warnings.append(
+                f"{role}.model: the weights in its files have changed since the checkpoint was saved: the "
+                f"run goes on with another {role} than it began with")
+    return warnings
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -396,6 +471,39 @@ def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
             yield (
                 f"{name}: column {column_of(key)!r} is null in {len(null)} of {len(rows.rows)} rows, "
                 f"first in {rows.place_of(null[0])}")
+
+
+def _mixed_types(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Yield warnings about columns that a call reads, with numbers in some rows and text in others."""
+    kinds = {bool: "true or false", int: "numbers", float: "numbers", str: "text"}
+    for key in (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent):
+        of_rows = [kinds.get(type(row[key])) for row in rows.rows]
+        counts = Counter(kind for kind in of_rows if kind is not None)
+        if len(counts) > 1:
+            (most, _), *_, (least, count) = counts.most_common()
+            first = rows.place_of(of_rows.index(least))
+            yield (
+                f"{name}: column {column_of(key)!r} has {least} in {count} rows, first in {first}, and "
+                f"{most} in others: functions get 3 and '3' as they are, which differ; write all in one way")
+
+
+def _sorted_file(
+    name: str, held_out: TokenizedRows | MixedRows, rows: TokenizedRows | MixedRows
+) -> Iterator[str]:
+    """Yield a warning if the held-out part of a file has one value of a column, and the rest others."""
+    for part in held_out.parts:
+        rest = [other for other in rows.parts if other.config.path == part.config.path]
+        is_sample = any(other.num_tokenized < other.num_in_file for other in rest)
+        if not rest or is_sample or len(part.rows) < _FEW_ROWS:
+            continue
+        trained = [row for other in rest for row in other.rows]
+        for key in part.rows[0].keys() - {*LOADER_KEYS, *_NO_CONTENT, *_ANSWERS}:
+            ours = {json.dumps(row[key]) for row in part.rows if isinstance(row[key], str | int)}
+            theirs = [json.dumps(row.get(key)) for row in trained]
+            if len(ours) == 1 and 1 <= len(set(theirs)) <= _FEW_ROWS and not ours & set(theirs):
+                yield (
+                    f"{name}: all {len(part.rows)} rows have {column_of(key)} {ours.pop()}, and no training "
+                    "row of the same file has it: the file is sorted; shuffle it before it is split")
 
 
 def _blank_answers(name: str, rows: TokenizedRows) -> Iterator[str]:
@@ -699,6 +807,8 @@ def _unusual_optimizer(name: str, optimizer: OptimizerConfig, num_steps: int) ->
         yield (
             f"{name}.total_steps is {optimizer.total_steps}, and the run has {num_steps} optimizer steps: "
             f"after {optimizer.total_steps} the learning rate is {last:g}")
+    falls = (optimizer.schedule != "constant", "schedule is constant")
+    yield from unused(optimizer, f"{name}.", min_lr_ratio=falls)
     if optimizer.betas[0] > optimizer.betas[1]:
         yield f"{name}.betas are {optimizer.betas}: the first is usually the smaller one, as in (0.9, 0.95)"
     if optimizer.weight_decay >= 1:
@@ -891,6 +1001,11 @@ def _listed(ranks: list[int]) -> str:
 
 def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     for call in graph.of_kind("generate"):
+        longest = call.work.sampling.max_new_tokens
+        if call.work.sampling.min_new_tokens == longest and longest > 1:
+            yield (
+                f"sampling.min_new_tokens and max_new_tokens are both {longest}: no answer may end by "
+                "itself, and all are cut at that length")
         has_stops = call.work.sampling.stop or call.work.sampling.stop_token_ids
         if call.role is not None and not has_stops and not roles[call.role].config().eos_token_ids:
             yield (
@@ -1002,6 +1117,7 @@ def _faulty_rewards(program: Program) -> Iterator[str]:
     for call in program.graph.of_kind("host"):
         if isinstance(call.work.function, ScoredByRewards):
             yield from call.work.function.unstable()
+            yield from call.work.function.unescaped()
             yield from call.work.function.misspelt(extra_columns(program.experiment.dataset))
 
 

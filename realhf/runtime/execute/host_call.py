@@ -21,6 +21,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 from realhf.signals import time_limit
+from realhf.user_input.field_types import require_own_name
 
 
 @dataclass
@@ -135,7 +136,11 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
         if call.work.filters:
             outputs = outputs.select(_kept(columns[KEEP], len(batch)))
         decision = _decision(columns[DECISION]) if call.work.decides else None
+        for name in metrics:
+            require_own_name(name, who=f"host call {call.name!r}")
         return HostResult(outputs, {name: _metric(name, value) for name, value in metrics.items()}, decision)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"host call {call.name!r}: {error}") from error
 

@@ -249,7 +249,7 @@ def fault_of(steps: Sequence[Mapping[str, float]], *, may_end: bool = True) -> t
     if still:
         return "still", f"{ended} the gradient of {' and '.join(still)} was 0: nothing is learned"
     rewards = [match[1] for name in newest if (match := _REWARD.fullmatch(name)) is not None]
-    for name in rewards:
+    for name in rewards if len(rewards) > 1 else ():  # A single reward is the score, of which None is 0.
         if all(step.get(f"reward/{name}/std") == 0.0 for step in steps):
             value = _number(newest[f"reward/{name}/mean"])
             return "constant", f"{ended} reward {name} was {value} for every sample: it teaches nothing"

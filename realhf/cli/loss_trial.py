@@ -1,0 +1,141 @@
+"""Tries losses that users write, for `realhf check`: on samples whose outputs are made up, on the CPU."""
+
+from typing import Any
+
+import torch
+
+from realhf.calls import GenerateOutputs, Loss, Scores, TopLogProbs, TrainStep
+from realhf.data.batch import Batch, Packed
+from realhf.data.loader import batch_of_samples
+from realhf.data.tokenized import TokenizedSamples
+from realhf.engine.own_loss import OwnLoss, is_own
+from realhf.errors import UserError
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.scoring import RewardCall
+from realhf.runtime.execute.host_call import HostContext, call_host_function
+
+_LONGEST = 5
+"""Tokens of a made-up response, at most."""
+
+
+def try_losses(
+    graph: DataflowGraph, samples: list[TokenizedSamples], *, group_size: int, vocabulary: int, tokenizer: str
+) -> list[str]:
+    """Call the losses that a user has written with these rows and with made-up answers; return warnings.
+
+    A loss is left out that reads what a host function of the user writes, as that is not called here. Raises
+    UserError if a loss fails or returns something that training cannot use.
+    """
+    trains = [call for call in graph.of_kind("train_step") if is_own(call.work.loss)]
+    if not trains:
+        return []
+    maker = _MadeUp(vocabulary, HostContext(tokenizer, step=1))
+    batch = batch_of_samples(range(len(samples)), samples, keys=graph.inputs, group_size=group_size)
+    for call in graph.order:
+        if all(key in batch.fields for key in call.inputs):
+            columns = maker.columns(call, batch)
+            batch = Batch(batch.ids, batch.fields | columns)
+    warnings: list[str] = []
+    for call in trains:
+        if all(key in batch.fields for key in call.inputs):
+            try:
+                _try(call, batch.pick(call.inputs), maker, warnings)
+            except UserError as error:
+                raise UserError(
+                    f"call {call.name!r}: {error}; check called it with rows of the dataset and made-up "
+                    "outputs of other calls") from error
+    return warnings
+
+
+def _try(call: FunctionCall, batch: Batch, maker: "_MadeUp", warnings: list[str]) -> None:
+    work: TrainStep = call.work
+    loss = OwnLoss(
+        work.loss, key=call.inputs[0],
+        warn=lambda sentence: warnings.append(f"call {call.name!r}: {sentence} (tried with made-up samples)"))
+    totals = loss.totals(batch) or {"samples": float(len(batch))}
+    loss(maker.outputs(work.loss, batch, key=call.inputs[0]), batch, totals)
+
+
+class _MadeUp:
+    """Random columns of the kinds that calls return, which are the same each time."""
+
+    def __init__(self, vocabulary: int, context: HostContext) -> None:
+        self._vocabulary = vocabulary
+        self._context = context
+        self._random = torch.Generator().manual_seed(0)
+
+    def columns(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
+        """Return the outputs of a call; none if a user's own function would have to be called."""
+        if call.kind == "generate":
+            return self._answers(call, batch)
+        if call.kind == "forward":
+            return self._forward(call, batch)
+        if call.kind == "host":
+            return self._host(call, batch)
+        return {}
+
+    def outputs(self, loss: Loss, batch: Batch, *, key: str) -> dict[str, torch.Tensor]:
+        """Return what a model would compute for a loss, with gradients."""
+        tokens = batch[key]
+        if loss.output == "scores":
+            return {"scores": self._normal(len(batch)).requires_grad_()}
+        size = len(tokens.values)
+        if loss.output == "values":
+            return {"values": self._normal(size).requires_grad_()}
+        mask = batch.fields.get("response_mask")
+        counted = torch.ones(size) if mask is None else mask.values
+        outputs = {"logprobs": -self._normal(size).abs() * counted}
+        if loss.entropy:
+            outputs["entropy"] = self._normal(size).abs() * counted
+        if loss.token_ids:
+            width = sum(batch[name].values.shape[1] for name in loss.token_ids)
+            outputs["logprobs_at"] = -self._normal(size, width).abs() * counted[:, None]
+        return {name: values.requires_grad_() for name, values in outputs.items()}
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._random)
+
+    def _ids(self, *shape: int) -> torch.Tensor:
+        return torch.randint(self._vocabulary, shape, generator=self._random)
+
+    def _answers(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
+        prompts = batch[call.inputs[0]].split()
+        most = min(_LONGEST, call.work.sampling.max_new_tokens)
+        counts = torch.randint(1, most + 1, (len(prompts),), generator=self._random).tolist()
+        pairs = list(zip(prompts, counts, strict=True))
+        sequences = [torch.cat([prompt, self._ids(count)]) for prompt, count in pairs]
+        masks = [torch.cat([torch.zeros(len(prompt)), torch.ones(count)]) for prompt, count in pairs]
+        mask = Packed.of(masks)
+        keys = GenerateOutputs.of(call)
+        columns = {
+            keys.sequences: Packed.of(sequences), keys.mask: mask,
+            keys.logprobs: mask.like(-self._normal(len(mask.values)).abs() * mask.values),
+            keys.finished: torch.tensor([float(n < most) for n in counts])}
+        if keys.versions is not None:
+            columns[keys.versions] = mask.like(torch.zeros(len(mask.values), dtype=torch.int64))
+        return columns
+
+    def _forward(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
+        tokens = batch[call.inputs[0]]
+        size = len(tokens.values)
+        if isinstance(call.work, Scores):
+            scores = self._normal(len(batch))
+            return {call.outputs[0]: scores.sigmoid() if call.work.probability else scores}
+        if isinstance(call.work, TopLogProbs):
+            shape = (size, call.work.k)
+            columns = (self._ids(*shape), -self._normal(*shape).abs().sort(dim=1).values)
+            return {key: tokens.like(column) for key, column in zip(call.outputs, columns, strict=True)}
+        mask = batch.fields.get("response_mask")
+        counted = torch.ones(size) if mask is None else mask.values
+        values = self._normal(size) if call.work.output == "values" else -self._normal(size).abs()
+        return {call.outputs[0]: tokens.like(values * counted)}
+
+    def _host(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
+        function = call.work.function
+        if isinstance(function, RewardCall):
+            columns: dict[str, Any] = {key: [{} for _ in batch.ids] for key in call.outputs}
+            score = self._normal(len(batch)).double()
+            return columns | {"score": score, "completion": [""] * len(batch)}
+        if not type(function).__module__.startswith("realhf."):
+            return {}
+        return dict(call_host_function(call, batch.pick(call.inputs), self._context).batch.fields)
