@@ -180,11 +180,11 @@ def _sequences(devices: int, context: str) -> int:
 
 
 _MODELS = [("ppo", ("7b", "7b")), ("ppo", ("13b", "7b")), ("ppo", ("34b", "7b")), ("ppo", ("70b", "7b")),
-           ("ppo", ("70b", "70b")), ("grpo", ("7b",)), ("grpo", ("32b",)), ("grpo", ("70b",))]  # fmt: skip
+           ("ppo", ("70b", "70b")), ("grpo", ("7b",)), ("grpo", ("32b",)), ("grpo", ("70b",))]
 SCENARIOS = [
     Scenario(algorithm, models, cluster, context, _sequences(devices, context))
     for algorithm, models in _MODELS for devices, cluster in _CLUSTERS.items() for context in ("2k", "8k")
-]  # fmt: skip
+]
 VARIED = [
     Scenario("ppo", ("7b", "7b"), "h100-1x8", "2k", 512),
     Scenario("ppo", ("13b", "7b"), "h100-1x8", "8k", 128),
@@ -225,7 +225,7 @@ def experiment_of(case: Scenario) -> Experiment:
         return GRPO(
             actor=actor, reward_function=right, loss=PolicyLossConfig(kl_coef=0.001),
             batch_size=case.sequences // _GROUP_SIZE, group_size=_GROUP_SIZE, **common,
-        )  # fmt: skip
+        )
     if case.algorithm == "scalerl":
         return ScaleRL(
             actor=actor, reward_function=right, batch_size=case.sequences // 16, group_size=16, **common)
@@ -303,7 +303,7 @@ def run(
         **{f"{name}_seconds": seconds for name, seconds in rival.items()},
         **{f"over_{name}": None if seconds is None else seconds / ours for name, seconds in rival.items()},
         "layouts": _layouts(planned),
-    }  # fmt: skip
+    }
 
 
 def _layouts(planned: Planned) -> dict[str, str]:
@@ -505,7 +505,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             row["name"], f"{row['step_seconds']:.2f}", f"{100 * row['gap']:.2f}",
             f"{row['search_seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['goal_seconds']:.1f}",
             *(_shown(row.get(f"over_{rival}")) for rival in _RIVALS),
-        )  # fmt: skip
+        )
     return plans
 
 
@@ -552,7 +552,7 @@ def main() -> int:
     document = {
         "benchmark": "planner", "machine": hardware, "settings": settings, "start_seconds": starts,
         "rows": rows,
-    }  # fmt: skip
+    }
     fitting = [row for row in rows if row["fits"]]
     return report(document, tables=[table(rows)], goals=goals(fitting, starts), as_json=args.json)
 

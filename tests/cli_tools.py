@@ -248,7 +248,7 @@ class _Fork:
                 stream.close()
 
         readers = [threading.Thread(target=read, args=pair, daemon=True)
-                   for pair in enumerate((self.stdout, self.stderr))]  # fmt: skip
+                   for pair in enumerate((self.stdout, self.stderr))]
         for reader in readers:
             reader.start()
         self.wait(timeout)

@@ -6,7 +6,7 @@ SIZES = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
     "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+}
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
@@ -25,11 +25,11 @@ class Case(NamedTuple):
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0],
-}  # fmt: skip
+}
 
 CASES = {
     "llama": Case("llama", "Llama 2, CodeLlama", {}),
@@ -65,7 +65,7 @@ CASES = {
     "granite": Case("granite", "Granite", {
         "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
         "attention_multiplier": 0.3}),
-}  # fmt: skip
+}
 MOE_CASES = {
     "mixtral": Case("mixtral", "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": Case("qwen2_moe", "Qwen 1.5 and 2 MoE", {**_MOE, "shared_expert_intermediate_size": 20}),
@@ -75,7 +75,7 @@ MOE_CASES = {
         "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
         "num_key_value_heads": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
         "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}),
-}  # fmt: skip
+}
 
 LAYOUTS = ("d1", "t2", "p2", "d2", "t2p2", "c2")
 MOE_LAYOUTS = ("e2", "e2t2")

@@ -44,7 +44,7 @@ TINY_CONFIG: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
     "initializer_range": 0.1, "eos_token_id": 258, "dtype": "float32",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "id": name, "modelId": name, "sha": repository.commit_of(revision), "siblings": siblings,
                 "private": False, "gated": "auto" if repository.is_gated else False, "tags": [],
                 "downloads": 0, "likes": 0,
-            })  # fmt: skip
+            })
         elif what == "tree":
             folder = "/".join(rest[2:])
             is_recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower()
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {
             "X-Repo-Commit": repository.commit_of(revision), "ETag": f'"{_blob_id(content)}"',
             "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream",
-        }  # fmt: skip
+        }
         if wanted := self.headers.get("Range"):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             stop = min(int(last) + 1, len(content)) if last else len(content)
@@ -229,7 +229,7 @@ def _tree(files: dict[str, bytes], folder: str, *, recursive: bool) -> list[dict
     entries = [
         {"type": "file", "path": path, "size": len(content), "oid": _blob_id(content)}
         for path, content in inside.items() if recursive or "/" not in path.removeprefix(prefix)
-    ]  # fmt: skip
+    ]
     folders = {str(parent) for path in inside for parent in Path(path).parents} - {".", folder}
     entries += [
         {"type": "directory", "path": path, "size": 0, "oid": _blob_id(path.encode())}
@@ -278,13 +278,13 @@ def model_repository(name: str = "Qwen/Qwen2.5-0.5B-Instruct", **changes: Any) -
         key: (rng.standard_normal(shape) * 0.1).astype(np.float32) if len(shape) > 1 else
         np.full(shape, float("norm" in key), np.float32)
         for key, shape in tensor_shapes(model_spec(config)).items()
-    }  # fmt: skip
+    }
     files = {
         "config.json": json.dumps(fields).encode(),
         "generation_config.json": json.dumps({"eos_token_id": fields["eos_token_id"]}).encode(),
         "model.safetensors": safetensors.numpy.save(tensors, metadata={"format": "pt"}),
         "pytorch_model.bin": b"a pickle", "README.md": b"# A tiny model\n", "LICENSE": b"Apache-2.0\n",
-    }  # fmt: skip
+    }
     return Repository(name, files | byte_tokenizer_files())
 
 

@@ -36,10 +36,10 @@ LAYOUTS = {
         "actor_generate": "d2@0-1", "reward_forward": "d1@0", "ref_forward": "d1@1",
         "critic_forward": "d2@0-1", "actor_train": "t2@0-1", "critic_train": "p2@0-1",
     },
-}  # fmt: skip
+}
 _SETTINGS = {
     "batch_size": 4, "checkpoint_every": 1, "eval_every": 3, "export_every": 4, "work_stealing": False,
-}  # fmt: skip
+}
 _PHASES = {
     ("checkpointer", "_remove_old"): "removal of an old checkpoint",
     ("checkpointer", "_complete"): "manifest and rename",
@@ -159,7 +159,7 @@ def worker_environments(num_ranks: int) -> Iterator[dict[str, str]]:
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0", LOCAL_LAUNCHER: "1",
-    }  # fmt: skip
+    }
     for rank in range(num_ranks):
         yield {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
@@ -299,7 +299,7 @@ def wait_for_moment(workers: Workers, moment: str, out: Path, rng: random.Random
 def torture(
     case: Case, expected: dict[str, Any], directory: Path, rng: random.Random, tally: Tally,
     *, max_kills: int, seconds: float, moments: Sequence[str] = MOMENTS, patient_share: float = 0.05,
-) -> None:  # fmt: skip
+) -> None:
     """Kill and resume one run until it ends, up to `max_kills` times; compare it with what is expected.
 
     After `patient_share` of the kills of one rank, the others must end by themselves.
@@ -370,7 +370,7 @@ def uninterrupted(case: Case, directory: Path) -> tuple[dict[str, Any], float]:
 
 def flip_and_resume(
     case: Case, finished: Path, expected: dict[str, Any], directory: Path, rng: random.Random, tally: Tally,
-) -> None:  # fmt: skip
+) -> None:
     """Flip a bit in each of the newest checkpoints of a copy of a run, and let the copy end again.
 
     Each damaged checkpoint must be named, with the file, and the result must be that of the run.

@@ -50,7 +50,7 @@ def test_units():
         "peak_flops": {"bfloat16": "989 TFLOP/s", "float32": 1e11},
         "inter_host": {"latency_seconds": "10 us", "bandwidth_bytes_per_second": "400 Gbit/s"},
         "host_memory": {"latency_seconds": "1e1 us", "bandwidth_bytes_per_second": "64 GB/s"},
-    }  # fmt: skip
+    }
     cluster = Cluster.from_dict(document)
     assert cluster.device_memory_bytes == 80 * 2**30
     assert cluster.memory_bandwidth_bytes_per_second == pytest.approx(3.35e12)
@@ -161,7 +161,7 @@ def test_hosts_of_two_kinds():
         (KINDS, "hosts: []", "hosts is []: it must list at least one kind"),
         ("{count: 2, like: h100-8x8}", "8", "hosts[0] is 8: it must give count, like, "),
     ],
-)  # fmt: skip
+)
 def test_load_names_the_kind_of_hosts(tmp_path, old, new, sentence):
     assert old in KINDS
     path = tmp_path / "cluster.yaml"

@@ -274,7 +274,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK)  # fmt: skip
+              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)

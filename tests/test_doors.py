@@ -101,7 +101,7 @@ def attack(addresses, made: Path, *, user: int = 0, inside=()) -> dict[str, obje
     done = subprocess.run(
         [*inside, sys.executable, "-c", ATTACK, str(user), payload, *addresses],
         capture_output=True, text=True, timeout=120, env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -142,11 +142,11 @@ def test_a_third_host_runs_code_only_through_the_rendezvous_that_unpickles(rende
         hosts = stack.enter_context(two_hosts_or_skip())
         stranger = stack.enter_context(stranger_of(hosts[0]))
         commands = [stack.enter_context(command)
-                    for command in torchrun_on(hosts, *words, per_host=1, rendezvous=rendezvous)]  # fmt: skip
+                    for command in torchrun_on(hosts, *words, per_host=1, rendezvous=rendezvous)]
         metrics = out / "metrics.jsonl"
         assert wait_until(lambda: metrics.exists() and metrics.read_text(), seconds=120)
         found = [f"{hosts[0].address}:{address.rpartition(':')[2]}"
-                 for address in listeners(commands[0].processes())]  # fmt: skip
+                 for address in listeners(commands[0].processes())]
         answers = attack(found, tmp_path / "made", inside=stranger.inside)
         keys = [key for answer in answers.values() if isinstance(answer, list) for key in answer]
         assert bool(keys) == (rendezvous == "c10d")

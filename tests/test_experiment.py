@@ -157,7 +157,7 @@ def test_tables_in_the_documentation_have_the_learning_rates():
     lines = [line.strip(" |") for line in text.splitlines() if "|" in line]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     numbers = [(float(row[1]), float(row[2]), row[3]) for row in rows
-               if len(row) == 4 and row[1][:1].isdigit() and "e-" in row[1]]  # fmt: skip
+               if len(row) == 4 and row[1][:1].isdigit() and "e-" in row[1]]
     assert sorted(numbers) == sorted(LEARNING_RATES.values())
 
 

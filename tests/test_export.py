@@ -242,7 +242,7 @@ def test_the_base_model_is_named(tmp_path):
     assert yaml.safe_load(files["README.md"].split("---\n")[1]) == {
         "base_model": "org/base", "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["realhf", "grpo"],
-    }  # fmt: skip
+    }
 
 
 def test_transformers_opens_the_critic(ppo):

@@ -43,7 +43,7 @@ experiment.reward_function = moody_reward
 SAYS = (
     "reward function moody_reward raised ZeroDivisionError", "tiny_experiment.py:", "on sample ",
     "with the prompt '1",
-)  # fmt: skip
+)
 
 
 def test_a_failure_of_a_single_process_names_the_last_checkpoint(tmp_path, capsys, monkeypatch):

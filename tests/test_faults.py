@@ -98,7 +98,7 @@ def test_runs_survive_many_kills(tmp_path, kind, num_ranks):
 
 @pytest.mark.parametrize(("kind", "ranks"), [
     ("grpo", (0,)), *(pytest.param(kind, ranks, marks=pytest.mark.slow) for kind, ranks in [
-        ("grpo", (1,)), ("grpo", (0, 1)), ("async", (0,)), ("async", (0, 1))])])  # fmt: skip
+        ("grpo", (1,)), ("grpo", (0, 1)), ("async", (0,)), ("async", (0, 1))])])
 def test_a_run_that_fails_saves_its_last_finished_step(tmp_path, kind, ranks):
     """One of two ranks, or both, fail in step 3; what continues then is what nothing has ended."""
     case = make_case(

@@ -44,7 +44,7 @@ def test_damaged_inputs_get_one_sentence(kind, share, task, monkeypatch):
     @settings(
         max_examples=num_cases, derandomize=True, database=None, deadline=None,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(KINDS[kind]())
     def try_one(case: Case) -> None:
         _, fault = run_case(case, task, seconds=SECONDS)
@@ -178,7 +178,7 @@ def test_shapes_of_a_profile_are_plain_values(tmp_path):
         {"step": None}, {"files": {"../x": MANIFEST["files"]["metrics.jsonl"]}}, {"sets": {"actor": {}}},
         {"files": {"x": []}}, {"more": 1}, {"ranks": 3},
     ],
-)  # fmt: skip
+)
 def test_manifests_of_another_form_are_refused(change, tmp_path):
     text = json.dumps(MANIFEST | change).encode()
     (tmp_path / "metrics.jsonl").write_bytes(METRICS)

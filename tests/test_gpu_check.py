@@ -34,7 +34,7 @@ def test_goals_are_judged():
     reached = {
         "mfu": 0.5, "peak_gib": {"actor_train": 30.0, "actor_generate": 21.0},
         "predicted_gib": {"actor_train": 29.0, "actor_generate": 20.0},
-    }  # fmt: skip
+    }
     assert gpu_check.goals_missed("train", reached) == []
     worse = {"mfu": 0.4, "peak_gib": {"actor_train": 40.0, "actor_generate": 17.0}}
     missed = gpu_check.goals_missed("train", reached | worse)

@@ -16,7 +16,7 @@ def _read(x):
         "to": lambda: x.to("cpu"), "print": lambda: repr(x[0, 0]), "equal": lambda: torch.equal(x, x + 1),
         "any": lambda: assert_(x.isnan().any()), "copy_": lambda: torch.empty(4, 3).copy_(x),
         "copy to pageable memory": lambda: torch.empty(4, 3).copy_(x, non_blocking=True),
-    }  # fmt: skip
+    }
 
 
 def assert_(found):
@@ -30,7 +30,7 @@ def _sized_by_data(x):
         "mask": lambda: x[x > 0], "masked_select": lambda: x.masked_select(x > 0),
         "masked tensor": lambda: x.__setitem__(x > 0, x[x > 0] * 2), "unique": lambda: x.unique(),
         "where": lambda: torch.where(x > 0), "repeat": lambda: x.repeat_interleave(whole[:, 0], 0),
-    }  # fmt: skip
+    }
 
 
 def _write(x):
@@ -42,7 +42,7 @@ def _write(x):
         "pinned, blocking": lambda: here.pin_memory().to(CUDA), "list": lambda: x[[0, 2]],
         "indices": lambda: x[torch.tensor([0, 2])], "number": lambda: x.__setitem__(x[:2, 0].long(), 7.0),
         "_foreach_copy_": lambda: torch._foreach_copy_([x], [here]),
-    }  # fmt: skip
+    }
 
 
 def _without_wait(x):
@@ -63,7 +63,7 @@ def _without_wait(x):
         "grouped_mm": lambda: F.grouped_mm(
             x.bfloat16()[:, :1].expand(4, 16).contiguous(), torch.ones(2, 16, 8, device=CUDA).bfloat16(),
             offs=torch.full((2,), 4, dtype=torch.int32, device=CUDA)),
-    }  # fmt: skip
+    }
 
 
 def _kinds(actions):

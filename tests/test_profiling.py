@@ -242,4 +242,4 @@ def _timed(world):
     work = {"sleep": lambda: time.sleep(0.4 if world.rank == 1 else 0)}
     timed = Clock(world)
     return {name: timed.seconds(work, budget=0.1, busy=busy)["sleep"]
-            for name, busy in (("all", ()), ("busy", (1,)))}  # fmt: skip
+            for name, busy in (("all", ()), ("busy", (1,)))}

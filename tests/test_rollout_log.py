@@ -36,7 +36,7 @@ def test_long_texts_lose_their_middle():
     ("prompts_per_step", -1, "not be negative"), ("follow_rows", -2, "not be negative"),
     ("every", 0, "be at least 1"), ("max_megabytes", 0, "be at least 1"),
     ("max_characters", 5, "be at least 100"), ("every", "2", "be a whole number"),
-])  # fmt: skip
+])
 def test_illegal_settings(field, value, rule):
     with pytest.raises(ValueError, match=f"rollouts.{field} is .*{value}.*: it must {rule}"):
         RolloutLog(**{field: value})

@@ -14,7 +14,7 @@ UNPICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "s
 OBJECTS = (
     "send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object", "gather_object",
     "scatter_object_list",
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def calls():
 def test_nothing_unpickles_or_runs_text():
     refused = (*RUNS_CODE, "torch.load", "os.system", "np.load", "numpy.load")
     wrong = [(str(path), name) for path, name, _ in calls()
-             if name in refused or name.split(".")[-1] in OBJECTS]  # fmt: skip
+             if name in refused or name.split(".")[-1] in OBJECTS]
     runner = "rewards/sandbox_runner.py"  # It runs in a process that it has confined before.
     assert sorted(wrong) == [(runner, "compile"), (runner, "exec")]
     nodes = [node for tree in modules().values() for node in ast.walk(tree)]
@@ -72,10 +72,10 @@ def test_files_are_opened_in_one_place():
 
 def test_yaml_is_read_by_a_safe_loader():
     loads = [(str(path), ast.unparse(node)) for path, name, node in calls()
-             if name.startswith("yaml.") and "load" in name]  # fmt: skip
+             if name.startswith("yaml.") and "load" in name]
     assert loads == [("user_input/shipped.py", "yaml.load(text, _Loader)")]
     (loader,) = (node for node in ast.walk(modules()[PACKAGE / "user_input/shipped.py"])
-                 if isinstance(node, ast.ClassDef) and node.name == "_Loader")  # fmt: skip
+                 if isinstance(node, ast.ClassDef) and node.name == "_Loader")
     assert [ast.unparse(base) for base in loader.bases] == ["yaml.SafeLoader"]
 
 

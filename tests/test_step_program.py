@@ -28,7 +28,7 @@ GRAPH = DataflowGraph(
         FunctionCall("train", "train_step", ("ids", "advantages"), (), "actor"),
     ),
     ("prompt", "answer"),
-)  # fmt: skip
+)
 PARTS = {"rollout": ("generate",), "score": ("judge", "logprobs"), "train": ("prepare", "train")}
 
 
@@ -302,7 +302,7 @@ MISUSE = {
         lambda run: run.pool("p").take(1, order="newest"), "'newest'; legal are 'oldest' and 'random'"),
     "no number": (lambda run: run.prompts("many"), r"run.prompts\('many'\): it must be a whole number"),
     "error": (lambda run: run.pool("p").take("many"), r"step\(\) raised TypeError.*test_step_program.py"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MISUSE)
@@ -655,7 +655,7 @@ PARTS_REFUSED = {
     "cyclic": (
         {"a": ("generate", "train"), "b": ("judge", "logprobs", "prepare")},
         "need one another: (a -> b -> a|b -> a -> b)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", PARTS_REFUSED)

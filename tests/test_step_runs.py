@@ -84,7 +84,7 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(num_ranks,
     if num_ranks == 1:
         return
     layouts = {"actor_generate": "d2@0-1", "reward_forward": "d2@0-1", "advantages": "d1@1",
-               "ref_forward": "d1@0", "actor_train": "t2@0-1"}  # fmt: skip
+               "ref_forward": "d1@0", "actor_train": "t2@0-1"}
     plan = write_plan(tmp_path, layouts)
     words = ("run", path, "--out", tmp_path / "two", "--plan", plan, "--nproc", 2)
     with ForkedCommand(*words) as command:

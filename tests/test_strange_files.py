@@ -96,7 +96,7 @@ def test_links_are_followed_unless_they_may_not_be(tmp_path):
         ("[" * 100_000, "is nested too deeply"), ("1" * 5000, "a whole number of 5000 digits"),
         ("-" + "1" * 400, "a whole number of 401 digits"), ("{", "is not JSON"),
         ("\xff", "is not UTF-8 text"),
-    ])  # fmt: skip
+    ])
 def test_json_that_no_reader_survives(text, what, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
@@ -167,7 +167,7 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)
         (f"calls: {'9' * 5000}", "a number of 5000 characters is not read"),
         (f"calls: 0x{'f' * 5000}", "a number of 5002 characters is not read"),
         ("# \n" * 400_000, "at most 262 kB are read"),
-    ])  # fmt: skip
+    ])
 @pytest.mark.parametrize("load", [ExecutionPlan.load, Cluster.load, Profile.load])
 def test_yaml_that_grows_or_runs(load, text, what, tmp_path):
     path = tmp_path / "file.yaml"
@@ -202,7 +202,7 @@ def test_values_in_messages_are_cut(tmp_path, capsys):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ raise_exception('no') }}", "TemplateError: no"),
         ("{{ messages.append(1) }}", "SecurityError"),
-    ])  # fmt: skip
+    ])
 def test_chat_templates_have_limits(template, what, task):
     (task / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=what):
@@ -253,7 +253,7 @@ def test_a_tokenizer_that_pads_is_not_obeyed(task):
     plain = LightTokenizer(str(task)).encode("1+1=")
     tokenizer_json(task, padding={
         "strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-        "pad_type_id": 0, "pad_token": "a"})  # fmt: skip
+        "pad_type_id": 0, "pad_token": "a"})
     assert LightTokenizer(str(task)).encode("1+1=") == plain == load_tokenizer(str(task)).encode("1+1=")
 
 
@@ -377,7 +377,7 @@ JUNK = {
     "metrics that are a list": lambda f, d: d.update({"metrics.jsonl": b"[1]\n"}),
     "tensors that are no tensors": lambda f, d: d.update({"rank_00000.safetensors": b"\xff" * 40}),
     "an empty file of tensors": lambda f, d: d.update({"rank_00000.safetensors": b""}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", JUNK)

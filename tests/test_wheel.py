@@ -62,7 +62,7 @@ def test_installed_wheel_works_from_any_directory(installed, tmp_path):
 
     where = "import realhf; print(realhf.__file__)"
     found = subprocess.run([installed / "bin" / "python", "-c", where], cwd=tmp_path, env=env,
-                           capture_output=True, text=True)  # fmt: skip
+                           capture_output=True, text=True)
     assert Path(found.stdout.strip()).is_relative_to(installed)
     assert "sound on 1 rank" in run("check", "sft")  # It imports another example, and writes runs/arithmetic.
     assert (tmp_path / "runs" / "arithmetic" / "sft.jsonl").is_file()

@@ -80,7 +80,7 @@ AIMED: dict[str, Callable[[Run], bool]] = {
 
 
 def disturb(experiment: Path, out: Path, *, num_ranks: int, number: signal.Signals, wait: float | str,
-            jitter: float, to_all: bool, start: Callable[..., Command] = realhf) -> Result:  # fmt: skip
+            jitter: float, to_all: bool, start: Callable[..., Command] = realhf) -> Result:
     """Start a run by `start`, and send it a signal after `wait` seconds or at the aimed moment `wait`."""
     with start("run", experiment, "--nproc", num_ranks, "--out", out) as command:
         return _disturb(Run(command, out), num_ranks, number, wait, jitter, to_all)
@@ -162,7 +162,7 @@ def main() -> int:
             results.append(result)
             if result.faults:
                 print(result.number.name, result.num_ranks, result.moment, result.code, result.faults,
-                      result.text, file=sys.stderr, flush=True)  # fmt: skip
+                      result.text, file=sys.stderr, flush=True)
     sent = [result for result in results if result.moment != "ended before"]
     said = sorted(result.seconds_to_sentence for result in sent if result.seconds_to_sentence is not None)
     report = {

@@ -58,7 +58,7 @@ class PiecesAndDecoding:
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         backend = self._decoding if at.max_q == 1 else self._pieces
         return backend.paged(q_TND, k_PLKD, v_PLKD, at, kind, num_splits=num_splits)
 
@@ -88,7 +88,7 @@ def paged_backend(device: torch.device, shape: AttentionShape) -> PagedAttention
 def _backend(
     choose: Callable[[Installed, AttentionShape], _Kernels], device: torch.device, shape: AttentionShape,
     *, prints: bool = True,
-) -> _Kernels | DenseAttention:  # fmt: skip
+) -> _Kernels | DenseAttention:
     if device.type != "cuda" or shape.dtype in (torch.float32, torch.float64):
         return DenseAttention()
     try:
@@ -135,7 +135,7 @@ def _varlen(installed: Installed) -> VarlenAttention:
 def _first(
     backends: Sequence[_Kernels], task: str, installed: Installed, shape: AttentionShape,
     *, paged: bool = False,
-) -> _Kernels:  # fmt: skip
+) -> _Kernels:
     """Return the first backend that does not refuse; if all do, raise UserError with their reasons."""
     capability = installed.capability or _OLDEST_DEVICE
     if capability < _OLDEST_DEVICE:

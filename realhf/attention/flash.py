@@ -48,7 +48,7 @@ class FlashAttention:
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         flash_attn = import_module("flash_attn")
         if at.max_q == 1:
             out_T1ND, lse_TN1 = flash_attn.flash_attn_with_kvcache(
@@ -69,7 +69,7 @@ class FlashAttention:
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
         kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         out_TND, lse_NT, _ = import_module("flash_attn").flash_attn_varlen_func(
             *padded(q_TND, k_JND, v_JND), cu_seqlens_q=queries.cu, cu_seqlens_k=keys.cu,
             max_seqlen_q=queries.longest, max_seqlen_k=keys.longest, causal=is_causal, return_attn_probs=True,
@@ -110,7 +110,7 @@ class VarlenAttention:
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         function, options = _function(kind)
         # The keys are never split, since results over pages are then wrong (pytorch/pytorch#194167). The
         # window is bounded even for one query, since the log-sum-exps of folded groups come in another order.
@@ -124,7 +124,7 @@ class VarlenAttention:
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
         kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         function, options = _function(kind)
         out_TND, lse_NT = function(
             *padded(q_TND, k_JND, v_JND), queries.cu, keys.cu, queries.longest, keys.longest,

@@ -118,7 +118,7 @@ class PagedAttention(AttentionKernels, Protocol):
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Return out_TND, and the natural log-sum-exp lse_TN of the scores in float32 or wider.
 
         The cache already holds the keys and values of the queries' own tokens. `v_PLKD` may be a view of the
@@ -134,7 +134,7 @@ class PartialAttention(AttentionKernels, Protocol):
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
         kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Return the attention of each sequence's queries to some of its keys, out_TND and lse_TN, for
         `merge_into`.
 

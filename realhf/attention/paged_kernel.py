@@ -22,7 +22,7 @@ def attend_to_pages(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES_IN_KEYS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Attend with one tile of a row's queries to one part of its keys (online softmax, arXiv:1805.02867).
 
     Grid: tiles of all rows, key-value heads, parts. The arguments after `tiles_per_row` are strides. A row of
@@ -84,7 +84,7 @@ def _dims(at_X1, exists_X, first, stop, BLOCK: tl.constexpr):
 def _part_of_keys(
     before, count, tile, split, GROUP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr,
-):  # fmt: skip
+):
     """Return the range of keys that any query of a tile sees, or a part of it; `before` the row's `count`
     queries are so many keys."""
     last_query = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, count * GROUP - 1) // GROUP
@@ -101,7 +101,7 @@ def _part_of_keys(
 @triton.jit
 def _seen(
     scores_MJ, position_M, j, exists_J, scale, softcap, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):  # fmt: skip
+):
     """Return scaled and capped scores, in powers of 2; -inf for keys that a query does not see."""
     scores_MJ *= scale
     if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
@@ -124,7 +124,7 @@ def _weights(scores_MJ, most_M):
 @triton.jit
 def _store(
     out_M1, lse_M, inside_M, sum_MV, total_M, most_M, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr
-):  # fmt: skip
+):
     """Write the outputs and the log-sum-exps of a tile."""
     has_any_M = total_M > 0
     total_M = tl.where(has_any_M, total_M, 1.0)
@@ -139,7 +139,7 @@ def _store(
 def merge_splits(
     parts, part_lse, out, lse, part_split, part_token, part_head, lse_split, lse_token, out_token, out_head,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the results of all parts of the keys, for one token and head (grid: tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

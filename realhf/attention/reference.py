@@ -37,7 +37,7 @@ class ReferenceAttention:
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         num_pages = min(at.table.shape[1], -(-at.max_k // k_PLKD.shape[1]))
         table_BM = at.table[:, :num_pages].long()
         k_BJKD, v_BJKD = (cached[table_BM].flatten(1, 2) for cached in (k_PLKD, v_PLKD))
@@ -60,7 +60,7 @@ class ReferenceAttention:
     def over_part(
         self, q_TND: Tensor, k_JND: Tensor, v_JND: Tensor, queries: Sequences, keys: Sequences,
         kind: AttentionKind, *, is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         found = []
         split = q_TND.split(queries.lens), k_JND.split(keys.lens), v_JND.split(keys.lens)
         for q_IND, k_IND, v_IND in zip(*split, strict=True):

@@ -40,7 +40,7 @@ class TritonAttention:
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         assert all(x.stride(-1) == 1 for x in (q_TND, k_PLKD, v_PLKD)) and at.table.stride(1) == 1
         num_tokens, num_heads, dim = q_TND.shape
         page, num_kv_heads, value_dim = v_PLKD.shape[1:]
@@ -66,12 +66,12 @@ class TritonAttention:
             GROUP=group, PAGE=page, WINDOW=kind.window or 0, HAS_SOFTCAP=kind.softcap is not None, DIM=dim,
             VALUE_DIM=value_dim, VALUES_IN_KEYS=in_keys, SPLITS=splits, BLOCK_M=block_m, BLOCK_J=block_j,
             BLOCK_D=block_v if in_keys else _power_of_two(dim), BLOCK_R=block_r,
-            BLOCK_V=block_v, num_warps=8 if block_m == _MAX_TILE else 4)  # fmt: skip
+            BLOCK_V=block_v, num_warps=8 if block_m == _MAX_TILE else 4)
         if splits > 1:
             kernels.merge_splits[(num_tokens, num_heads)](
                 parts_STND, lse_STN, out_TND, lse_TN, *parts_STND.stride()[:3], *lse_STN.stride()[:2],
                 *out_TND.stride()[:2], SPLITS=splits, BLOCK_S=_power_of_two(splits, least=2),
-                VALUE_DIM=value_dim, BLOCK_V=block_v)  # fmt: skip
+                VALUE_DIM=value_dim, BLOCK_V=block_v)
         return out_TND, lse_TN
 
 

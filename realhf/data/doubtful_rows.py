@@ -29,7 +29,7 @@ _MARKS = tuple(map(re.compile, (
     r"</?s>|\[/?INST\]|<</?SYS>>",
     r"<(?:start|end)_of_turn>|<(?:bos|eos)>",
     r"<\uff5c[^<>]{1,40}\uff5c>",
-)))  # fmt: skip
+)))
 """Marks with which the chat templates of well-known models begin and end turns and texts, by model."""
 _ENDS_OF_TEXTS = {"<s>", "</s>", "<bos>", "<eos>"}
 """Marks that texts about HTML or about language models have together."""
@@ -586,5 +586,5 @@ RULES = (
          "it seems to belong to the prompt, into which a map function can put it", _parting,
          share=0.9, least=8),
     Rule("{}: chosen and rejected may be exchanged", _exchanged),
-)  # fmt: skip
+)
 """The rules, in the order in which they are told."""

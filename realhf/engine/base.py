@@ -74,7 +74,7 @@ class Engine(ABC):
     def __init__(
         self, parameters: ShardedParameters, *, adapters: ShardedParameters | None = None,
         optimizer: OptimizerConfig | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take the parameters of this rank, and construct their optimizer.
 
         `parameters` are the regions of the model that `spec.held_by` assigns to this rank, end to end in one
@@ -228,7 +228,7 @@ class Engine(ABC):
     def train(
         self, call: FunctionCall, minibatches: Sequence[Batch],
         *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
-    ) -> Metrics:  # fmt: skip
+    ) -> Metrics:
         """Train on this rank's share of each mini-batch in turn; return the call's metrics.
 
         With `recompute`, only every layer's input is kept for the backward pass. After training on several
@@ -321,7 +321,7 @@ class GeneratingEngine(Engine):
     def generate(
         self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
         version: int = 0, report: Report = no_report,
-    ) -> CallResult:  # fmt: skip
+    ) -> CallResult:
         """Continue this rank's share of the prompts, and the `unfinished` samples of earlier rounds.
 
         Every sample gets at most `budget` tokens (None: as many as the call allows), which are of this

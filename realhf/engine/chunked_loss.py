@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 def run_head(
     model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings,
     *, row_of_token: Integers | None = None,
-) -> tuple[torch.Tensor | None, list[Outputs]]:  # fmt: skip
+) -> tuple[torch.Tensor | None, list[Outputs]]:
     """Compute a micro-batch's outputs from the last stage's hidden states, and their loss if there is one.
 
     Return the loss to differentiate (None without one), and either the outputs, or the value and the metrics
@@ -97,7 +97,7 @@ def _chunk_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[
 def compute_outputs(
     model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings,
     *, row_of_token: Integers | None = None,
-) -> Outputs:  # fmt: skip
+) -> Outputs:
     """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
 
     If the loss has `token_ids`, return also `logprobs_at` of these in the place of each token. With `top`,

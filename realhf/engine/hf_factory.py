@@ -19,7 +19,7 @@ _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassificat
 
 _POSITION_TABLES = {
     "codegen": "n_positions", "ctrl": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len",
-}  # fmt: skip
+}
 """Families whose limit on positions is not the shape of a parameter -> the config field of the limit."""
 
 _REFUSED = {"rwkv": "its class in transformers mixes up the rows of a batch when it generates"}
@@ -42,7 +42,7 @@ def class_spec(config: TransformersConfig) -> ModelSpec:
         ParamSpec(names[0], tuple(tensor.shape), 0, short_name=names[0], in_file=InFile(names[0]),
                   trainable=isinstance(tensor, import_module("torch").nn.Parameter))
         for names, tensor in named_tensors(model)
-    ]  # fmt: skip
+    ]
     if odd := [param.name for param in params if not param.shape]:
         raise ValueError(f"{config.architecture} is not supported: its parameter {odd[0]} is a single number")
     return ModelSpec(config, tuple(params))

@@ -53,7 +53,7 @@ class NativeEngine(GeneratingEngine):
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
         float32_head: bool = False, paged: AttentionBackend | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Generation attends to its cache by the backend `paged`; None: by the best one of a GPU, or block by
         block on a CPU."""
         groups = ParallelGroups.create(world, layout)
@@ -94,7 +94,7 @@ class NativeEngine(GeneratingEngine):
     def generate(
         self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
         version: int = 0, report: Report = no_report,
-    ) -> CallResult:  # fmt: skip
+    ) -> CallResult:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         batch = batch.to(self.groups.world.device)
         round_ = Round.of(call, unfinished, budget, version)

@@ -233,12 +233,12 @@ class AdamWState:
         return {
             name: pieces for section, chunk in zip(self._sections, chunks, strict=True)
             for name, pieces in pieces_of(chunk, section.boxes).items()
-        }  # fmt: skip
+        }
 
     def _update_of(
         self, slices: Sequence[OptimizerSlice], masters: list[Tensor], means: list[Tensor],
         squares: list[Tensor],
-    ) -> Update:  # fmt: skip
+    ) -> Update:
         """Return the update of some slices, whose states lie in the given tensors."""
         params = {param.name: param for param in self._model.spec.params}
         grads = [chunk_slice.grads for chunk_slice in slices]
@@ -342,7 +342,7 @@ class HostSlices:
     def _copy(
         self, stream: torch.cuda.Stream | None, targets: Sequence[Tensor], sources: Sequence[Tensor],
         after: torch.cuda.Event | None,
-    ) -> torch.cuda.Event | None:  # fmt: skip
+    ) -> torch.cuda.Event | None:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             _wait(stream, after)
             for target, source in zip(targets, sources, strict=True):

@@ -75,7 +75,7 @@ class _Exchange:
 def forward_passes(
     groups: ParallelGroups, outputs: dict[int, Any],
     *, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-) -> Iterator[tuple[int, torch.Tensor | None]]:  # fmt: skip
+) -> Iterator[tuple[int, torch.Tensor | None]]:
     """Yield each micro-batch's number and its hidden states from the previous stage (None on the first).
 
     The caller stores in `outputs`, by this number, what it computes of them: hidden states or, on the last

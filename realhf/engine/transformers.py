@@ -217,7 +217,7 @@ class TransformersEngine(GeneratingEngine):
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: Tensor | None = None,
         float32_head: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert lora is None and adapter_memory is None, "a Role with this engine has no adapters"
         assert not float32_head, "a Role with this engine has no head in float32"
         groups = ParallelGroups.create(world, layout)
@@ -233,7 +233,7 @@ class TransformersEngine(GeneratingEngine):
     def generate(
         self, call: FunctionCall, batch: Batch, *, unfinished: Batch | None = None, budget: int | None = None,
         version: int = 0, report: Report = no_report,
-    ) -> CallResult:  # fmt: skip
+    ) -> CallResult:
         """Generate; at most `work.max_rows` rows run at a time, padded on the left.
 
         Raises UserError when the call keeps its cache between rounds; and on all replicas when a prompt of

@@ -93,7 +93,7 @@ class Cohort:
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
         *, queue: PromptQueue, seed: int, pool: PagePool, kept_cache: KeptCache | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sizes = CacheSizes(groups, limits)
         num_first = self.sizes.num_at_once(groups) if kept_cache is None else len(groups)
         self._first_groups = groups[:num_first]

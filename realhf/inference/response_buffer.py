@@ -71,7 +71,7 @@ class ResponseBuffer:
     def __init__(
         self, capacity: int, *, work: Generate, eos_ids: Sequence[int], seed: int, device: torch.device,
         vocab_range: tuple[int, int] | None, budget: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`vocab_range` is the shard of the vocabulary from which this rank samples; None: it does not."""
         sampling = work.sampling
         max_new_tokens = sampling.max_new_tokens
@@ -186,7 +186,7 @@ class ResponseBuffer:
     def record(
         self, at: tuple[torch.Tensor, torch.Tensor], tokens_B: torch.Tensor, logprobs_B: torch.Tensor,
         insertions: Insertions | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Store what is known only where tokens are sampled; return the tokens to append."""
         if insertions is not None:
             tokens_B, logprobs_B = insertions.apply(tokens_B, logprobs_B)
@@ -250,7 +250,7 @@ class ResponseBuffer:
 def _processors(
     work: Generate, end_ids: Sequence[int], eos_ids: Sequence[int], vocab_range: tuple[int, int],
     device: torch.device,
-) -> LogitProcessors | None:  # fmt: skip
+) -> LogitProcessors | None:
     """Return what changes logits before sampling; None if the settings do not ask for it.
 
     As in transformers, an end-of-sequence token is no bad word.

@@ -326,7 +326,7 @@ class TokenHistory:
     def __init__(
         self, vocab_range: tuple[int, int], device: torch.device,
         *, counts: bool, seen: bool, num_last: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._start = vocab_range[0]
         num_vocab = vocab_range[1] - vocab_range[0]
         self.counts_RV = torch.zeros(0, num_vocab if counts else 0, dtype=torch.int32, device=device)
@@ -414,7 +414,7 @@ class LogitProcessors:
     def __init__(
         self, sampling: SamplingConfig, *, end_ids: Sequence[int], bad_words: Sequence[Sequence[int]],
         vocab_range: tuple[int, int], device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`end_ids` are the tokens that end a response, and `bad_words` the sequences that may not occur."""
         self._sampling = sampling
         self._start, self._stop = vocab_range

@@ -134,7 +134,7 @@ class Scheduler:
         history: Callable[[int], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
         parked: Iterable[ParkedRow] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
         is called for another prompt, until it returns None.

@@ -237,7 +237,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 def _group_candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     known: dict[tuple[int, int, int], CommunicatorMemory],
-) -> _GroupCandidates:  # fmt: skip
+) -> _GroupCandidates:
     """Return the meshes of a group, all of the cluster or the pinned one, and its candidates there.
 
     `known` are the communicators of meshes by kind of host, size and first rank; what they count serves all
@@ -270,7 +270,7 @@ def _group_candidates(
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     communicators: Sequence[CommunicatorMemory], per_host: int, *, only: ParallelStrategy | None,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Return the candidates of a group on a mesh with these communicators (one for each placement on
     hosts), `per_host` of its ranks on each host, as if it began at rank 0."""
     of_calls = [

@@ -186,7 +186,7 @@ class Variant:
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[CommunicatorMemory], *,
     per_host: int, only: ParallelStrategy | None = None,
-) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
+) -> dict[ParallelStrategy, list[Variant]]:
     """Return the variants of a call on meshes of the same size, `per_host` of their ranks on each host, by
     strategy. `communicators` has those of each placement on hosts, of which the least ones count.
 

@@ -151,7 +151,7 @@ def _heuristic_on(space: SearchSpace, everywhere: range) -> Heuristic | None:
 def starts_by_kind(
     space: SearchSpace, *, time_limit: float, gap: float, max_iterations: int | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Return a plan on each kind of hosts that has one, found in an equal share of the time; none if there
     is one kind. Each search has the other limits to itself (see `search`)."""
     kinds = space.problem.cluster.ranks_by_kind

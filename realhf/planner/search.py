@@ -61,7 +61,7 @@ def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_iterations: int | None = None, progress: ReportProgress | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> SearchResult | None:  # fmt: skip
+) -> SearchResult | None:
     """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or
     when there is a plan and `should_stop` returns True.
 

@@ -241,7 +241,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr, Any]]:
     """
     called = {node.value.func.id: place for place, node in enumerate(tree.body)
               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-              and isinstance(node.value.func, ast.Name)}  # fmt: skip
+              and isinstance(node.value.func, ast.Name)}
     meanings = Counter(name for node in ast.walk(tree) for name in _bound_names(node))
     bodies = [tree.body]
     bodies += [node.body for place, node in enumerate(tree.body)

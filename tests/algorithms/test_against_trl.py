@@ -29,7 +29,7 @@ def _pairs(num_pairs, *, seed=0):
         "ref_logprobs": mask.like((noise[1] - 1) * mask.values),
         "scores": torch.randn(2 * num_pairs, generator=generator).double(),
         "margin": [rng.random() for _ in range(num_pairs) for _ in range(2)],
-    }  # fmt: skip
+    }
     return Batch([6 + i for i in range(2 * num_pairs)], fields).select(order)
 
 
@@ -63,7 +63,7 @@ def _trl_dpo(batch, logprobs_T, *, variant, beta, label_smoothing):
         "input_ids": torch.ones_like(mask, dtype=torch.long), "attention_mask": torch.ones_like(mask),
         "completion_mask": mask.long(), "ref_chosen_logps": ref_logps[:half],
         "ref_rejected_logps": ref_logps[half:],
-    }  # fmt: skip
+    }
     trainer = _trainer(
         aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
         use_weighting=False, loss_types=[variant], loss_weights=[1.0], beta=beta,

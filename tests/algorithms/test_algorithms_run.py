@@ -30,7 +30,7 @@ from tests.samples import marked
 SPREAD = {
     "actor_generate": "d2t2@0-3", "greedy_generate": "d4@0-3", "ref_forward": "p2@2-3",
     "actor_train": "d2p2@0-3", "reward_forward": "d2@0-1",
-}  # fmt: skip
+}
 
 
 def passes(completions, completion_ids):
@@ -41,7 +41,7 @@ def passes(completions, completion_ids):
 def _experiments(directory):
     settings = common(directory) | {
         "eval_dataset": None, "steps": 2, "actor": role(directory), "reward_function": some_reward,
-        "minibatches": 2}  # fmt: skip
+        "minibatches": 2}
     narrow = PolicyLossConfig(ratio="sequence_mean", clip_low=0.01, clip_high=0.02)
     return {
         "rloo": RLOO(**settings),
@@ -57,7 +57,7 @@ def _experiments(directory):
             **settings, normalize="none", loss=PolicyLossConfig(average="constant", entropy_coef=0.01),
             token_rewards=(RepetitionPenalty(ngram=2),)),
         "dapo": DAPO(**settings | {"reward_function": passes}, group_size=3, overlong_buffer=3),
-    }  # fmt: skip
+    }
 
 
 def _run(world, name, directory, layouts):

@@ -44,7 +44,7 @@ def _batch(num_samples=12, *, seed=0):
     greedy_mask = Packed(torch.ones(sum(greedy_lengths)).double(), greedy_lengths)
     return Batch(list(range(num_samples)), fields | {
         "score": scores, "finished": finished, "greedy_score": greedy, "greedy_mask": greedy_mask,
-        "greedy_finished": finished.flip(0)})  # fmt: skip
+        "greedy_finished": finished.flip(0)})
 
 
 def _rows(batch, column):
@@ -118,7 +118,7 @@ def test_greedy_answers_are_shaped_as_well():
         CosineReward(9)(batch[f"{kind}score"], torch.tensor(counts).double(), batch[f"{kind}finished"])
         for kind, counts in (("", [len(row) for row in _rows(batch, "logprobs")]),
                              ("greedy_", batch["greedy_mask"].lengths))
-    )  # fmt: skip
+    )
     counts = map(len, _rows(batch, "logprobs"))
     differences = (sampled - greedy).tolist()
     _check(columns, [[d] * n for d, n in zip(differences, counts, strict=True)], batch)

@@ -43,7 +43,7 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("student")
     scales = {"student": 0.3, "teacher_1": 0.25, "teacher_2": 0.2}
     made = [plain_model(tmp_path_factory.mktemp(name), tied=True, initializer_range=scale)
-            for name, scale in scales.items()]  # fmt: skip
+            for name, scale in scales.items()]
     return directory, plain_model(directory, tied=True, initializer_range=0.3), made[1:]
 
 
@@ -60,7 +60,7 @@ def _teacher_columns(teachers, k):
         for name, teacher in zip(NAMES, teachers, strict=True):
             tops = [_logp(teacher, *row).topk(k) for row in ROWS]
             padded = [[F.pad(x, (0, 0, len(p), 0)) for x in (top.indices, top.values)]
-                      for (p, _), top in zip(ROWS, tops, strict=True)]  # fmt: skip
+                      for (p, _), top in zip(ROWS, tops, strict=True)]
             columns[f"{name}_ids"] = [ids for ids, _ in padded]
             columns[f"{name}_logprobs"] = [logprobs for _, logprobs in padded]
     columns["teacher_weights"] = [
@@ -181,7 +181,7 @@ def _answers(*, versions=None):
     fields = {
         "response_mask": [0.0, 1, 1, 0, 0, 1], "gen_logprobs": [0.0, -1, -2, 0, 0, -3],
         "teacher_1_logprobs": [0.0, -2, -2.5, 0, 0, -1], "teacher_2_logprobs": [0.0, -3, -1, 0, 0, -7],
-    }  # fmt: skip
+    }
     if versions is not None:
         fields["versions"] = versions
     columns = {name: Packed(torch.tensor(values), lengths) for name, values in fields.items()}
@@ -271,7 +271,7 @@ FAULTS = {
     "a policy loss": (
         1, {"variant": "top_k", "loss": PolicyLossConfig(clip_low=0.1, average="token")},
         "loss has settings of the policy loss"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -305,7 +305,7 @@ def test_a_teachers_padding_tokens_join_the_others():
     columns = {
         "teacher_ids": torch.tensor([[4, 10, 2], [1, 2, 9]]), "teacher_logprobs": theirs,
         "teacher_weights": torch.ones(2, 1).double(), "gen_logprobs": torch.zeros(2).double(),
-    }  # fmt: skip
+    }
     batch = Batch([0], {name: Packed(column, [2]) for name, column in columns.items()})
     outputs = {"logprobs_at": ours, "entropy": torch.zeros(2).double(), "logprobs": torch.zeros(2).double()}
     loss = ReverseKL(("teacher",), vocab_size=10)

@@ -17,7 +17,7 @@ from tests.samples import marked
 SPREAD = {
     "actor_generate": "d2t2@0-3", "teacher_1_forward": "t2@2-3", "teacher_2_forward": "c2p2@0-3",
     "actor_train": "d2t2@3,1,0,2", "reward_forward": "d2@0-1",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from realhf.rewards.shaping import RepetitionPenalty, SoftOverlongPenalty
 
 MASKS = [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 1, 1, 0, 1]]
 KINDS = [["p", "p", "s", "s", "i", "i", "s", "s"], ["p", "s", "s", "s"], ["p", "s", "i", "i"],
-         ["p", "p", "p", "s", "s", "i", "s"]]  # fmt: skip
+         ["p", "p", "p", "s", "s", "i", "s"]]
 """Tokens of prompts, sampled tokens and inserted ones."""
 COLUMNS = ("gen_logprobs", "ref_logprobs", "values", "advantages", "logprobs", "entropy")
 

@@ -122,7 +122,7 @@ def _far(advantage):
     columns = {
         "gen_logprobs": -torch.tensor(FAR), "ref_logprobs": torch.tensor(FAR),
         "advantages": advantage * ones, "response_mask": ones,
-    }  # fmt: skip
+    }
     return new, Batch([0], {name: Packed(x, [len(FAR)]) for name, x in columns.items()})
 
 

@@ -26,11 +26,11 @@ SAME = {
     "steps_per_generation": "minibatches", "temperature": "sampling.temperature",
     "top_p": "sampling.top_p", "top_k": "sampling.top_k",
     "repetition_penalty": "sampling.repetition_penalty",
-}  # fmt: skip
+}
 """What is equal in both -> our name."""
 ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dataset", "log_metric",
              "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks",
-             "peft_config", "maybe_convert_to_chatml", "text", "conversations", "from", "value"}  # fmt: skip
+             "peft_config", "maybe_convert_to_chatml", "text", "conversations", "from", "value"}
 """Arguments of GRPOTrainer, `from_pretrained` and reward functions, columns of rows, and their reader."""
 
 
@@ -40,7 +40,7 @@ def test_options_exist():
     page = PAGE.read_text().partition("## Coming from verl")[0]
     first_cells = "\n".join(re.findall(r"^\| (.+?) \|", page, re.M))
     named = {word for code in re.findall(r"`([^`]+)`", first_cells)
-             for word in re.findall(r"^([a-z_]+)(?==|$)", code)}  # fmt: skip
+             for word in re.findall(r"^([a-z_]+)(?==|$)", code)}
     configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig)
     known = {field.name for config in configs for field in fields(config)}
     known |= set(rewards.__all__ if hasattr(rewards, "__all__") else dir(rewards)) | ELSEWHERE

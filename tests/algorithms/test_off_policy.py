@@ -40,7 +40,7 @@ def _batch(num_samples=8, *, seed=0):
     versions = [
         v for p, r in shapes
         for v in [0] * p + sorted(UPDATES - rng.randint(0, 3) for _ in range(r))
-    ]  # fmt: skip
+    ]
     columns |= {"response_mask": Packed(mask, lengths), "versions": Packed(torch.tensor(versions), lengths)}
     score = torch.tensor([rng.gauss(0, 1) for _ in shapes]).double()
     return Batch(list(range(num_samples)), {**columns, "score": score, "finished": torch.ones(num_samples)})
@@ -108,7 +108,7 @@ CONFIGS = [
     PolicyLossConfig(proximal="recomputed", importance_cap=cap, dual_clip=dual, kl_coef=kl, average=average)
     for cap, dual, kl in ((None, None, 0.0), (1.0, None, 0.0), (1.3, 1.4, 0.1))
     for average in ("sequence", "token")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -250,7 +250,7 @@ def test_the_critic_and_whitening_leave_the_same_tokens_out(aged):
     torch.testing.assert_close(
         whitened["advantages"].values[kept],
         (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8), rtol=1e-9, atol=1e-9,
-    )  # fmt: skip
+    )
     returns, values = whole["returns"].values[kept], batch["values"].values[kept]
     explained = 1 - ((returns - values).var(correction=0) / returns.var(correction=0)).item()
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-9)
@@ -291,7 +291,7 @@ def test_a_step_without_legal_tokens_ends_the_run_with_a_sentence():
 @pytest.mark.parametrize(
     "config",
     [*CONFIGS[-2:], PolicyLossConfig(average="sequence"), PolicyLossConfig(average="token")], ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("aged", ["mask", "drop"])
 def test_the_loss_adds_up_over_any_partition(config, aged):
     batch, rng = _batch(12, seed=3), random.Random(3)

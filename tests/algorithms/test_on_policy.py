@@ -19,7 +19,7 @@ CHANGED = {
     "sampling": SamplingConfig(max_new_tokens=7, stop="1="), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
     "prefill_tokens": 9, "work_stealing": False, "cuda_graphs": False, "cache_on_update": "keep",
     "deterministic": True,
-}  # fmt: skip
+}
 
 
 OPTIONS = (
@@ -36,7 +36,7 @@ def test_every_generation_option_of_an_experiment_reaches_the_call(tmp_path):
     """An interruption is a text there, and becomes ids of the tokenizer, which has a token per character. The
     tokenizer's directory reaches the call if the options have texts."""
     phrase = InsertedPhrase(3, phrase=(2 + CHARACTERS.index("1"), 2 + CHARACTERS.index("=")),
-                            end=(2 + CHARACTERS.index("a"),))  # fmt: skip
+                            end=(2 + CHARACTERS.index("a"),))
     changed = CHANGED | {"interruption": phrase, "tokenizer": str(write_task(tmp_path))}
     set_by_plans = {"takes_free_memory"}
     assert {field.name for field in fields(Generate)} - set_by_plans == set(changed)

@@ -11,7 +11,7 @@ from realhf.algorithms.preferences import BradleyTerry, cross_entropy
 from realhf.data.batch import Batch, Packed
 
 LOSSES = [DPOLoss(), DPOLoss(label_smoothing=0.1), DPOLoss("hinge"), DPOLoss("ipo"), BradleyTerry(),
-          BradleyTerry(margin_key="margin", center_coef=0.1)]  # fmt: skip
+          BradleyTerry(margin_key="margin", center_coef=0.1)]
 
 
 def _batch(num_pairs, *, seed=0):

@@ -51,14 +51,14 @@ def _theirs(trainer, batch, **settings):
         "importance_sampling_level": "token", "aux_loss_enabled": False, "_entropy_bonus_enabled": False,
         "use_adaptive_entropy": False, "epsilon_low": 0.2, "epsilon_high": 0.2, "loss_type": "grpo",
         "current_gradient_accumulation_steps": 1, "delta": None, "max_completion_length": 11,
-    }  # fmt: skip
+    }
     settings = defaults | settings
     args = SimpleNamespace(
         delta=settings.pop("delta"), use_bias_correction_kl=False, steps_per_generation=1)
     stand_in = SimpleNamespace(
         **settings, args=args, accelerator=reduced, model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *a, **k: (new, entropy, None))  # fmt: skip
+        _get_per_token_logps_and_entropies=lambda *a, **k: (new, entropy, None))
     ids = torch.zeros(NUM_SAMPLES, 1, dtype=torch.long)
     inputs = {
         "prompt_ids": ids, "prompt_mask": ids + 1, "completion_ids": torch.zeros_like(mask).long(),
@@ -66,7 +66,7 @@ def _theirs(trainer, batch, **settings):
         "ref_per_token_logps": _padded(batch, "ref_logprobs"), "num_items_in_batch": mask.sum(),
         "advantages": torch.stack([x[0] for x in batch["advantages"].split()]),
         "old_logps": _padded(batch, "gen_logprobs").sum(1),
-    }  # fmt: skip
+    }
     value = trainer._compute_loss(stand_in, None, inputs)
     value.backward()
     grad = torch.zeros_like(batch["logprobs"].values)

@@ -52,11 +52,11 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
     causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False, block_table=None,
-):  # fmt: skip
+):
     sees_all = _sees_all(
         cu_seqlens_q, cu_seqlens_k, table=block_table, window=window_size, is_causal=causal)
     _check(q, k, v, cu_q=cu_seqlens_q, window=window_size, is_causal=causal, max_q=max_seqlen_q,
-           sees_all=sees_all)  # fmt: skip
+           sees_all=sees_all)
     assert cu_seqlens_k.dtype == torch.int32 and (block_table is None or block_table.dtype == torch.int32)
     lens_q, lens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     assert int(lens_q.max()) <= max_seqlen_q and int(lens_k.max()) <= max_seqlen_k
@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
     return_softmax_lse=False,
-):  # fmt: skip
+):
     assert k is None and q.shape[1] == 1 and cache_seqlens.dtype == block_table.dtype == torch.int32
     _check(q, k_cache, v_cache, cu_q=None, window=window_size, is_causal=causal, max_q=1)
     CALLS.append(f"flash_attn_with_kvcache, {num_splits} splits")
@@ -84,7 +84,7 @@ def flash_attn_with_kvcache(
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
     window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
+):
     """torch 2.13's."""
     assert enable_gqa or query.shape[1] == key.shape[-2]
     sees_all = _sees_all(cu_seq_q, cu_seq_k, table=block_table, window=window_size, is_causal=False)
@@ -103,7 +103,7 @@ def varlen_attn(
 def old_varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, *, return_aux=None, scale=None,
     window_size=(-1, -1),
-):  # fmt: skip
+):
     """torch 2.11's, as far as it is used: it has no pages, and takes fewer heads of keys without a word."""
     return varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,

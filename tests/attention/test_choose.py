@@ -93,7 +93,7 @@ def test_the_choice_for_some_of_the_keys_on_cuda(installed, name):
         (Installed((2, 8), True, True, (7, 5)), WINDOW, (64, 64), choose_packed,
          "a window of 4096 tokens needs a GPU of compute capability 8.0 or newer, and this one has 7.5"),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_is_a_sentence(installed, kind, dims, choose, sentence):
     with pytest.raises(UserError) as raised:
         choose(installed, AttentionShape(kind, *dims, BF16))

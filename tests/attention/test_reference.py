@@ -49,7 +49,7 @@ def test_narrow_dtypes_are_computed_in_float32(dtype, atol):
 def test_a_padding_row_of_a_graph_attends_to_the_spare_page():
     k_PLKD = torch.randn(3, 16, 2, 8)
     at = Pages(torch.tensor([0, 1, 2]).int(), 1, torch.tensor([[2, 2], [0, 1]]).int(),
-               torch.tensor([1, 20]).int(), 32)  # fmt: skip
+               torch.tensor([1, 20]).int(), 32)
     out, _ = ReferenceAttention().paged(torch.randn(2, 4, 8), k_PLKD, k_PLKD, at, AttentionKind(0.3))
     torch.testing.assert_close(out[0], k_PLKD[2, 0].repeat_interleave(2, 0))
 
@@ -57,7 +57,7 @@ def test_a_padding_row_of_a_graph_attends_to_the_spare_page():
 KINDS = [
     AttentionKind(0.4), AttentionKind(0.4, window=5), AttentionKind(0.4, softcap=2.0),
     AttentionKind(0.4, window=3, softcap=1.0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("backend", [ReferenceAttention(), DenseAttention()])

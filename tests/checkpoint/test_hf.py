@@ -94,7 +94,7 @@ def test_float32_in_a_bfloat16_model(tmp_path):
 
 
 @pytest.mark.parametrize("dtype, lost", [
-    (torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 2**-25)])  # fmt: skip
+    (torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 2**-25)])
 def test_parts_add_up_to_the_values(dtype, lost):
     values = torch.cat([torch.randn(1000) * scale for scale in (1, 1e-3, 30)])
     values = torch.cat([values, torch.tensor([0.0, 1.0, 1 - 2**-24, 2 - 2**-23, -(1 + 2**-23)])])

@@ -307,7 +307,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     ("statement", "legal"),
     [("set_grad_enabled(False)", "True"), ("set_default_dtype(torch.float64)", "torch.float32"),
      ("set_default_device('meta')", "cpu")],
-)  # fmt: skip
+)
 def test_an_experiment_leaves_the_settings_of_torch(tmp_path, call, statement, legal):
     path = tmp_path / "mine.py"
     path.write_text(f"import torch\nfrom realhf import GRPO\ntorch.{statement}\nexperiment = GRPO()\n")
@@ -646,7 +646,7 @@ def test_an_experiment_hides_no_module(tmp_path):
                               "{0}/outer/inner?)"]),
         ("Qwen2.5-0.5B", None, ["(did you mean qwen2.5-0.5b?); a model of the hub is named organisation"]),
     ],
-)  # fmt: skip
+)
 def test_check_says_what_a_path_is_instead_of_a_model(tmp_path, refused, experiment, name, content, says):
     for path in ("m/model.gguf", "outer/inner/config.json", "empty/readme"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -838,7 +838,7 @@ experiment = {}
 @pytest.mark.parametrize("kind", [
     "GRPO(data, data, actor=part, ref=part, reward=part)", "PPO(data, data, actor=part, critic=part)",
     "RewardModel(data, data, reward=part)", "SFT(data, data, actor=part)",
-])  # fmt: skip
+])
 def test_every_field_is_explained(tmp_path, call, monkeypatch, kind):
     monkeypatch.setenv("COLUMNS", "110")  # Wider terminals get two columns.
     (tmp_path / "mine.py").write_text(ALL_FIELDS.format(kind))

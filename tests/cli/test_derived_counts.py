@@ -30,7 +30,7 @@ def counts_of(experiment, *, dp=1, num_rows=40):
         spread = CallPlan(Layout.parse(f"d{dp}@0-{dp - 1}"), micro_batch_tokens=500)
         calls = {call.name: spread for call in experiment.graph().calls if call.kind != "host"}
         plan = ExecutionPlan(calls | {call.name: CallPlan(Layout.parse("d1@0"))
-                                      for call in experiment.graph().of_kind("host")})  # fmt: skip
+                                      for call in experiment.graph().of_kind("host")})
     return derived_counts(compile_program(experiment, plan, world_size=dp), num_rows=num_rows)
 
 
@@ -55,7 +55,7 @@ def test_samples_of_mini_batches_and_ranks_are_those_of_the_routing(
         assert found[name]["samples_per_rank"] == [min(shares), max(shares)]
     warnings = uneven_splits({"prompts_per_step": batch_size, "calls": found})
     is_even = all(low == high for call in found.values() for low, high in
-                  (call["samples_per_minibatch"], call["samples_per_rank"]))  # fmt: skip
+                  (call["samples_per_minibatch"], call["samples_per_rank"]))
     assert bool(warnings) != is_even
 
 

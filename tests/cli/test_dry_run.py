@@ -78,7 +78,7 @@ def test_nothing_is_said_of_what_is_sound(check):
     ("right - 1.0", "the highest value is 0, so that no sample counts as right"),
     ("100.0 * right + 3", "samples with values from 3 to 103 all count as right"),
     ("1.0 * right", None), ("0.6 * right + 0.1", None), ("2.0 * right - 1", None),
-])  # fmt: skip
+])
 def test_scores_by_which_no_answer_is_right_or_every_one(check, tmp_path, value, says):
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "3", "answer": "4"}) + "\n")
     reward = _reward(f"score = lambda text, right: {value}",
@@ -122,7 +122,7 @@ def test_few_of_many_made_up_completions_are_shown(check):
         (["return 1.0"], "returned float for"),
         (["return [float('nan') for c in completions]"], "returned nan for sample 0"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_function_that_fails_is_found(check, lines, sentence):
     code, out, err = check([ROW] * 3, _reward(*lines))
     assert (code, out) == (2, "") and err.count("\n") == 1
@@ -193,7 +193,7 @@ ENDS = {
     "check was ended by SIGKILL: a reward or other code": LEAVE.format("os.kill(os.getpid(), 9)"),
     "mine.py line 7: SystemExit: os._exit(3)": "import os; os._exit(3)",
     "line 7: SystemExit: 0": "def graph(): raise SystemExit(0)\nexperiment.graph = graph",
-}  # fmt: skip
+}
 """Part of the sentence -> code that ends the process."""
 
 
@@ -288,7 +288,7 @@ def test_chats_without_a_template(check, tmp_path):
 
 def test_the_setting_that_makes_chats_is_named(check):
     for settings, names in (("system_prompt='Add.'", "system_prompt"),
-                            ("chat=True, tools_key='t'", "chat and tools_key")):  # fmt: skip
+                            ("chat=True, tools_key='t'", "chat and tools_key")):
         code, _, err = check([{**ROW, "t": None}], f"experiment.dataset = replace(dataset, {settings})")
         says = f"sets {names}, which makes chats of its prompts, and the tokenizer has no chat template"
         assert code == 2 and f"{says}: leave {names} out, or add a template to it" in err, err
@@ -438,7 +438,7 @@ def test_rows_of_whole_conversations(check, tmp_path):
     ("-10.0 * (right in text)", True), ("float(text == right)", False), ("-float(len(text))", False),
     ("float('boxed' in text)", False), ("float(len(right + text))", False),
     ("-abs(float(text) - float(right)) if text.isdigit() else -9.0", False),
-])  # fmt: skip
+])
 def test_rewards_that_are_turned_around(check, value, is_told):
     """What depends on the text alone, such as its length, is no sign; what right answers get is."""
     rows = [ROW, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+4=", "answer": "7"}]

@@ -104,7 +104,7 @@ def test_the_sets_of_an_experiment_are_evaluated(run, tmp_path, capsys):
         ("--eval-dataset.second.sampling.temperature 0.5", "second",
          Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.5))),
     ], quick=[1]),
-)  # fmt: skip
+)
 def test_fields_of_named_sets_can_be_overridden(words, name, expected):
     sets = {"first": DATA, "second": Evaluation(DATA, samples=2)}
     experiment = GRPO(eval_dataset=sets, reward_function=some_reward)
@@ -168,7 +168,7 @@ FAULTS = {
 def test_wrong_input_is_a_sentence(grpo_run, run, data, reward, tmp_path, capsys, words):
     experiment, plan, _ = grpo_run
     names = {"run": run, "data": data, "tmp": tmp_path, "rewards": reward.partition(":")[0], "plan": plan,
-             "experiment": experiment}  # fmt: skip
+             "experiment": experiment}
     out = [] if "--out" in words else ["--out", str(tmp_path / "out")]
     assert main(["eval", *words.format(**names).split(), *out]) == 2
     err = capsys.readouterr().err.strip()

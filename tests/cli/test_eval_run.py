@@ -50,7 +50,7 @@ def place(tmp_path_factory):
     rewards: dict = {}
     exec(REWARDS, rewards)
     data = DatasetConfig(str(directory / "data.jsonl"), prompt_key="question", system_prompt="sort:",
-                         chat_template_kwargs={"enable_thinking": False})  # fmt: skip
+                         chat_template_kwargs={"enable_thinking": False})
     mapped = DatasetConfig(data.path, prompt_key="question", chat=True, map=unchanged)
     own = SamplingConfig(max_new_tokens=9, temperature=0.7, top_k=50)
     experiment = GRPO(
@@ -104,12 +104,12 @@ def test_overrides_come_after_the_run(place, capsys):
     data = f"mapped={place}/data.jsonl"
     chosen = "--eval-dataset.mapped"
     words = ("--data", data, "--reward", f"{place}/rewards.py:length", f"{chosen}.dataset.chat", "False",
-             f"{chosen}.sampling.max-new-tokens", 5, f"{chosen}.sampling.stop", "zz")  # fmt: skip
+             f"{chosen}.sampling.max-new-tokens", 5, f"{chosen}.sampling.stop", "zz")
     _, err, of_run = evaluate(place, capsys, *words)
     assert "chat False, samples 2, max_new_tokens 5, temperature 0.7, top_k 50, stop ('zz',)" in err
     shutil.copytree(place / "run/hf/step_1", place / "copy")
     words += (f"{chosen}.dataset.prompt-key", "question", f"{chosen}.samples", 2,
-              f"{chosen}.sampling.temperature", 0.7, f"{chosen}.sampling.top-k", 50)  # fmt: skip
+              f"{chosen}.sampling.temperature", 0.7, f"{chosen}.sampling.top-k", 50)
     _, err, of_model = evaluate(place, capsys, *words, target="copy")
     assert "as in" not in err and of_run == of_model
     assert {row["length"] for row in of_run["mapped"]} <= set(range(1, 6))
@@ -164,7 +164,7 @@ def test_a_training_set_stands_in_for_a_held_out_one(tmp_path):
         of_run(None)
     sets = {"one": {"path": "1", "prompt_key": "p1"}, "two": {
         "dataset": {"path": "2", "prompt_key": "p2"}, "correct_above": 0.5, "sampling": {"temperature": 0.5},
-        "samples": 3}}  # fmt: skip
+        "samples": 3}}
     one = Evaluation(DatasetConfig("1", prompt_key="p1"))
     two = Evaluation(DatasetConfig("2", prompt_key="p2"), samples=3, sampling=SamplingConfig(temperature=0.5))
     assert of_run(sets).eval_dataset == {"one": one, "two": two}
@@ -203,7 +203,7 @@ def test_a_reward_that_fails_is_called_again(place, capsys):
         "        raise ConnectionError('away')\n"
         "    return [1.0] * len(completions)\n")
     words = ("--data", f"plain={place}/data.jsonl", "--reward", f"{place / 'flaky.py'}:flaky",
-             "--eval-dataset.plain.max-rows", 2)  # fmt: skip
+             "--eval-dataset.plain.max-rows", 2)
     document, _, _ = evaluate(place, capsys, *words, "--reward-limits.retries", 1)
     assert document["metrics"]["eval/plain/score"] == 1.0
     assert marks.read_text() == ".."

@@ -92,7 +92,7 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
 OWN = {
     "grpo": {"answer": [7, 12]}, "sft": {"completion": ["7 €", "é\n"]},
     "dpo": {"chosen": ["7", "12"], "rejected": ["ü", "1"]},
-}  # fmt: skip
+}
 """Columns of one's own rows for each template, apart from the prompts."""
 
 
@@ -106,14 +106,14 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     prompts = ["Was ist 3+4?\n", "Wie heißt 'summer'?"]
     key = "question" if is_chat else "prompt"
     rows = [{key: of("user", prompt)} | {k: of("assistant", v[i]) for k, v in OWN[template].items()}
-            for i, prompt in enumerate(prompts)]  # fmt: skip
+            for i, prompt in enumerate(prompts)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(lines)
     options = ["--template", template, "--data", "rows.jsonl", *(["--prompt-key", key] if is_chat else [])]
     assert main(["init", "own", *options]) == 0
     files = {path.name for path in (tmp_path / "own").rglob("*") if path.is_file()}
     assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py", "config.json",
-                     "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
+                     "tokenizer.json", "tokenizer_config.json"}
     assert ("column `answer`" in capsys.readouterr().err) == (template != "grpo")
     monkeypatch.chdir("own")
     monkeypatch.delitem(sys.modules, "reward", raising=False)

@@ -76,7 +76,7 @@ def test_the_answer_is_consistent(planned):
     assert plan.predicted["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-5)
     model_calls = {name: call for name, call in answer["calls"].items() if "seconds" in call}
     assert set(model_calls) == {"actor_generate", "reward_forward", "ref_forward", "critic_forward",
-                                "actor_train", "critic_train"}  # fmt: skip
+                                "actor_train", "critic_train"}
     for call in model_calls.values():
         assert sum(call["parts"].values()) == pytest.approx(call["seconds"], rel=1e-6)
     memory = answer["memory"]
@@ -232,7 +232,7 @@ def write_profile(directory, **fields):
         "num_hosts": 1, "devices_per_host": 2, "device_memory_bytes": memory / 2, "host_memory_bytes": memory,
         "memory_bandwidth_bytes_per_second": 1e10, "peak_flops": {"float32": 1e11, "float64": 5e10},
         "intra_host": LINK, "device_type": "cpu",
-    }  # fmt: skip
+    }
     tables = {"date": "2026-11-22", "machine": {}, "links": [], "calls": {}, "models": []}
     path.write_text(dump_yaml(tables | {"cluster": cluster | fields}))
     return path
@@ -319,7 +319,7 @@ REFUSED = {
     "--cluster h100-2x8 --expected.response-tokens 2000": ["expected.response_tokens is 2000", "allows 1024"],
     "--cluster h100-2x8 --expected.prompt-tokens None": ["dataset.path", "set expected.prompt_tokens"],
     "--cluster h100-2x8 --fast": ["unknown override '--fast'"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", drawn(REFUSED, 12))
@@ -352,7 +352,7 @@ def test_check_refuses_a_plan_that_does_not_fit_and_names_the_remedy(capsys, tmp
         "ref_forward": {"layout": "d1@1"}, "critic_forward": {"layout": "d1@1"},
         "critic_train": {"layout": "d1@1", "micro_batch_tokens": 256},
         "actor_train": {"layout": "d1@0", "micro_batch_tokens": 1 << 20},
-    }}))  # fmt: skip
+    }}))
     cluster = tmp_path / "cluster.yaml"
     for memory, code in (("4 GB", 0), ("1.45 GB", 2)):
         cluster.write_text(yaml.safe_dump(small | {"device_memory_bytes": memory}))

@@ -25,7 +25,7 @@ CLUSTER = ("--cluster", "h100-8x8", "--gap", "0.03")
 SIZES = {
     "sampling": SamplingConfig(max_new_tokens=90), "batch_size": 64,
     "expected": Expected(prompt_tokens=100, host_seconds=2.0),
-}  # fmt: skip
+}
 
 
 def trained(head="lm"):
@@ -50,7 +50,7 @@ def printed(capsys, *words):
 
 CASES = [
     (16, "--max-lag 1", "neither"), (64, "--max-lag 1", "lagged"), (64, "--max-lag 2 --rounds 3", "lagged"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("num_devices", "words", "faster"), marked(CASES, quick=[]))
@@ -84,7 +84,7 @@ def test_both_steps_and_the_faster_one(num_devices, words, faster, capsys):
         (10.0, 10.001, "neither", "the lag makes steps neither faster nor slower on this cluster: 10 s per "
                                   "step with max_lag 2, 10 s without"),
     ],
-)  # fmt: skip
+)
 def test_the_sentence_says_what_is_faster(lagged, synchronous, faster, sentence):
     results = [SearchResult((), seconds, seconds, 1) for seconds in (lagged, synchronous)]
     comparison = LagComparison(2, 2, *results)

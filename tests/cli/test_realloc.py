@@ -23,14 +23,14 @@ MOE = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 13, "head_dim": 4, "moe_intermediate_size": 6, "num_experts": 5,
     "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MLA = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 13, "moe_intermediate_size": 6, "n_routed_experts": 6,
     "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2, "v_head_dim": 3,
-}  # fmt: skip
+}
 
 # Model, from, to, more words.
 MOVES = [
@@ -67,7 +67,7 @@ REFUSED = {
     f"--model tiny {MOVE} --transfers": ["--transfers", "--json"],
     "--model tiny --src t2@0-1": ["--dst"],
     MOVE: ["--model"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

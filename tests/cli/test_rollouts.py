@@ -35,7 +35,7 @@ def make_rows() -> list[dict]:
                     "prompt": [{"role": "system", "content": "Be careful."},
                                {"role": "user", "content": f"How much is {row} plus {row}?"}],
                     "completion": NASTY if sample == 9 else f"It is {2 * row}, says sample {sample}.",
-                })  # fmt: skip
+                })
     return rows
 
 
@@ -90,7 +90,7 @@ CHOICES = [
     (("--where", "'says sample 1' in completion"), lambda row: "says sample 1" in row["completion"]),
     (("--where", "completion.endswith('line') or '17 plus' in prompt[-1].content"),
      lambda row: row["dataset_row"] in (17, 117) or row["sample"] == 9),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "is_chosen"), CHOICES)
@@ -109,7 +109,7 @@ def test_filters(call, run, options, is_chosen):
     (("--sort=-score",), lambda row: row["score"], True),
     (("--sort", "length % 7"), lambda row: row["length"] % 7, False),
     ((), lambda row: row["step"], True),
-])  # fmt: skip
+])
 def test_order_and_limit(call, run, words, key, falls):
     code, out, _ = call(run, *words, "--json", "--limit", 7)
     assert code == 0
@@ -161,7 +161,7 @@ def test_full_answers(call, run):
     assert not set(out) & {"\x07", "\r", "\x1b", "\u202e"}
     for text in ("system: Be careful.", "user: How much is 17 plus 17?", "second line", "answer: 17",
                  "step 2 · row 17 · sample 9", "score 1.1", "exact 1", "length -", "weights 2 to 2",
-                 "advantage 0.25", "27 tokens", "1 of 1 matching"):  # fmt: skip
+                 "advantage 0.25", "27 tokens", "1 of 1 matching"):
         assert text in out
     assert "red \\x1b[31malert\\x07\\r\\u202e [bold]x[/bold]" in out
 
@@ -243,7 +243,7 @@ def test_missing_files(call, run, tmp_path):
 
 def test_values_that_no_run_writes_do_no_harm(call, tmp_path):
     strange = {"score": "high", "rewards": 3, "versions": 1, "prompt": [1, {"content": {"a": 1}}],
-               "completion": 5, "length": [], "step": "x", "columns": None, "dataset_row": {}}  # fmt: skip
+               "completion": 5, "length": [], "step": "x", "columns": None, "dataset_row": {}}
     write(tmp_path / "rollouts.jsonl", [strange, {"step": 1, "length": 3, "score": None}])
     for words in ((), ("--full",), ("--by", "dataset_row"), ("--json",), ("--where", "score is None")):
         code, out, err = call(tmp_path, *words, "--sort", "length")
@@ -284,7 +284,7 @@ def test_colours_on_a_terminal_and_no_torch(run):
     master, slave = pty.openpty()
     code = ("import sys; from realhf.cli.main import main\n"
             f"code = main(['rollouts', {str(run)!r}, '--limit', '0'])\n"
-            "sys.exit(code or int('torch' in sys.modules))")  # fmt: skip
+            "sys.exit(code or int('torch' in sys.modules))")
     variables = os.environ | {"COLUMNS": "120", "TERM": "xterm-256color"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=REPO, stdout=slave, stderr=subprocess.PIPE, env=variables)

@@ -90,7 +90,7 @@ def test_a_picture_is_drawn(tmp_path, call):
     a, b = write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv")
     for name, files, beginning in (
         ("one.png", [a], b"\x89PNG"), ("two.svg", [a, b], b"<?xml"), ("one.pdf", [a], b"%PDF"),
-    ):  # fmt: skip
+    ):
         path = tmp_path / name
         options = ("--at", 1000, "--bootstrap", 10, "--fit-until", "50%", "--picture", path)
         assert call(*files, *options)[0] == 0
@@ -121,7 +121,7 @@ WRONG = {
     "picture": (None, ["--picture", "a.gif"], "--picture a.gif: its name must end in .png, .pdf, .svg"),
     "directory": (None, ["--picture", "/nowhere/a.png"], "there is no directory /nowhere"),
     "option": (None, ["--colour", "red"], "realhf scaling has no option --colour: legal are --x, --y"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

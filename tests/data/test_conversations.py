@@ -347,7 +347,7 @@ def test_parquet_has_the_messages_and_schemas_of_jsonl(tmp_path):
 @pytest.mark.parametrize("prompt, completion, is_torn", [
     ("The sky is", " blue.", False), ("1+1=", "2", False), ("The sky is ", "blue.", True),
     ("The sky is bl", "ue.", True), ("one\n", "two", False),
-])  # fmt: skip
+])
 @pytest.mark.parametrize("make", [llama_tokenizer, lambda: byte_tokenizer(("<eos>",), None, merges=True)])
 def test_the_text_of_a_row_and_nothing_else_is_learned(tmp_path, make, prompt, completion, is_torn):
     """The learned tokens follow the prompt as it is read when answers are drawn, and add the completion."""
@@ -386,10 +386,10 @@ def test_messages_that_are_read_otherwise(tmp_path, template, is_quoted):
     """Qwen2.5's template writes text of arguments as a JSON string, and Qwen3's as it is."""
     tokenizer = LightTokenizer(_with_template(template))
     call = answer("", tool_calls=[{"type": "function", "function": {
-        "name": "add", "arguments": json.dumps({"a": 1})}}])  # fmt: skip
+        "name": "add", "arguments": json.dumps({"a": 1})}}])
     for row, keys in (({"messages": [*SKY, call, RESULT, answer("3")]}, SEQUENCE),
                       ({"prompt": [*SKY, call, RESULT]}, ("prompt_ids",)),
-                      ({"prompt": SKY, "chosen": [call], "rejected": [answer("3")]}, PAIR)):  # fmt: skip
+                      ({"prompt": SKY, "chosen": [call], "rejected": [answer("3")]}, PAIR)):
         rows = _tokenized(tmp_path, row, tokenizer, keys)
         assert (rows.oddities.num_quoted, rows.oddities.num_special) == (int(is_quoted), 0)
     for text, is_special in (("a<|im_end|>", 1), ("<b>", 0), ("a <think> b", 0)):
@@ -405,7 +405,7 @@ def test_messages_that_are_read_otherwise(tmp_path, template, is_quoted):
     ("phi3", {"prompt": [user("1+2?"), answer("add"), RESULT]}, 1),  # It has no results of tools.
     ("llama3_1", {"prompt": [user("1+2?"), CALL, RESULT | {"content": 'a "b"'}]}, 0),  # It writes JSON.
     ("qwen3", {"messages": [user("Hi"), {"role": "narrator", "content": "He smiles."}, answer("Yes.")]}, 1),
-])  # fmt: skip
+])
 def test_what_a_template_leaves_out(tmp_path, template, row, count):
     tokenizer = LightTokenizer(_with_template(template))
     keys = SEQUENCE if "messages" in row else ("prompt_ids",)

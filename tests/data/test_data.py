@@ -220,7 +220,7 @@ def test_a_near_name_in_the_directory_of_a_missing_file_is_told(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     near = r" \(did you mean data/train.jsonl\?\)"
     for path, says in [("data/trian.jsonl", near), ("data/x.jsonl", ""), ("dta/train.jsonl", near),
-                       ("dta/x.jsonl", "")]:  # fmt: skip
+                       ("dta/x.jsonl", "")]:
         with pytest.raises(UserError, match=f"^dataset.path '{path}': there is no such file{says}$"):
             read_rows(DatasetConfig(path))
 
@@ -237,7 +237,7 @@ def test_a_near_name_in_the_directory_of_a_missing_file_is_told(tmp_path, monkey
         ({"prompt": "a", "completion": "b", "label": True}, ("is_chosen", "sequence_ids"), "labelled"),
         ({"prompt": "a", "answer": "b"}, ("sequence_ids",), "for reinforcement learning, such as GRPO"),
     ],
-)  # fmt: skip
+)
 def test_rows_of_another_algorithm_are_recognised(tmp_path, row, keys, says):
     path = _write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError, match="line 1: there is no column") as error:
@@ -318,7 +318,7 @@ def test_parquet_columns_have_the_types_of_json(tmp_path):
     row = {
         "prompt": "1", "day": date(2024, 2, 3), "price": Decimal("1.50"), "image": b"x",
         "at": {"times": [datetime(2024, 2, 3, 4, 5, tzinfo=UTC)]},
-    }  # fmt: skip
+    }
     table = pyarrow.Table.from_pylist([row])
     pairs = pyarrow.array([[("a", 1), ("b", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     pyarrow.parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet")
@@ -329,7 +329,7 @@ def test_parquet_columns_have_the_types_of_json(tmp_path):
     expected = {
         "day": "2024-02-03", "price": "1.50", "at": {"times": ["2024-02-03T04:05:00+00:00"]},
         "pairs": [["a", 1], ["b", 2]],
-    }  # fmt: skip
+    }
     assert {key: read[key] for key in expected} == expected == json.loads(json.dumps(expected))
     with pytest.raises(ValueError, match="rows.parquet row 0: column 'image' has a value of type bytes;"):
         load_rows(config, columns)
@@ -346,7 +346,7 @@ def test_chat_completions_go_through_the_template_and_are_masked_in(tmp_path, to
     rows = [{"prompt": CHAT, "completion": answer}, {"prompt": CHAT, "completion": "2"}]
     loader = _loader(
         _write(tmp_path / "chat.jsonl", rows), _with_template(tokenizer, TEMPLATE), shuffle=False,
-        keys=("sequence_ids", "response_mask"))  # fmt: skip
+        keys=("sequence_ids", "response_mask"))
     batch = loader.batch(range(2))
     for ids, mask in zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True):
         assert tokenizer.decode(ids[~mask.bool()]) == "b1+1=c"

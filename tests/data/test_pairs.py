@@ -43,7 +43,7 @@ def test_a_prompt_becomes_a_chosen_and_a_rejected_sample(tmp_path, tokenizer):
     assert texts == [
         ("10+2=", "12<eos>"), ("10+2=", "<eos>"), ("1+1=", "2<eos>"), ("1+1=", "13<eos>"),
         ("2+2=", "4<eos>"), ("2+2=", "4<eos>"),
-    ]  # fmt: skip
+    ]
     assert loader.longest == len("10+2=12") + 1 and loader.equal_pairs() == [1]
     assert loader.place_of(1) == "line 2"
 
@@ -72,7 +72,7 @@ def test_messages_go_through_the_template_with_both_completions(tmp_path, tokeni
          "line 2: rejected is a list of chat messages, but the prompt is text: both must be messages"),
         ({"chosen": "\ud800"}, "line 2: chosen has half of a character at position 0"),
     ],
-)  # fmt: skip
+)
 def test_unusable_completions_are_named(tmp_path, changes, sentence):
     path = _write(tmp_path, [ROWS[0], ROWS[1] | changes])
     with pytest.raises(ValueError, match=f"pairs.jsonl {sentence}"):

@@ -103,7 +103,7 @@ def test_a_split_is_a_part_of_local_files_as_in_the_library_datasets(tmp_path):
     ({"split": "train[2:]"}, r"dataset.path '.*rows.jsonl': split 'train\[2:\]' has no rows"),
     ({"name": "main"}, "dataset.name is 'main': it must be left out, as .*rows.jsonl' is not on the hub"),
     ({"revision": "v2"}, "dataset.revision is 'v2': it must be left out, as "),
-])  # fmt: skip
+])
 def test_what_local_files_do_not_have_is_refused(tmp_path, settings, sentence):
     _write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     with pytest.raises(UserError, match=sentence):
@@ -304,7 +304,7 @@ def test_it_is_what_comes_back_from_json(value):
         (np.float32(0.5), 0.5), (np.int64(3), 3), (np.bool_(True), True), (np.arange(3), [0, 1, 2]),
         ([torch.tensor(2), torch.tensor([1.5])], [2, [1.5]]), (np.str_("x"), "x"), (np.float64(2.5), 2.5),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_libraries_become_pythons(value, form):
     made = json_form(value)
     assert made == form and type(made) is type(form)

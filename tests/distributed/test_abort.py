@@ -59,7 +59,7 @@ def _rank_0(process, *, grace_seconds):
     heartbeat = Heartbeat(
         store, board, process, rank=0, size=2, timeout_seconds=60, silence_seconds=1,
         grace_seconds=grace_seconds,
-    )  # fmt: skip
+    )
     heartbeat.start()
     return heartbeat, board
 

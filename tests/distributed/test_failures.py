@@ -45,7 +45,7 @@ def test_different_sentences_are_all_printed(capsys):
     _at_once(*(lambda i=i: boards[i].report(f"reason {i}", code=2) for i in range(2)))
     assert sorted(capsys.readouterr().err.splitlines()) == [
         "realhf: reason 0 (rank 0)", "realhf: reason 1 (rank 1)"
-    ]  # fmt: skip
+    ]
 
 
 def test_text_takes_the_place_of_the_sentence(capsys):
@@ -133,7 +133,7 @@ def test_operations_on_the_device_that_stay_unfinished_are_waits():
 @pytest.mark.parametrize("texts", [
     lambda now: [f"all_reduce {now // 9} of ranks 0-1"],  # Operations end.
     lambda now: ["all_reduce 1 of ranks 0-1"] if now % 9 else [],  # The device computes now and then.
-])  # fmt: skip
+])
 def test_a_device_that_gets_on_is_not_accused(texts):
     watch = _watch()
     for now in range(100):

@@ -56,7 +56,7 @@ def _run(native, orders, late=(0.0, 0.0)):
     board = FailureBoard(store, rank=0, size=2, host=0)
     answers = multiprocessing.get_context("forkserver").Queue()
     ranks = [FORK_SERVER.start(_rank, rank, store.port, native, orders[rank], late[rank], answers)
-             for rank in range(2)]  # fmt: skip
+             for rank in range(2)]
     began = time.monotonic()
     try:
         for process in ranks:

@@ -27,7 +27,7 @@ from tests.samples import marked
 FORWARD = FunctionCall(
     "ref_forward", "forward", ("sequence_ids", "response_mask"), ("logprobs",), role="actor",
     work=LogProbs(temperature=0.7),
-)  # fmt: skip
+)
 
 
 def _run(world, text, chunk_tokens, tied):

@@ -119,7 +119,7 @@ def _bytes_of_buffers(engine):
 
 @pytest.mark.parametrize("text, dtype", marked([
     ("d1@0", "bfloat16"), ("d1@0", "float32"), ("d4@0-3", "bfloat16"), ("d2t2@0-3", "float32"),
-], quick=[0]))  # fmt: skip
+], quick=[0]))
 def test_an_offloaded_optimizer_gives_the_same_bits(pool, text, dtype):
     ranks = len(Layout.parse(text).ranks)
     for wrong, buffers, buffer_bytes, host_bytes, held in pool.run(
@@ -151,7 +151,7 @@ def test_slices_bound_the_memory_of_large_sections(monkeypatch, section_numel, w
 
 @pytest.mark.parametrize("text, section_numel", [
     ("d1@0", 1 << 24), ("d1@0", 9000), ("d2@0-1", 9000), ("t2@0-1", 1 << 24), ("e2@0-1", 9000),
-    ("e2@0-1", 1 << 24)])  # fmt: skip
+    ("e2@0-1", 1 << 24)])
 def test_the_planner_counts_the_buffers(pool, text, section_numel):
     """It counts no less than there is, and at most twice as much: it assumes two of the largest slices."""
     layout = Layout.parse(text)
@@ -206,7 +206,7 @@ def _saved(engine):
     tensors = {
         f"{kind}/{name}": parts for kind, shards in engine.optimizer.state.items()
         for name, parts in shards.items()
-    }  # fmt: skip
+    }
     return {name: [(box, part.clone()) for box, part in parts] for name, parts in tensors.items()}
 
 
@@ -266,7 +266,7 @@ print(torch._C._accelerator_getAllocatorSettings())
     ({}, "expandable_segments:True"),
     ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
-], quick=[2]))  # fmt: skip
+], quick=[2]))
 @pytest.mark.slow
 def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
     others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}

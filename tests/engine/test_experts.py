@@ -62,7 +62,7 @@ def _run(world, name, text, max_rows):
     sampling = SamplingConfig(max_new_tokens=NUM_NEW)
     generate = FunctionCall(
         "actor_generate", "generate", ("prompt_ids",), ("sequence_ids", "response_mask", "logp", "finished"),
-        role="actor", work=Generate(sampling, max_rows=max_rows))  # fmt: skip
+        role="actor", work=Generate(sampling, max_rows=max_rows))
     batch = Batch(ids, {"prompt_ids": _sequences(ids)})
     made = engine.generate(generate, batch).batch
     keys = ("sequence_ids",)

@@ -89,7 +89,7 @@ ONE_KV_HEAD = hf_config() | {"num_key_value_heads": 1}  # Ranks over tp share it
         (ONE_KV_HEAD, "d2t2@0-3", 6, False), ("qwen3-moe", "d4e2@0-3", 6, True),
         ("deepseek-v3", "d2e2p2@0-3", 6, False), ("deepseek-v3", "d2e2p2@0-3", 6, True),
     ], quick=[6]),
-)  # fmt: skip
+)
 def test_early_sums_change_nothing(pool, config, layout, num_rows, recompute):
     whole, parts = (
         pool.run(_train, config, layout, num_rows, size, recompute) for size in (1 << 26, SECTION))

@@ -84,7 +84,7 @@ def _logs(layout, num_micro_batches):
         *(("p2@0-1", [n]) for n in (1, 2, 5)), *(("p4@0-3", [n]) for n in (1, 3, 4, 9)),
         ("t2@0-1", [2]), ("d2p2@0-3", [2, 2]), ("d2p3@0-5", [1, 6]), ("d2t2p2@0-7", [4, 3]),
     ], quick=(1, 7, 8)),
-)  # fmt: skip
+)
 def test_the_posts_of_all_ranks_drain_as_one_chain(layout, num_micro_batches):
     logs = _logs(layout, num_micro_batches)
     assert fault_of(logs) == "" and all(logs.values())

@@ -109,7 +109,7 @@ def plain(request, tmp_path_factory):
         *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
         *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
     ], quick=[8]),
-)  # fmt: skip
+)
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain
     results = pool.run(_train, layout, directory, tmp_path / "out", steps)
@@ -126,7 +126,7 @@ SPREAD = [
     ("qwen2", "d2c2@0-3"), ("qwen2", "c2@0-1"), ("qwen2", "c4@3,0,1,2"), ("qwen2", "p2c2@0-3"),
     ("qwen3-moe", "d4e2@0-3"), ("qwen3-moe", "d2e2t2@0-3"), ("qwen3-moe", "d4e4@0-3"),
     ("qwen3-moe", "d2e2c2@0-3"), ("qwen3-moe", "d2e2p2@0-3"), ("deepseek-v3", "d2e2p2@0-3"),
-]  # fmt: skip
+]
 
 
 def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64, section_numel=1 << 26):

@@ -21,7 +21,7 @@ ROWS = ragged_rows(9, seed=4)
 CALL = FunctionCall(
     "teacher_forward", "forward", ("sequence_ids", "response_mask"), ("ids", "logprobs"), role="teacher",
     work=TopLogProbs(K, TEMPERATURE),
-)  # fmt: skip
+)
 
 
 def _columns(world, text, directory, rows=ROWS, engine_type=NativeEngine, *, chunk_tokens=6):

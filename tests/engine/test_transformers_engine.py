@@ -42,7 +42,7 @@ from tests.samples import marked
 SIZES = {
     "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": [3, 20, 40], "pad_token_id": 0,
-}  # fmt: skip
+}
 _OF_GPT = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 TABLES = {
     "gpt_neo": {
@@ -51,7 +51,7 @@ TABLES = {
     "codegen": {**_OF_GPT, "rotary_dim": 4},
     "ctrl": {**_OF_GPT, "dff": 48},
     "mpt": {"max_seq_len": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
-}  # fmt: skip
+}
 """Families with a limit on positions, as opt has."""
 FAMILIES = {
     "phi": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},

@@ -17,7 +17,7 @@ from tests.nn.tiny import hf_config
 CALL = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy(), minibatches=2),
-)  # fmt: skip
+)
 
 
 def minibatch(rows):

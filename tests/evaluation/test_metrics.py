@@ -67,7 +67,7 @@ def test_all_metrics_of_two_prompts():
     assert found == pytest.approx({
         "score": 3.5 / 6, "mean@3": 3.5 / 6, "pass@1": (1 / 3 + 2 / 3) / 2, "pass@2": (2 / 3 + 1) / 2,
         "pass@3": 1.0, "majority@3": 0.5, "best@3": 1.0,
-    })  # fmt: skip
+    })
     assert sample_metrics(prompts, samples=3, correct_above=0.25)["pass@1"] == pytest.approx(2 / 3)
     single = [[ScoredSample(1)], [ScoredSample(0)]]
     assert sample_metrics(single, samples=1, correct_above=0) == {"score": 0.5}
@@ -77,7 +77,7 @@ def test_failed_rewards_do_not_count():
     prompts = [[ScoredSample(1, "a"), ScoredSample(nan, "b")], [ScoredSample(nan, "a")] * 2]
     found = sample_metrics(prompts, samples=2, correct_above=0.5)
     assert found == {  # No prompt has two samples, so that there is no pass@2.
-        "score": 1.0, "mean@2": 1.0, "pass@1": 1.0, "majority@2": 1.0, "best@2": 1.0}  # fmt: skip
+        "score": 1.0, "mean@2": 1.0, "pass@1": 1.0, "majority@2": 1.0, "best@2": 1.0}
     assert sample_metrics(prompts[1:], samples=1, correct_above=0.5) == {}
     assert sample_metrics(prompts[1:], samples=2, correct_above=0.5) == {}
 

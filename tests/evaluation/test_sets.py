@@ -65,7 +65,7 @@ def test_each_set_has_random_numbers_of_its_own():
         (lambda: named_sets({"a b": DATA}), "eval_dataset has a set named 'a b': a name must have letters"),
         (lambda: named_sets({"../a": DATA}), "eval_dataset has a set named '../a'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(make, sentence):
     with pytest.raises(ValueError) as error:
         make()

@@ -25,7 +25,7 @@ _SIZED_BY_DATA = {
     f"aten::{name}"
     for name in ("nonzero", "bincount", "masked_select", "equal", "_unique", "_unique2", "unique_dim",
                  "unique_consecutive", "histc")
-}  # fmt: skip
+}
 _WITHOUT_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::resize", "aten::set")
 _INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl")
 
@@ -77,7 +77,7 @@ class Recorder:
             self._num_pauses -= 1
 
     def add(self, *, wait: str | None = None, uploads: int = 0, downloads: int = 0, launches: int = 0,
-            replays: int = 0) -> None:  # fmt: skip
+            replays: int = 0) -> None:
         if self._num_pauses or not self._filled:
             return
         place = None if wait is None else f"{wait} {_place()}"
@@ -108,7 +108,7 @@ class Recorder:
     def operation(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         *, there: Callable[[torch.Tensor], bool], pinned: Callable[[torch.Tensor], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count an operation of which some tensors are on the device, as `there` tells."""
         name = func.name().split(".")[0].rstrip("_")
         if name in ("aten::copy", "aten::_foreach_copy"):
@@ -129,7 +129,7 @@ class Recorder:
     def _copies(
         self, args: Sequence[Any], kwargs: Mapping[str, Any],
         *, there: Callable[[torch.Tensor], bool], pinned: Callable[[torch.Tensor], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         pairs = zip(*args[:2], strict=True) if isinstance(args[0], list | tuple) else [args[:2]]
         for target, source in pairs:

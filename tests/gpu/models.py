@@ -29,7 +29,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "deepseek-v3": {
         "num_key_value_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16},
-}  # fmt: skip
+}
 """Head dims are multiples of 8, and rows of 16 bytes."""
 _AS_PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -88,7 +88,7 @@ def their_pass(directory: Path, scratch: Path, *, device: torch.device, dtype: s
 def engine_of(
     directory: Path, *, device: torch.device, dtype: str, optimizer: OptimizerConfig | None = None,
     lora: LoraConfig | None = None, float32_head: bool = False,
-) -> NativeEngine:  # fmt: skip
+) -> NativeEngine:
     spec, world = model_spec(ModelConfig.load(str(directory))), World(device=device)
     engine = NativeEngine(
         spec, Layout.parse("d1@0"), world, dtype=dtype, optimizer=optimizer, lora=lora,
@@ -127,7 +127,7 @@ OUTPUTS = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
 def generate(
     engine: NativeEngine, prompts: list[torch.Tensor], *, settings: dict[str, Any] | None = None,
     **sampling: Any,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """The columns of a generating call; `settings` are those of `Generate`."""
     call = FunctionCall(
         "actor_generate", "generate", ("prompt_ids",), OUTPUTS, role="actor",

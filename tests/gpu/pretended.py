@@ -48,17 +48,17 @@ def pretended_device() -> Iterator[torch.device]:
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,
-    )  # fmt: skip
+    )
     stream = PretendedStream()
     streams = patch.multiple(
         torch.cuda, Event=PretendedEvent, Stream=PretendedStream, stream=lambda _: nullcontext(),
         current_stream=lambda *_: stream, synchronize=lambda *_: stream.synchronize(),
-    )  # fmt: skip
+    )
     called = _Called(_MARKS)
     backward = patch.object(torch.autograd, "_engine_run_backward", called.seen_by(_run_backward))
     with (
         kernels, ours, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS), called,
-    ):  # fmt: skip
+    ):
         yield CUDA
 
 

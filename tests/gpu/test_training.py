@@ -32,7 +32,7 @@ def _batch():
     fields = {
         "sequence_ids": ids, "response_mask": masks, "gen_logprobs": [-3.0 * mask for mask in masks],
         "advantages": [mask * (-1) ** i for i, mask in enumerate(masks)],
-    }  # fmt: skip
+    }
     columns = {name: Packed.of(list(column)) for name, column in fields.items()}
     return Batch(list(range(len(LENGTHS))), columns)
 
@@ -61,7 +61,7 @@ def test_float32_steps_are_those_of_the_cpu(directories, device, name, what):
     settings = {
         "sft": {}, "policy": {"loss": PolicyLoss(PolicyLossConfig())}, "recompute": {"recompute": True},
         "lora": {"lora": LoraConfig(rank=4)},
-    }[what]  # fmt: skip
+    }[what]
     ours, wanted = (_on(directories(name), where, **settings) for where in (device, torch.device("cpu")))
     assert ours["loss"][0] != ours["loss"][-1]
     assert ours.keys() == wanted.keys()

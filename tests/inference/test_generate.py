@@ -70,7 +70,7 @@ def _greedy_by_transformers(model, prompts, eos):
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW,
             eos_token_id=eos or None, pad_token_id=0,
-        )  # fmt: skip
+        )
         responses.append(out[0, len(prompt) :].tolist())
     return responses
 
@@ -175,7 +175,7 @@ def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_chunks(pool, 
     settings = [
         {"max_rows": 5}, {"max_rows": 1}, {"prefill_tokens": 7, "max_rows": 3}, {"prefill_tokens": 50},
         {"kv_cache_gib": 5 * block}, {"kv_cache_gib": 9 * block, "prefill_tokens": 100},
-    ]  # fmt: skip
+    ]
     for options in settings[::every]:
         assert _generate_long(World(), "d1@0", tmp_path, options) == expected, options
     tight = {"kv_cache_gib": 7 * block, "prefill_tokens": 60, "max_rows": 6}

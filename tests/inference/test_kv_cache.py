@@ -76,7 +76,7 @@ class _Rows:
 KINDS = [
     (AttentionKind(0.25), None), (AttentionKind(0.25), 12), (AttentionKind(0.25, softcap=3.0), None),
     (AttentionKind(0.25, window=70), None), (AttentionKind(0.25, window=5), None),
-]  # fmt: skip
+]
 
 
 ACCURACY = [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]

@@ -31,7 +31,7 @@ SETTINGS = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "min_new_tokens": 12},
     {"repetition_penalty": 0.6, "presence_penalty": 0.9, "logit_bias": ((5, 1.5), (6, 1.5)), "top_p": 0.8,
      "bad_word_ids": ((9, 5), (6,)), "min_p": 0.02, "temperature": 0.7},
-]  # fmt: skip
+]
 
 
 def _logits(number, step):
@@ -169,7 +169,7 @@ def test_rows_of_ended_samples_are_used_again():
     ({"logit_bias": ((3, 1.0), (3, 2.0))}, "sampling.logit_bias is .*: it must have each token id once"),
     ({"bad_word_ids": ((),)}, "sampling.bad_word_ids is .*: it must have no empty part"),
     ({"min_new_tokens": 300}, "sampling.min_new_tokens is 300: it must be from 0 to sampling.max_new_tokens"),
-])  # fmt: skip
+])
 def test_illegal_options_are_refused(settings, fault):
     with pytest.raises(ValueError, match=fault):
         SamplingConfig(**settings)
@@ -178,7 +178,7 @@ def test_illegal_options_are_refused(settings, fault):
 def test_forms_of_options_that_are_understood():
     config = SamplingConfig(stop="ab", logit_bias={3: 1.5}, bad_word_ids=[[1, 2]], bad_words=["x"])
     assert (config.stop, config.logit_bias, config.bad_word_ids, config.bad_words) == (
-        ("ab",), ((3, 1.5),), ((1, 2),), ("x",))  # fmt: skip
+        ("ab",), ((3, 1.5),), ((1, 2),), ("x",))
     assert hash(config) is not None
     greedy = SamplingConfig(top_k=3, top_p=0.5, min_p=0.2, stop="a", presence_penalty=1.0).greedy()
     assert greedy == SamplingConfig(temperature=0.0, stop="a", presence_penalty=1.0)

@@ -28,7 +28,7 @@ READS = "Event.synchronize"
 def _steps(
     directory, *, dtype="float32", world=None, layout="d1@0", limits=(NEW,) * ROWS, lora=None, calls=1,
     interruption=None, **sampling,
-):  # fmt: skip
+):
     """Generate rows that have limits; return after each step of the last of some calls what the host has done
     so far in it: waits, transfers, replays, launches, and agreements with other ranks."""
     found = []
@@ -123,7 +123,7 @@ def test_an_inserted_phrase_waits_for_nothing(tmp_path):
 @pytest.mark.parametrize("sampling", marked([
     {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 1.1, "min_new_tokens": 3}, {"presence_penalty": 0.5},
-], quick=[1]))  # fmt: skip
+], quick=[1]))
 @pytest.mark.slow
 def test_no_way_of_sampling_waits(tmp_path, sampling):
     write_model(tmp_path / "model", "qwen2", max_position_embeddings=256)

@@ -26,7 +26,7 @@ from tests.samples import marked
 FAMILIES = [
     "llama-3.1", "qwen2-window", "mistral", "gemma-2", "gpt2", "phi-3", "llama-dynamic", "mixtral",
     "qwen3-moe", "deepseek-v3",
-]  # fmt: skip
+]
 NEW = 40
 _A, _B, _C = prompts_of(3, [70, 3, 64])
 BATCHES = [[_A, _A, _A, _B, _B, _C, _C, _B], [_A, _C]]
@@ -67,7 +67,7 @@ def _same_rows(found, expected):
 
 
 LAYOUTS = [
-    "t2@0-1", "t2p2@0-3", "d2p2@0-3", "c2@0-1", "e2@0-1", "e2p2@0-3", "e2t2@0-3", "d4e2@0-3"]  # fmt: skip
+    "t2@0-1", "t2p2@0-3", "d2p2@0-3", "c2@0-1", "e2@0-1", "e2p2@0-3", "e2t2@0-3", "d4e2@0-3"]
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, quick=[5]))

@@ -20,7 +20,7 @@ RUNS = [
     ("p2@0-1", False, False), ("p4@0-3", False, False), ("p4@0-3", True, True), ("d2p2@0-3", True, False),
     ("d2p2@0-3", False, True), ("t2p2@0-3", False, True), ("t2p2@0-3", True, False), ("e2p2@0-3", True, True),
     ("e2t2@0-3", True, True),
-]  # fmt: skip
+]
 
 
 class _Noted:
@@ -76,7 +76,7 @@ def case(tmp_path_factory):
 def _without_tokens(logs):
     return {
         rank: [post for post in posts if not post.communicator.startswith("tokens")]
-        for rank, posts in logs.items()}  # fmt: skip
+        for rank, posts in logs.items()}
 
 
 @pytest.mark.parametrize(("layout", "late", "paged"), marked(RUNS, quick=[0]))

@@ -68,7 +68,7 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
         {"max_rows": 2}, {"max_rows": 1}, {"prefill_tokens": 7},
         {"kv_cache_gib": 5 * BLOCK_GIB}, {"kv_cache_gib": 6 * BLOCK_GIB, "prefill_tokens": 50},
     ], quick=[4]),
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     restarted = []
@@ -144,7 +144,7 @@ def _gathered(pool, layout, case):
 
 @pytest.mark.parametrize(("budget", "options"), marked([
     (1, {}), (7, {"max_rows": 2}), (10, {"work_stealing": False}), (16, {}),
-], quick=[1]))  # fmt: skip
+], quick=[1]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounds_are_the_same_on_every_layout(pool, versions, layout, budget, options):
     case = Case(_batches(), [None], MAX_NEW, model=versions[1])

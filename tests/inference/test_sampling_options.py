@@ -48,7 +48,7 @@ OPTIONS = {
         "ignore_eos": True, "stop": ("ccc",), "top_k": 30, "frequency_penalty": 0.5,
         "bad_word_ids": ((12,), (33,), *((i, j) for i in range(4, 20) for j in range(21, 60))),
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_greedy_answers_are_those_of_generate(versions, tokenizer):
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW,
             eos_token_id=EOS, pad_token_id=0, repetition_penalty=1.3,
             bad_words_ids=[[33], [25, 30]], sequence_bias=[[[44], 1.5], [[9], -2.0]],
-            stop_strings=list(sampling["stop"]), tokenizer=load_tokenizer(tokenizer))  # fmt: skip
+            stop_strings=list(sampling["stop"]), tokenizer=load_tokenizer(tokenizer))
         responses.append(out[0, len(prompt) :].tolist())
         assert found[i][0][len(prompt) :].tolist() == responses[-1]
     ended = [r for r in responses if len(r) < MAX_NEW and r[-1] not in EOS]

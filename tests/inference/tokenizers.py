@@ -34,7 +34,7 @@ def write_tokenizer(directory: Path, kind: str) -> str:
         if kind == "fallback":
             decoder = decoders.Sequence([
                 decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                decoders.Strip(" ", 1, 0)])  # fmt: skip
+                decoders.Strip(" ", 1, 0)])
     texts = _texts(space, pieces)
     model = tokenizers.models.BPE({text: i for i, text in enumerate(texts)}, [], byte_fallback=True)
     made = tokenizers.Tokenizer(model)

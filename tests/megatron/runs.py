@@ -40,13 +40,13 @@ ENGINES = {"native": NativeEngine, "megatron": MegatronEngine}
 CALL = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy()),
-)  # fmt: skip
+)
 
 
 def make_engine(
     world: World, kind: str, hf: dict[str, Any], text: str,
     *, dtype: str = "float32", head: str | None = None, **options: Any,
-) -> Engine | None:  # fmt: skip
+) -> Engine | None:
     """Return an engine with random weights; None if the rank is not in the layout."""
     layout = Layout.parse(text)
     if world.rank not in layout:
@@ -158,7 +158,7 @@ def state(
     return {
         kind: {name: [(box, x.clone()) for box, x in pieces] for name, pieces in shards.items()}
         for kind, shards in kinds.items()
-    }  # fmt: skip
+    }
 
 
 def moved_back(

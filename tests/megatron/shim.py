@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 _MAKERS = (
     "arange", "as_tensor", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor",
     "zeros", "zeros_like",
-)  # fmt: skip
+)
 
 
 class _Event:
@@ -197,7 +197,7 @@ def installed(library: str | None) -> Iterator[None]:
     else:
         places = {transformer_engine: {
             "TEColumnParallelGroupedLinear": _ColumnGroupedLinear,
-            "TERowParallelGroupedLinear": _RowGroupedLinear}}  # fmt: skip
+            "TERowParallelGroupedLinear": _RowGroupedLinear}}
     places[experts] = {"jit_fuser": lambda function: function}  # No compiler is needed.
     with contextlib.ExitStack() as stack:
         for place, names in places.items():

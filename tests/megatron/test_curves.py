@@ -18,11 +18,11 @@ QUICK = [
     ("qwen3-moe", "d2p2e2@0-3", {"recompute": True}), ("qwen2", "d2@0-1", {"overlap": True}),
     ("qwen2", "p2v2@0-1", {}), ("llama-bias", "t2p2v2@0-3", {"recompute": True}),
     ("qwen3-moe", "d2p2v2e2@0-3", {"overlap": True}), ("qwen2-8", "p4v2@0-3", {}),
-]  # fmt: skip
+]
 SLOW = (
     "llama", "llama-3.1", "llama-linear", "llama-dynamic", "mistral", "qwen2-window", "phi-3", "phi-4",
     "smollm3", "mixtral",
-)  # fmt: skip
+)
 LAYOUTS = ("d2@0-1", "t2@0-1", "p2@0-1", "t2p2@0-3")
 
 
@@ -85,7 +85,7 @@ def test_bfloat16_follows_the_curve_roughly(megatron):
 
 @pytest.mark.parametrize(("layout", "counts"), marked([
     ("p2v2@0-1", (1, 2, 3, 5, 6)), ("p4v2@0-3", (3, 5, 7, 9)),
-], quick=[0]))  # fmt: skip
+], quick=[0]))
 def test_passes_in_flight_are_those_of_the_planner(megatron, layout, counts):
     """The schedule takes any number of micro-batches; with few, empty ones are added."""
     strategy = Layout.parse(layout).strategy
@@ -96,7 +96,7 @@ def test_passes_in_flight_are_those_of_the_planner(megatron, layout, counts):
 
 @pytest.mark.parametrize(("name", "layout"), marked([
     ("qwen3-moe", "d2t2e2@0-3"), ("qwen2-moe", "d2p2v2@0-3"),
-], quick=[1]))  # fmt: skip
+], quick=[1]))
 def test_grouped_experts_give_the_curve_of_the_native_engine(megatron, reference, name, layout):
     """The products are those of Transformer Engine's layers, but one after the other."""
     curve = ("curve", "megatron", hf_config(name), layout, {})

@@ -23,7 +23,7 @@ FORWARD = [
     FunctionCall("logprobs", "forward", ("sequence_ids",), ("logprobs",), role="actor", work=LogProbs()),
     FunctionCall("values", "forward", ("sequence_ids",), ("values",), role="actor", work=Values()),
     FunctionCall("top", "forward", ("sequence_ids",), ("ids", "top"), role="actor", work=TopLogProbs(k=3)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("layout", ["t2p2@0-3", "t2p2v2@0-3"])
@@ -55,7 +55,7 @@ def test_without_a_gpu_the_engine_says_so():
     ("deepseek-v3", "latent attention"), ("gemma-2", "soft caps"), ("gemma-3", "norms after attention"),
     ("gpt2", "learned positions"), ("olmo-2", "norms over all queries"), ("olmoe", "norms over all queries"),
     ("granite", "residual multiplier"), ("glm-4", "norms after attention"),
-])  # fmt: skip
+])
 def test_models_that_it_lacks_are_refused(name, what):
     with pytest.raises(ValueError, match=f"the megatron engine does not have .*{what}"):
         MegatronConfig.from_hf(hf_config(name))
@@ -64,7 +64,7 @@ def test_models_that_it_lacks_are_refused(name, what):
 @pytest.mark.parametrize(("layout", "what"), [
     ("c2@0-1", "cp=2"), ("t4@0-3", "kv heads"), ("p3@0-2", "the 4 layers"), ("d2@1,0", "rising ranks"),
     ("d4e4@0-3", "experts"),
-])  # fmt: skip
+])
 def test_layouts_that_it_lacks_are_refused_except_for_generation(layout, what):
     config = MegatronConfig.from_hf(hf_config("qwen3-moe") | {"num_key_value_heads": 2})
     with pytest.raises(ValueError, match=what):
@@ -85,7 +85,7 @@ def test_interleaved_chunks_are_of_this_engine_only():
 
 @pytest.mark.parametrize(("changes", "what"), [
     ({"dtype": "float16"}, "dtype is float16"), ({"dtype": "float64"}, "dtype is float64"),
-])  # fmt: skip
+])
 def test_dtypes_that_it_lacks_are_refused(tmp_path, changes, what):
     directory = write_task(tmp_path)
     actor = replace(role(directory), engine="megatron", **changes)

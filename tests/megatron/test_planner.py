@@ -45,7 +45,7 @@ def test_generation_in_the_layout_of_training_needs_a_copy(kind):
     work = Workload(8, 16, 16, 16)
     problem = Problem(
         DataflowGraph(calls, ("prompts",)), {"actor": role}, {call.name: work for call in calls},
-        Cluster.load("h100-8x8"))  # fmt: skip
+        Cluster.load("h100-8x8"))
     plan = ExecutionPlan.single(problem.graph, Layout.parse("d2@0-1"))
     resting = MemoryAccount(problem).of_plan(plan).resting
     copy = resting.get("actor copy", 0 * resting["actor weights"])
@@ -64,7 +64,7 @@ def test_interleaved_chunks_keep_more_activations():
     plain, interleaved = (
         peak_memory(
             role, "train_step", work, ParallelStrategy.parse(text), 0, micro_batch_tokens=2048, fused=True)
-        for text in ("p4", "p4v2"))  # fmt: skip
+        for text in ("p4", "p4v2"))
     assert interleaved.activations / plain.activations == pytest.approx(11 / 2 / 4, rel=1e-2)
 
 
@@ -73,5 +73,5 @@ def test_the_search_interleaves_where_the_engine_can():
     found = {
         kind: {s.vp for s in find_strategies(kind.load("llama-7b"), 8, cluster=cluster, max_dp=8)}
         for kind in (ModelConfig, MegatronConfig)
-    }  # fmt: skip
+    }
     assert found == {ModelConfig: {1}, MegatronConfig: {1, 2, 4}}

@@ -36,7 +36,7 @@ def test_grpo_follows_the_curve_of_a_native_actor(megatron, task, reference, lay
 
 @pytest.mark.parametrize("layouts", marked([
     (LAYOUTS,), (("d2@0-1", "t2@2-3", "d2t2@0-3"),), (("d2@0-1", "p2v2@2-3", "t2p2v2@0-3"),),
-], quick=[]))  # fmt: skip
+], quick=[]))
 def test_checkpoint_goes_on_under_this_and_another_plan(megatron, task, tmp_path, layouts):
     whole = tmp_path / "whole"
     expected = megatron("grpo", "megatron", LAYOUTS, task, whole, None, num_ranks=4)[0]

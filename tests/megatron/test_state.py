@@ -13,7 +13,7 @@ from tests.samples import marked
 
 LAYOUTS = [
     ("qwen2", "d2t2@0-3"), ("qwen3-moe", "d2t2e2@0-3"), ("qwen2-moe", "d2p2@0-3"), ("qwen2", "d2p2v2@0-3"),
-]  # fmt: skip
+]
 LIBRARIES = [("transformer_engine", "float32"), ("grouped_gemm", "bfloat16")]
 
 
@@ -72,7 +72,7 @@ def test_optimizer_owns_every_element_of_grouped_experts(megatron, library, dtyp
     ("name", "layout", "other"), marked([
         ("qwen2", "t2p2@0-3", "d3@0-2"), ("qwen3-moe", "d2t2e2@0-3", "p2@1-2"), ("qwen2", "d2@0-1", "t4@0-3"),
         ("qwen2", "p2v2@0-1", "p2@0-1"), ("qwen3-moe", "t2p2v2@0-3", "d2e2@1-2"),
-    ], quick=[0, 4]))  # fmt: skip
+    ], quick=[0, 4]))
 def test_weights_go_to_our_layout_and_back(megatron, name, layout, other):
     for differing in megatron("moved_back", hf_config(name), layout, other, num_ranks=4):
         assert not differing
@@ -108,7 +108,7 @@ def test_exported_model_gives_transformers_the_same_logits(megatron, tmp_path, n
 
 @pytest.mark.parametrize(("name", "layout"), marked([
     ("qwen2", "t2p2v2@0-3"), ("qwen3-moe", "d2t2e2@0-3"),
-], quick=[0]))  # fmt: skip
+], quick=[0]))
 def test_loading_reads_into_the_tensors_in_place(megatron, tmp_path, name, layout):
     """No tensor is made that is half as large as the weights of a rank."""
     hf = hf_config(name) | {"vocab_size": 60_000}

@@ -15,7 +15,7 @@ def test_a_train_step_waits_in_operations_that_are_known(megatron):
     """Without a GPU, over gloo: the waits of the host. Every group of the step has some."""
     for layout, groups, pipelines in [
         ("t2p2@0-3", {(0, 1), (2, 3)}, {(0, 2), (1, 3)}), ("d2@0-1", {(0, 1)}, set()),
-    ]:  # fmt: skip
+    ]:
         ranks = 1 + max(max(group) for group in groups)
         found = megatron("waits", hf_config("qwen2"), layout, num_ranks=ranks)
         seen = [one for of_rank in found for one in of_rank]

@@ -85,7 +85,7 @@ def _generate(engine, layout, rank, num_new):
         name="actor_generate", kind="generate", role="actor", inputs=("prompt_ids",),
         outputs=("ids", "mask", "logprobs", "end"),
         work=Generate(SamplingConfig(max_new_tokens=num_new, temperature=0)),
-    )  # fmt: skip
+    )
     batch = Batch(share, {"prompt_ids": Packed.of([prompts[i] for i in share])})
     result = engine.generate(call, batch).batch
     if rank not in layout.result_ranks:

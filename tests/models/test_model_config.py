@@ -128,7 +128,7 @@ def test_refuses_experts_that_it_cannot_list(hf, sentence):
         (DEEPSEEK, {"q_lora_rank": 0}, "q_lora_rank is 0: it must be a whole number of at least 1, or null"),
         (DEEPSEEK, {"n_shared_experts": None}, "n_shared_experts is null: it must be a whole number"),
     ],
-)  # fmt: skip
+)
 def test_names_fields_with_illegal_values(hf, changes, sentence):
     with pytest.raises(ValueError) as caught:
         ModelConfig.from_hf({**hf, **changes})
@@ -144,7 +144,7 @@ def test_names_fields_with_illegal_values(hf, changes, sentence):
         ({"n_group": 4, "num_experts_per_tok": 3},
          "num_experts_per_tok is 3: it must be at most the 2 experts to choose from"),
     ],
-)  # fmt: skip
+)
 def test_groups_that_no_router_can_choose_by(changes, sentence):
     moe = ModelConfig.from_hf({**DEEPSEEK, **changes}).moe
     with pytest.raises(ValueError, match=sentence):
@@ -196,7 +196,7 @@ def test_end_of_sequence_in_the_generation_config():
         (GEMMA3, {"full_attention": {"original_max_position_embeddings": 0}, "sliding_attention": {}},
          "rope_parameters.full_attention: original_max_position_embeddings is 0: it must be"),
     ],
-)  # fmt: skip
+)
 def test_refuses_rotary_parameters(hf, rope, sentence):
     with pytest.raises(ValueError) as caught:
         ModelConfig.from_hf({**hf, "rope_scaling": rope})
@@ -229,7 +229,7 @@ def test_heads_and_the_way_back_to_hf():
 
 @pytest.mark.parametrize(
     "hf", [{**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"},
-           {**QWEN3_MOE, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}])  # fmt: skip
+           {**QWEN3_MOE, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}])
 def test_scores_of_families_without_a_class_cannot_be_exported(hf):
     assert ModelConfig.from_hf(hf).to_hf() == hf
     with pytest.raises(ValueError, match="no sequence classification model of (Granite|Olmoe), as which"):

@@ -105,7 +105,7 @@ def test_attention_counts_the_tokens_that_each_token_sees(window):
 
 
 @pytest.mark.parametrize(("name", "billions"), [
-    ("llama-7b", 6.607), ("qwen2.5-0.5b", 0.494), ("qwen3-30b-a3b", 3.04)])  # fmt: skip
+    ("llama-7b", 6.607), ("qwen2.5-0.5b", 0.494), ("qwen3-30b-a3b", 3.04)])
 def test_a_token_takes_two_flops_for_each_active_parameter(name, billions):
     """The published numbers of active parameters, without the embedding that is looked up."""
     flops = ModelFlops.of(model_spec(ModelConfig.load(name)))

@@ -73,7 +73,7 @@ def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, 
         (lambda: half_precision.affine(x, weight), grad.nbytes),
         (lambda: half_precision.product(grad, weight), x.nbytes),
         (lambda: half_precision.add_product(total, grad, x, is_empty=False), 0),
-    ):  # fmt: skip
+    ):
         with Storages() as storages:
             run()
         assert storages.peak - held < 30 << 20

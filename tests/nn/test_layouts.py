@@ -46,7 +46,7 @@ def _train(world, hf, layout, recompute):
         *((layout, False, False) for layout in UNTIED),
         *((layout, False, True) for layout in ("c2t2@0-3", "c2p2@0-3")),
     ], 5),
-)  # fmt: skip
+)
 def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied, recompute):
     hf = hf_config(tied=tied)
     alone = build(hf)

@@ -157,7 +157,7 @@ HF = {
         *(("qwen2", SOME, layout) for layout in LAYOUTS),
         *(("phi-3", LoraConfig(), layout) for layout in LAYOUTS),
     ], quick=(0, 2, 12)),
-)  # fmt: skip
+)
 def test_layouts_compute_what_one_process_does(pool, layout, family, lora):
     hf = HF[family]
     alone = step(build(ModelConfig.from_hf(hf), lora))
@@ -288,7 +288,7 @@ def test_no_rank_is_higher_than_the_smallest_layer(name, layer):
 def test_target_modules_become_a_tuple():
     for given, kept in (
         (["q_proj", "v_proj"], ("q_proj", "v_proj")), ("q_proj", ("q_proj",)), ("all-linear", "all-linear"),
-    ):  # fmt: skip
+    ):
         assert LoraConfig(target_modules=given).target_modules == kept
 
 
@@ -299,7 +299,7 @@ def test_target_modules_become_a_tuple():
         ("alpha", float("nan")), ("target_modules", ()), ("target_modules", ""), ("target_modules", 5),
         ("target_modules", [5]),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_named(field, value):
     with pytest.raises(ValueError, match=f"lora.{field} is"):
         LoraConfig(**{field: value})

@@ -23,7 +23,7 @@ VARIANTS = {
     "deepseek-v3-yarn": (MOE_CASES["deepseek-v3"], {
         "q_lora_rank": None, "rope_parameters": YARN_MSCALE, "n_group": 1, "first_k_dense_replace": 2}),
     "deepseek-v3-halves": (MOE_CASES["deepseek-v3"], {"rope_interleave": False, "norm_topk_prob": False}),
-}  # fmt: skip
+}
 
 
 def hf_config(name):

@@ -108,7 +108,7 @@ def _measure(world: Any, case: Case) -> Any:
         return None
     optimizer = OptimizerConfig(lr=1e-5) if case.role.trainable else None
     settings = {"dtype": case.role.dtype, "optimizer": optimizer, "lora": case.role.lora,
-                "float32_head": case.role.float32_head}  # fmt: skip
+                "float32_head": case.role.float32_head}
     engine = NativeEngine(case.role.spec, layout, world, **settings)
     engine.load(None, seed=0)
     inputs = ("tokens",) if case.kind == "generate" else ("tokens", "response_mask")

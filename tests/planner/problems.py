@@ -23,7 +23,7 @@ def random_cluster(rng, *, memory):
     return Cluster(
         hosts, per_host, memory, 1e12, 1e11, {"float32": 10 ** rng.uniform(11, 13)}, fast, slow,
         host_memory=rng.choice([None, Link(1e-5, 1e9)]),
-    )  # fmt: skip
+    )
 
 
 def random_model(rng):
@@ -102,7 +102,7 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
             rng.choice([2, 8]), rng.choice([16, 200]), rng.choice([16, 100]), 100,
             minibatches=rng.choice([1, 2]) if kind == "train_step" else 1,
             samples_per_prompt=rng.choice([1, 2]),
-        )  # fmt: skip
+        )
         if kind == "train_step":
             work[f"call{number}"] = replace(work[f"call{number}"], samples_per_prompt=1)
     training = {call.role for call in calls if call.kind == "train_step"}
@@ -113,7 +113,7 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
             leader if leader is not None and name not in training and rng.random() < 0.3 else None,
         )
         for name, role in roles.items()
-    }  # fmt: skip
+    }
     roles = with_shared_weights(rng, roles)
     graph = DataflowGraph(tuple(calls), ("prompts",))
     cluster, pins, together = random_cluster(rng, memory=memory), {}, ()
@@ -139,7 +139,7 @@ def random_lagged_problem(rng, *, num_calls, lag, rounds, memory=1e12):
         workloads = {
             call.name: replace(problem.workloads[call.name], rounds=rounds if call.kind == "generate" else 1)
             for call in problem.graph.calls
-        }  # fmt: skip
+        }
         order = ("score", "rollout", "train") if rounds == lag else ("rollout", "score", "train")
         return replace(
             problem, workloads=workloads, run_order=tuple(name for part in order for name in parts[part]),

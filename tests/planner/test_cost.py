@@ -31,7 +31,7 @@ def _rates(*, flops=FREE, memory=FREE, intra=FREE, inter=FREE, latency=1e-30, pc
     cluster = Cluster(
         16, 8, 80e9, 1e12, memory, {"bfloat16": flops}, Link(latency, intra), Link(latency, inter),
         host_memory=Link(1e-30, pcie),
-    )  # fmt: skip
+    )
     return Rates(cluster, PERFECT, path)
 
 

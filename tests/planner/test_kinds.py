@@ -29,11 +29,11 @@ from tests.planner.test_search import agrees
 FAST = Cluster(
     1, 2, 4e9, 1e12, 2e12, {"float32": 4e13}, Link(1e-6, 1e11), Link(1e-5, 2e10), host_memory=Link(1e-5, 1e9),
     accelerator="h100",
-)  # fmt: skip
+)
 SLOW = replace(
     FAST, peak_flops={"float32": 5e12}, memory_bandwidth_bytes_per_second=5e11, intra_host=Link(2e-6, 2e10),
     inter_host=Link(1e-5, 5e9), accelerator="a100",
-)  # fmt: skip
+)
 CONFIG = ModelConfig("llama", 1000, 256, 768, 4, 4, 2, 64)
 
 

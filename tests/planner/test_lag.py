@@ -177,7 +177,7 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
         here = [a for a in simulation.timeline
-                if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]  # fmt: skip
+                if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]
         busy = sorted((a.start, a.end) for a in here)
         for (_, end), (start, _) in zip(busy, busy[1:], strict=False):
             assert start >= end - 1e-9 * period
@@ -187,7 +187,7 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
     for move in (a for a in simulation.timeline if a.kind == "realloc"):
         user = calls[move.name.split(" for ")[1]]
         during = [user.start + n * period < move.end * (1 - 1e-9) and user.end + n * period > move.start * (
-            1 + 1e-9) for n in (-2, -1, 0, 1, 2)]  # fmt: skip
+            1 + 1e-9) for n in (-2, -1, 0, 1, 2)]
         in_step = problem.run_order.index(user.name) < min(
             problem.run_order.index(c.name) for c in problem.graph.of_kind("train_step"))
         assert not in_step or not any(during), (move, user, period)
@@ -265,5 +265,5 @@ def test_rounds_leave_out_the_long_tail_of_a_batch():
         call_cost(rates, call, role, Workload(64, 100, 500, 8000, rounds=rounds),
                   CallPlan(Layout.parse("d1@0")), per_host=8).seconds
         for rounds in (1, 16)
-    ]  # fmt: skip
+    ]
     assert seconds[1] < 0.6 * seconds[0]

@@ -89,14 +89,14 @@ def test_the_slowest_replica_is_that_of_a_simulation(name, costs):
     for number, (replicas, rows, slots, stealing) in enumerate((
         (1, 64, 64, False), (8, 32, 64, False), (64, 8, 64, False), (1, 128, 32, False), (4, 64, 16, False),
         (4, 64, 16, True), (16, 16, 8, True), (2, 128, 32, True), (8, 32, 8, False),
-    )):  # fmt: skip
+    )):
         group = 4
         rng = np.random.default_rng(number)
         num_runs = 2 if name == "equal" else 24
         drawn = [
             _run(lengths, rng, replicas=replicas, rows=rows, slots=slots, group=group, stealing=stealing,
                  costs=COSTS[costs]) for _ in range(num_runs)
-        ]  # fmt: skip
+        ]
         rollout = Rollout(lengths, 1, rows, min(rows, slots), replicas, stealing, group)
         mean, noise = np.mean(drawn), np.std(drawn) / math.sqrt(num_runs)
         found = _priced(rollout, COSTS[costs])
@@ -153,7 +153,7 @@ def test_the_table_of_the_documentation():
     for words, rows, replicas, stealing in (
         ("64, 64 | 1", 64, 1, False), ("64, 64 | 8", 64, 8, False), ("256, 64 | 8", 256, 8, False),
         ("256, 64, work stealing | 8", 256, 8, True),
-    ):  # fmt: skip
+    ):
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {words} |"))
         shown = [float(cell.replace(",", "")) for cell in line.split("|")[3:6]]
         found = [_priced(Rollout(one, 1, rows, 64, replicas, stealing, 8), COSTS["steps"]) for one in given]
@@ -200,7 +200,7 @@ def test_the_slowest_rank_is_that_of_drawn_batches(name):
     for dp, group_size, minibatches, pp, max_tokens in (
         (1, 1, 1, 1, 2048), (4, 1, 1, 1, 4096), (16, 1, 2, 1, 1024), (8, 4, 1, 1, 4096), (2, 1, 1, 4, 2048),
         (32, 1, 1, 1, 2048), (4, 1, 1, 4, 65536),
-    ):  # fmt: skip
+    ):
         work = Workload(
             256, PROMPT, lengths.mean, lengths.limit, samples_per_prompt=4, group_size=group_size,
             minibatches=minibatches, response_lengths=lengths)
@@ -266,7 +266,7 @@ def test_users_say_how_long_responses_get(tmp_path):
     assert tail.lengths == long_tail(300.0, 2000.0, 4096) and tail.longest_prompt_tokens == 90
     (tmp_path / "rollouts.jsonl").write_text("".join(
         json.dumps({"step": 1, "followed": False, "length": n, "finished": n < 4096}) + "\n"
-        for n in (10, 20, 4096)) + '{"step": 2, "leng')  # fmt: skip
+        for n in (10, 20, 4096)) + '{"step": 2, "leng')
     seen = _workload(tmp_path, lengths_from=str(tmp_path))
     assert seen.lengths == observed([10, 20, 4096], 4096) and seen.response_tokens == pytest.approx(4126 / 3)
 

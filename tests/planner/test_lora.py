@@ -56,7 +56,7 @@ def test_the_reference_has_no_second_copy_where_it_has_the_same_part():
     experiment = GRPO(
         actor=actor, reward_function=_reward, loss=PolicyLossConfig(kl_coef=0.1),
         expected=Expected(prompt_tokens=100, response_tokens=100),
-    )  # fmt: skip
+    )
     problem = problem_of(experiment, Cluster.load("h100-8x8"))
     layouts = {"actor_generate": "t4@0-3", "ref_forward": "d2t2@0-3", "actor_train": "d2t2@0-3"}
     plan = ExecutionPlan.from_dict({"calls": {name: {"layout": text} for name, text in layouts.items()}})

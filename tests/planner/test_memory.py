@@ -52,7 +52,7 @@ HF = {
     "gemma3": _EXPERTS | {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16,
         "query_pre_attn_scalar": 16, "sliding_window": 64},
-}  # fmt: skip
+}
 NARROW = {"vocab": 96}  # With a small vocabulary the layers take more than the logits.
 FULL = Workload(num_samples=16, prompt_tokens=16, response_tokens=32)
 SHORT = Workload(num_samples=16, prompt_tokens=8, response_tokens=8)
@@ -160,7 +160,7 @@ def predict(case, rank):
     return (
         weights_bytes(case.role, *where), training,
         peak_memory(case.role, case.kind, case.workload, *where, **options),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("case", drawn(CASES, 4), ids=_name)
@@ -190,7 +190,7 @@ LONG_PROMPTS = [
         FEW_ROWS, longest_prompt_tokens=48.0)),
     Case("d1@0", "forward", _role(trainable=False), replace(FULL, longest_prompt_tokens=28.0), 50),
     Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), replace(FULL, longest_prompt_tokens=28.0), 50),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", marked(LONG_PROMPTS, quick=[0, 1]), ids=_name)

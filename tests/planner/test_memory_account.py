@@ -56,7 +56,7 @@ def varied_problem(rng, **fields):
         PlannedCall(f"eval/{call.name}", "generate", call.role, Workload(64, 50, 60, 80),
                     (f"eval/{call.name}", rng.choice([call.name, "another"])), is_evaluation=True)
         for call in problem.model_calls if rng.random() < 0.3
-    ]  # fmt: skip
+    ]
     cluster = replace(problem.cluster, device_type=rng.choice(["cuda", "cpu"]))
     return replace(
         problem, roles=roles, workloads=workloads, cluster=cluster, evaluations=tuple(evaluations))

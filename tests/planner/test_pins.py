@@ -25,7 +25,7 @@ from tests.planner.problems import (
     random_lagged_problem,
     random_pins,
     random_problem,
-)  # fmt: skip
+)
 from tests.samples import marked
 
 PINS_PER_PROBLEM = 12
@@ -189,7 +189,7 @@ def scoring_and_training(memory, pins):
     """Return a problem on two devices; a mini-batch has one sample, which dp cannot split."""
     link = Link(1e-6, 3e9)
     calls = (FunctionCall("score", "forward", ("prompts",), ("scores",), "actor"),
-             FunctionCall("train", "train_step", ("scores",), (), "actor"))  # fmt: skip
+             FunctionCall("train", "train_step", ("scores",), (), "actor"))
     work = Workload(2, 2000, 2000, 2000)
     role = ModelRole(ModelConfig("llama", 1000, 256, 768, 3, 4, 2, 64), "float32", trainable=True)
     return Problem(

@@ -33,7 +33,7 @@ def test_the_goals_can_be_missed(rows):
     ideal = replace(
         EFFICIENCIES["h100"], matmul=1.0, grouped_matmul=1.0, attention=1.0, memory=1.0, link=1.0,
         kernel_seconds=0.0, launch_seconds=0.0, step_seconds=0.0, row_seconds=0.0,
-    )  # fmt: skip
+    )
     row = published_rows.ROWS[6]
     seconds = published_steps.step_seconds(row, published_steps.peer_seconds(row, ideal))
     assert seconds < 0.67 * row.seconds < 0.67 * 1.5 * rows[6]["predicted_seconds"]

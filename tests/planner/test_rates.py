@@ -79,7 +79,7 @@ def test_few_tokens_use_few_experts():
     rng = np.random.default_rng(0)
     for experts, chosen, tokens in ((8, 2, 3), (128, 8, 16), (256, 8, 64)):
         used = [len({*np.concatenate([rng.permutation(experts)[:chosen] for _ in range(tokens)])})
-                for _ in range(300)]  # fmt: skip
+                for _ in range(300)]
         assert used_experts(experts, chosen, tokens) == pytest.approx(np.mean(used), rel=0.03)
 
 
@@ -99,7 +99,7 @@ def test_decoding_reads_the_tokens_of_each_row_once(name):
     for path in (OUR_CUDA, OUR_CPU):
         rates = Rates(_cluster(memory=1e12), Efficiencies(), path)
         short, long = (rates.decode_block(role, ONE, ONE, rows=rows, context=c, longest=2 * c)[0][0]
-                       for c in (context, 2 * context))  # fmt: skip
+                       for c in (context, 2 * context))
         step[path] = (long - short) * 1e12
     assert step[OUR_CUDA] == step[OUR_CPU] == pytest.approx(8 * 1000 * width * 2)
 
@@ -109,7 +109,7 @@ def test_decoding_multiplies_queries_with_the_latent():
     config = replace(ModelConfig.load("deepseek-v3"), moe=None)
     rates = Rates(_cluster(flops=1e15), Efficiencies(), OUR_CPU)
     short, long = (rates.decode_block(ModelRole(config), ONE, ONE, rows=np.ones(1), context=c)[0][0]
-                   for c in (np.zeros(1), np.full(1, 1000.0)))  # fmt: skip
+                   for c in (np.zeros(1), np.full(1, 1000.0)))
     assert (long - short) * 1e15 == pytest.approx(1000 * 128 * 2 * (512 + 64 + 512))
 
 
@@ -152,7 +152,7 @@ _NO_KERNELS = (
     "view", "t", "transpose", "unsqueeze", "squeeze", "slice", "select", "split", "detach", "expand", "alias",
     "as_strided", "permute", "unbind", "chunk", "empty", "new_empty", "unflatten", "flatten", "reshape",
     "promote_types", "unsafe", "resize", "to", "copy",
-)  # fmt: skip
+)
 
 
 class Operators(TorchDispatchMode):
@@ -211,7 +211,7 @@ def test_kernels_are_counted_from_the_code(has_experts, decodes, ep, monkeypatch
                 model(ids, [12, 12])
         counts.append(len(operators.names))
     kernels = (OUR_CUDA.decode_kernels, OUR_CUDA.decode_expert_kernels) if decodes else (
-        OUR_CUDA.kernels, OUR_CUDA.expert_kernels)  # fmt: skip
+        OUR_CUDA.kernels, OUR_CUDA.expert_kernels)
     expected = kernels[0] + (kernels[1] if has_experts else 0) + OUR_CUDA.gathered_kernels * (ep > 1)
     assert counts[1] - counts[0] == pytest.approx(expected, rel=0.15)
 

@@ -16,9 +16,9 @@ from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 
 DENSE = ("llama-7b", "llama-70b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-32b", "gemma-2-9b",
-         "gpt2")  # fmt: skip
+         "gpt2")
 EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "deepseek-v3", "olmoe-1b-7b",
-           "qwen1.5-moe-a2.7b")  # fmt: skip
+           "qwen1.5-moe-a2.7b")
 QUICK = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen2.5-7b", "mixtral-8x7b", "qwen1.5-moe-a2.7b")
 MOST = 1.35
 

@@ -180,7 +180,7 @@ def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
 def test_changes_reach_every_workload_and_the_cluster(planned):
     problem, rates = planned.problem, planned.space.rates
     values = {"response_tokens": 45, "prompt_tokens": "200", "batch_size": "128", "num_hosts": "4",
-              "inter_host.bandwidth": "200 Gbit/s", "device_memory": "60 GB"}  # fmt: skip
+              "inter_host.bandwidth": "200 Gbit/s", "device_memory": "60 GB"}
     changed, other_rates = change(problem, rates, values)
     for name, work in changed.workloads.items():
         before = problem.workloads[name]
@@ -192,7 +192,7 @@ def test_changes_reach_every_workload_and_the_cluster(planned):
     now = current_values(changed)
     assert {key: now[key] for key in values} == {
         "response_tokens": 45, "prompt_tokens": 200, "batch_size": 128, "num_hosts": 4,
-        "inter_host.bandwidth": 25e9, "device_memory": 60e9}  # fmt: skip
+        "inter_host.bandwidth": 25e9, "device_memory": 60e9}
     assert change(problem, rates, current_values(problem))[0] == problem
 
 
@@ -202,7 +202,7 @@ def test_observed_lengths_keep_their_shape_when_they_are_scaled(planned, factor)
     lengths = np.array([12, 40, 40, 90, 270])
     prompts, responses = (observed((lengths + more).tolist()) for more in (0, 7))
     given = {"prompt_tokens": prompts.mean, "prompt_lengths": prompts, "response_tokens": responses.mean,
-             "response_lengths": responses, "max_new_tokens": responses.limit}  # fmt: skip
+             "response_lengths": responses, "max_new_tokens": responses.limit}
     workloads = {name: replace(work, **given) for name, work in planned.problem.workloads.items()}
     problem = replace(planned.problem, workloads=workloads)
     wanted = {key: current_values(problem)[key] * factor for key in ("prompt_tokens", "response_tokens")}
@@ -263,6 +263,6 @@ def test_layouts_that_do_not_go_with_a_change(planned):
     assert fewer.obstacle == "the layouts need 16 devices of 8" and fewer.step_seconds is None
     assert fewer.best_step_seconds > planned.result.step_seconds
     assert max(ExecutionPlan.from_dict({"calls": {n: {"layout": x} for n, x in fewer.best_layouts.items()}}
-               )[n].layout.ranks[-1] for n in fewer.best_layouts) < 8  # fmt: skip
+               )[n].layout.ranks[-1] for n in fewer.best_layouts) < 8
     tiny = what_if(planned, {"device_memory": "3 GB"}, limits)
     assert tiny.best_step_seconds is None and "device" in tiny.best_obstacle and tiny.obstacle

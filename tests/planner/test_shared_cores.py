@@ -81,7 +81,7 @@ def test_the_slowest_replica_has_the_cores_for_itself_in_the_end(replicas, tp, n
     ("ranks", "num_cores", "expected"),
     [((2, 2), 2, (2.0, 4.0)), ((1, 1), 2, (1.0, 3.0)), ((1, 3), 2, (1.5, 3.5)), ((2, 2), 4, (1.0, 3.0)),
      ((1, 1), 1, (2.0, 4.0))],
-)  # fmt: skip
+)
 def test_calls_on_other_ranks_use_the_same_cores(ranks, num_cores, expected):
     """Calls of 1 and of 3 s run beside each other; then comes one on all ranks.
 

@@ -109,7 +109,7 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
         here = [a for a in simulation.timeline
-                if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]  # fmt: skip
+                if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]
         busy = sorted((a.start, a.end) for a in here)
         for (_, end), (start, _) in zip(busy, busy[1:], strict=False):
             assert start >= end - 1e-9 * period
@@ -141,7 +141,7 @@ def problem_of(*kinds, cluster=CLUSTER, pins=()):
         DataflowGraph(tuple(calls), ("prompts",)), {"actor": ModelRole(CONFIG, "float32", trainable=True)},
         {call.name: work for call in calls}, cluster,
         {call.name: Layout.parse(text) for call, text in zip(calls, pins, strict=False)},
-    )  # fmt: skip
+    )
 
 
 def placed(text):
@@ -155,7 +155,7 @@ def scheduled(source, target, *, sharded):
     schedule = make_schedule(
         SPEC, source=Layout.parse(source), target=Layout.parse(target), itemsize=4, sharded=sharded,
         links=links,
-    )  # fmt: skip
+    )
     return schedule.seconds / Rates(CLUSTER).efficiencies.link
 
 

@@ -90,7 +90,7 @@ def _move(world, source, target, follow_rate, sharded, dtype):
     old = {
         name: tuple((box, model[name][region_slices(box)].clone()) for box in boxes)
         for name, boxes in held.items()
-    }  # fmt: skip
+    }
     realloc = make_reallocator(
         spec, *layouts, apart, dtype=dtype, sharded=sharded, follow_rate=follow_rate,
         staging_bytes=STAGING_BYTES)

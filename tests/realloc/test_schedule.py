@@ -174,7 +174,7 @@ def test_random_models_layouts_and_clusters(seed):
         options = {
             "itemsize": int(rng.choice([2, 4])), "links": _random_links(rng),
             "staging_bytes": int(rng.integers(100, 4000)), "forward": bool(rng.integers(4)),
-        }  # fmt: skip
+        }
         schedule = make_schedule(spec, source=source, target=target, **options)
         _check(spec, schedule, source, target)
         _check_bound(spec, schedule, source, target)

@@ -282,7 +282,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a segment that stays", "error", "i = c(libc.shmget(0, 4096, 0o1600)); hit(); libc.shmctl(i, 0, None)"),
         ("no end by a closed terminal", "passed", "signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\nimport threading; threading.Timer(0.7, hit).start()", "alone slow"),
     ],
-}  # fmt: skip
+}
 CHEATS = [
     ("exit", "text", "import sys; sys.exit(0)"),
     ("exit at once", "text", "import os; os._exit(0)"),
@@ -314,7 +314,7 @@ CHEATS = [
     ("the expected text in memory", "program", "import gc\nprint(*[o['expected'] for o in gc.get_objects() if isinstance(o, dict) and isinstance(o.get('expected'), str)][:1])"),
     ("another comparison", "program", "import builtins; builtins.print('x'); import sys\nf = sys._getframe().f_back\nwhile f:\n    f.f_globals['equal'] = lambda a, b: True; f = f.f_back"),
     ("exit at once", "program", "import os; os._exit(0)"),
-]  # fmt: skip
+]
 """Programs that get a reward for the square of a number without computing it, by a test's form: the name, the
 form and the code."""
 ATTACKS = [Attack(kind, *row) for kind, rows in _TABLE.items() for row in rows]
@@ -330,7 +330,7 @@ _NUMBERS = {
     "clone": (56, 220), "clone3": (435, 435), "vmsplice": (278, 75), "tee": (276, 77), "io_setup": (206, 0),
     "add_key": (248, 217), "keyctl": (250, 219), "landlock_create_ruleset": (444, 444), "memfd_secret": (447, 447),
     "mlockall": (151, 230), "sync": (162, 81),
-}  # fmt: skip
+}
 _PRELUDE = '''
 import ctypes, fcntl, mmap, os, resource, signal, socket, struct, sys, time
 from ctypes import addressof, byref
@@ -451,7 +451,7 @@ def together(box: Sandbox, attacks: Sequence[Attack], names: dict[str, Any]) -> 
     said = execution.stdout.split("\n")
     assert said[0] == "READY", execution
     return [Outcome(attack.name, f"HIT {_key(attack)}" in said, reason)
-            for attack, reason in zip(attacks, execution.tests, strict=True)]  # fmt: skip
+            for attack, reason in zip(attacks, execution.tests, strict=True)]
 
 
 def unconfined(attack: Attack, names: dict[str, Any]) -> tuple[bool, str]:

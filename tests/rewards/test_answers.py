@@ -119,7 +119,7 @@ SLOW = "(?:a|aa)+$"
 
 @pytest.mark.parametrize("make", [
     lambda: RegexMatch(SLOW), lambda: RegexMatch(SLOW, whole=True), lambda: ExactMatch(extract=SLOW),
-    lambda: RemoteJudge("http://localhost", pattern=f"({SLOW})")])  # fmt: skip
+    lambda: RemoteJudge("http://localhost", pattern=f"({SLOW})")])
 def test_patterns_that_take_exponential_time(make, monkeypatch):
     """The limit is one for each text, and holds in threads, too."""
     monkeypatch.setattr(answers, "PATTERN_SECONDS", 0.1)

@@ -22,7 +22,7 @@ LANDLOCK = [True, pytest.param(False, marks=pytest.mark.slow)]
 def _failures(chosen, outcomes):
     """Return the attacks that have succeeded, or failed for another reason than theirs."""
     return [(attack.kind, outcome) for attack, outcome in zip(chosen, outcomes, strict=True)
-            if outcome.is_hit or outcome.reason not in attack.reasons.split("|")]  # fmt: skip
+            if outcome.is_hit or outcome.reason not in attack.reasons.split("|")]
 
 
 def _as_ordinary_user(*arguments):
@@ -30,7 +30,7 @@ def _as_ordinary_user(*arguments):
     python = "/usr/bin/python3"
     readable = all(path.stat().st_mode & 0o005 == 0o005 for path in (ROOT, *ROOT.parents))
     version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"],
-                             capture_output=True, text=True) if os.path.exists(python) else None  # fmt: skip
+                             capture_output=True, text=True) if os.path.exists(python) else None
     if os.geteuid() != 0 or not readable or version is None or "True" not in version.stdout:
         pytest.skip("needs root, a readable checkout and Python 3.11 of the system")
     result = subprocess.run(
@@ -58,7 +58,7 @@ def test_the_table_has_attacks_of_each_kind():
 @pytest.mark.parametrize("landlock", LANDLOCK)
 def test_no_attack_succeeds(landlock):
     chosen = [attack for attack in ATTACKS
-              if applies(attack, landlock=landlock) and "slow" not in attack.flags]  # fmt: skip
+              if applies(attack, landlock=landlock) and "slow" not in attack.flags]
     assert _failures(chosen, attacks.all_outcomes(chosen, landlock=landlock)) == []
 
 
@@ -86,7 +86,7 @@ def test_no_attack_of_all_of_an_ordinary_user_succeeds(option):
 @pytest.mark.parametrize("chosen", [
     [attack for attack in ATTACKS if attack.kind == "kernel's memory"],
     pytest.param([attack for attack in ATTACKS if applies(attack)], marks=pytest.mark.slow),
-], ids=["kernel", "all"])  # fmt: skip
+], ids=["kernel", "all"])
 def test_each_attack_succeeds_without_a_sandbox(chosen):
     rows = [(a.kind, a.name, is_hit, output) for a, (is_hit, output) in attacks.controls(chosen).items()]
     assert _failed_controls(rows) == []

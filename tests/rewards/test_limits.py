@@ -113,7 +113,7 @@ def _batch(score, group):
 
     mask = packed(torch.tensor([0.0, 0, 1, 1, 1]).repeat(count))
     logps = {key: packed(torch.randn(5 * count, generator=generator) * mask.values)
-             for key in ("gen_logprobs", "ref_logprobs", "values")}  # fmt: skip
+             for key in ("gen_logprobs", "ref_logprobs", "values")}
     return Batch(list(range(count)), {
         "score": torch.tensor(score), "response_mask": mask, "finished": torch.ones(count), **logps})
 
@@ -277,7 +277,7 @@ def test_a_host_call_that_takes_too_long_ends_the_run():
     ({"max_failed_steps": -1}, "reward_limits.max_failed_steps is -1"),
     ({"retries": -1}, "reward_limits.retries is -1: it must not be negative"),
     ({"on_failure": "ignore"}, "reward_limits.on_failure"),
-])  # fmt: skip
+])
 def test_wrong_limits(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         RewardLimits(**fields)

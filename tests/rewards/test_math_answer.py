@@ -14,7 +14,7 @@ PAIRS = [
     ("72", "#### 72"), ("72", r"so \boxed{72}."), ("72", "it is 73"), (r"$\frac{1}{2}$", r"\boxed{0.5}"),
     (r"\frac{1}{2}", "$1/2$"), ("0.5", r"\boxed{\frac12}"), (r"\boxed{x^2+1}", r"\boxed{1+x^2}"),
     (r"\boxed{x^2+1}", r"\boxed{2+x^2}"), ("1,234", "1234"), ("5", "no idea"), ("-3", "$-3$"), ("50%", "0.5"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def reward():
 def test_scores_are_those_of_the_library(reward):
     golds, texts = zip(*PAIRS, strict=True)
     expected = [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(text)))
-                for gold, text in PAIRS]  # fmt: skip
+                for gold, text in PAIRS]
     assert set(expected) == {0.0, 1.0}
     assert reward(completions=list(texts), answer=list(golds)) == expected
 
@@ -45,7 +45,7 @@ def test_forms_of_the_right_answer(reward):
     r"\boxed{1{,}234}", r"\boxed{1,234}", "<answer>1234</answer>", r"\boxed{~1234~}",
     r"\boxed{\text{1234}}", r"\boxed{\boxed{1234}}", r"<think>maybe \boxed{5}</think>The answer is 1234.",
     r"\boxed{5}? No: \boxed{1234}", "1,234.\r\n",
-])  # fmt: skip
+])
 def test_ordinary_forms_of_a_right_answer(reward, text):
     assert reward(completions=[text], answer=["1234"]) == [1.0]
     assert reward(completions=[text], answer=["1235"]) == [0.0]

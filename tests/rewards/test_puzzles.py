@@ -28,7 +28,7 @@ def test_scores_are_those_of_the_library(name):
 @pytest.mark.parametrize(("metadata", "sentence"), [
     ({}, "column 'metadata' has '{}': it must be an object with a source_dataset"),
     ({"source_dataset": "no_such"}, "no_such"),
-])  # fmt: skip
+])
 def test_unknown_entries(metadata, sentence):
     with pytest.raises(UserError, match=sentence):
         ReasoningGym()(completions=["<answer>1</answer>"], answer=["1"], metadata=[metadata])

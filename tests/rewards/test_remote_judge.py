@@ -112,7 +112,7 @@ def test_samples_are_posted_and_scores_are_read(service, monkeypatch):
     assert _score(judge, level=[1, 2, 3]) == [1.0, 2.0, 3.0]
     assert service.requests == [("/", "secret", {
         "prompts": ["prompt a", "prompt bb", "prompt ccc"], "completions": ["a", "bb", "ccc"],
-        "columns": {"level": [1, 2, 3]}})]  # fmt: skip
+        "columns": {"level": [1, 2, 3]}})]
     assert "secret" not in repr(judge)
 
 
@@ -121,7 +121,7 @@ def test_requests_at_the_same_time(service):
     started = time.monotonic()
     texts = tuple("x" * (i % 5) for i in range(32))
     assert _score(Reward(RemoteJudge(service.url), concurrency=32), texts=texts) == [
-        float(len(text)) for text in texts]  # fmt: skip
+        float(len(text)) for text in texts]
     assert time.monotonic() - started < 32 * service.seconds and len(service.requests) == 32
 
 
@@ -149,7 +149,7 @@ def test_a_service_that_is_away_or_slow(service):
 def test_a_chat_model_is_asked(service):
     judge = RemoteJudge(
         service.url + "chat", columns=("gold",), prompt="{prompt} {completion} {gold} {other}",
-        model="judge", scale=100.0)  # fmt: skip
+        model="judge", scale=100.0)
     shown = ["prompt a a 1 {other}", "prompt bb bb 2 {other}"]
     expected = [len(text) / 100 for text in shown]
     assert _score(judge, texts=("a", "bb"), gold=["1", "2"]) == expected
@@ -275,7 +275,7 @@ def test_waits_grow_up_to_a_minute_with_jitter():
     ({"max_reply_mib": 0.0}, "RemoteJudge.max_reply_mib is 0.0"),
     ({"pattern": "x"}, "RemoteJudge.pattern is x: it must be a regular expression with a group"),
     ({"prompt": "{completion}"}, "RemoteJudge.model is '': it must name a model"),
-])  # fmt: skip
+])
 def test_wrong_settings(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         RemoteJudge(**{"url": "http://localhost", **fields})
@@ -312,6 +312,6 @@ def test_a_busy_service_is_named_whatever_its_error_looks_like(service, encoding
 
 @pytest.mark.parametrize("value", [
     "Mon, 01 Jan 2024 00:00:00 +99999999999999", f"Mon, 01 Jan {'9' * 30} 00:00:00 GMT", "nan", "-1",
-    "Mon, 01 Jan 0001 00:00:00 -0000"])  # fmt: skip
+    "Mon, 01 Jan 0001 00:00:00 -0000"])
 def test_a_wait_that_is_no_time_is_none(value):
     assert _retry_after(value) == 0.0

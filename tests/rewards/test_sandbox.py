@@ -34,7 +34,7 @@ HOSTILE = {
     "early end": ("import os\nos._exit(0)", "ended"),
     "crash": ("import ctypes\nctypes.string_at(0)", "killed"),
     "exit": ("import sys\nsys.exit(0)", "error"),
-}  # fmt: skip
+}
 """Code without end or bounds, and the reason of its failure; test_attacks.py has what is bounded."""
 
 
@@ -149,7 +149,7 @@ RIGHT = {
         "print(datetime.datetime(2024, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin')).utcoffset(), "
         "len(uuid.uuid4().hex), platform.system(), random.SystemRandom().random() < 1)",
         "", "2:00:00 32 Linux True"),
-}  # fmt: skip
+}
 """Right programs: code, input and output."""
 RIGHT["large numbers"] = (RIGHT["large numbers"][0], "5000", str(math.factorial(5000) % 10007))
 WITH_LANDLOCK = {
@@ -165,7 +165,7 @@ WITH_LANDLOCK = {
         "(d / 'a').write_text(input())\nshutil.move(d / 'a', d / 'b')\nwith open(d / 'b', 'r+b') as f:\n"
         "    m = mmap.mmap(f.fileno(), 0)\n    m[:1] = b'y'\n    m.close()\n"
         "print([p.read_text() for p in d.iterdir()])", "xyz", "['yyz']"),
-}  # fmt: skip
+}
 """Right programs that write files or map them as shared, which the sandbox allows where it has Landlock."""
 
 
@@ -178,7 +178,7 @@ def test_right_programs_run(landlock):
         ends = list(pool.map(
             lambda program: box.run(program[0], stdin=program[1], as_program=True), programs.values()))
     found = {name: (end.reason, end.detail, end.stdout.strip())
-             for name, end in zip(programs, ends, strict=True)}  # fmt: skip
+             for name, end in zip(programs, ends, strict=True)}
     assert found == {name: ("passed", "", output) for name, (_, _, output) in programs.items()}
 
 
@@ -245,7 +245,7 @@ def test_a_forged_report_does_not_count():
 @pytest.mark.parametrize("line", [
     " {}", " []", ' {"event": "code"}', ' {"event": "test", "reason": "made up"}', ' {"event": ["code"]}',
     ' {"event": "code", "reason": "passed", "detail": 7}', "[" * 50_000,
-])  # fmt: skip
+])
 def test_code_that_finds_the_secret_word_ends_no_run(line):
     code = "import os, sys\nframe = sys._getframe()\n"
     code += "while 'report_fd' not in frame.f_locals: frame = frame.f_back\n"
@@ -293,7 +293,7 @@ print(sandbox.Sandbox(allow_unprotected=True).run("print(1)").stdout)
 @pytest.mark.parametrize(("machine", "header", "prefix"), [
     ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "__NR_"),
     ("aarch64", "/usr/include/asm-generic/unistd.h", "__NR(?:3264)?_"),
-])  # fmt: skip
+])
 def test_numbers_of_system_calls_are_those_of_the_kernel(machine, header, prefix):
     if not Path(header).exists():
         pytest.skip(f"there is no {header}")

@@ -217,7 +217,7 @@ def _of_truth(completions, ground_truth=None, scale=None, **columns):
         "dataset has no column 'gold': where partial looks it up by `get`, it finds nothing"]),
     (_gets_what_is_there, []),
     (_Scorer(), []),
-])  # fmt: skip
+])
 def test_columns_that_a_function_asks_for_in_vain(function, expected):
     columns = ["answer", "level"]
     assert list(RewardCall(function, reward_columns(function, columns)).misspelt(columns)) == expected

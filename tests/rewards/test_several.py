@@ -53,7 +53,7 @@ def test_the_score_is_the_weighted_sum_of_the_rewards_that_apply():
     assert found.by_name == [
         {"length": 1.0, "pairs": None, "graded": 0.5}, {"length": 2.0, "pairs": 1.0, "graded": 0.5},
         {"length": 3.0, "pairs": None, "graded": 0.5}, {"length": 4.0, "pairs": 0.0, "graded": 0.5},
-    ]  # fmt: skip
+    ]
 
 
 def test_one_function_is_a_list_of_one():
@@ -90,7 +90,7 @@ def test_a_side_reward_that_fails_may_be_skipped(failure, concurrency, capsys):
         return [math.nan if text == "bb" else None if text == "a" else 10.0 for text in completions]
 
     reward = Reward(side, weight=0.1, on_failure="skip", concurrency=concurrency,
-                    timeout_seconds=0.3 if failure == "hangs" else None)  # fmt: skip
+                    timeout_seconds=0.3 if failure == "hangs" else None)
     for limits in (RewardLimits(), RewardLimits(on_failure="drop")):
         found = _scored([length, reward], limits)
         assert found.totals == [1.0, 2.0, 4.0, 5.0]
@@ -257,11 +257,11 @@ def test_evaluations_read_the_columns_of_their_own_dataset(tmp_path):
     experiment = GRPO(
         actor=Role("actor"), reward_function=[length, even], eval_function=[Reward(graded, name="judge")],
         dataset=DatasetConfig(str(tmp_path / "train.jsonl")),
-        eval_dataset=DatasetConfig(str(tmp_path / "held_out.jsonl")))  # fmt: skip
+        eval_dataset=DatasetConfig(str(tmp_path / "held_out.jsonl")))
     assert experiment.eval_graph()["reward_forward"].inputs == (
-        "prompt", "sequence_ids", "response_mask", "level")  # fmt: skip
+        "prompt", "sequence_ids", "response_mask", "level")
     assert experiment.graph()["reward_forward"].inputs == (
-        "prompt", "sequence_ids", "response_mask", "answer")  # fmt: skip
+        "prompt", "sequence_ids", "response_mask", "answer")
 
 
 def odd_only(completions, completion_ids, **columns):
@@ -279,7 +279,7 @@ def run_several(world, layouts, directory):
     rewards = [
         Reward(odd_only, weight=0.5), Reward(noted, name="async"),
         Reward(odd_only, weight=-0.25, name="pooled", concurrency=3),
-    ]  # fmt: skip
+    ]
     experiment = make_experiment("grpo", directory, steps=2)
     experiment.reward_function = rewards
     calls = {call: {"layout": layout, "micro_batch_tokens": 40} for call, layout in layouts.items()}
@@ -290,7 +290,7 @@ def run_several(world, layouts, directory):
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")
 NAMES = ("reward/odd_only/mean", "reward/odd_only/std", "reward/async/mean", "reward/pooled/mean",
-         "noted/length", "reward/mean", "actor/grad_norm")  # fmt: skip
+         "noted/length", "reward/mean", "actor/grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_a_plan_does_not_change_the_rewards(pool, task, reference, layout):
     assert score == pytest.approx(reference[1], rel=1e-12)
     for ours, expected in zip(metrics, reference[0], strict=True):
         assert {name: ours[name] for name in NAMES} == pytest.approx(
-            {name: expected[name] for name in NAMES}, rel=1e-9)  # fmt: skip
+            {name: expected[name] for name in NAMES}, rel=1e-9)
         assert ours["reward/odd_only/mean"] == ours["reward/pooled/mean"] != ours["reward/async/mean"]
 
 
@@ -327,7 +327,7 @@ def test_the_context_of_the_run_gives_the_step():
 
     batch = Batch([0], {
         "sequence_ids": Packed.of([torch.tensor([1, 2])]), "prompt": ["p"],
-        "response_mask": Packed.of([torch.tensor([0.0, 1.0])])})  # fmt: skip
+        "response_mask": Packed.of([torch.tensor([0.0, 1.0])])})
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
     columns = RewardCall(asks, ())(batch, SimpleNamespace(tokenizer=tokenizer, step=5))
     assert seen == [5] and columns["reward_scores"] == [{"asks": 0.0}]

@@ -158,7 +158,7 @@ def test_discounts_of_one_and_zero():
         (RepetitionPenalty(), {"penalty": 0.05}, "RepetitionPenalty.penalty is 0.05: it must be below 0"),
         (RepetitionPenalty(), {"discount": 1.1}, "discount is 1.1: it must be at least 0 and at most 1"),
     ],
-)  # fmt: skip
+)
 def test_illegal_fields(config, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         replace(config, **changes)

@@ -198,7 +198,7 @@ PASSING = {
         "def f(a): return a", "def check(c):\n    assert c(1) == 2\nfrom math import sin as check\ncheck(1)"),
     "a check that is wrapped": (
         "def f(a): return a", "@lambda c: print\ndef check(c):\n    assert c(1) == 2\ncheck(f)"),
-}  # fmt: skip
+}
 """Programs that pass a test."""
 
 

@@ -68,7 +68,7 @@ DIFFERENCES = {
     _other_rate: ((1, 3), "ranks 1 and 3 have another experiment than rank 0: actor.optimizer.lr is 0."),
     _other_actions: ((1, 2, 3), "ranks 1, 2 and 3 have another compiled program than rank 0: step.0 is '"),
     _other_place: ((0, 1, 2, 3), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", DIFFERENCES)

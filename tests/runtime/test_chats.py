@@ -25,7 +25,7 @@ def task(tmp_path_factory):
     for name, content in model_repository(eos_token_id=EOS).files.items():
         (directory / name).write_bytes(content)
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}],
-             "completion": [{"role": "assistant", "content": str(i)}]} for i in range(8)]  # fmt: skip
+             "completion": [{"role": "assistant", "content": str(i)}]} for i in range(8)]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -120,7 +120,7 @@ def test_a_model_for_exchanged_special_tokens_is_refused(task, tmp_path):
      "<|im_start|>"),  # The next question ends a turn.
     ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None),
     ("{{ raise_exception('no') }}", None),
-])  # fmt: skip
+])
 def test_the_token_that_ends_turns(tmp_path, template, expected):
     for name, content in model_repository().files.items():
         (tmp_path / name).write_bytes(content)

@@ -139,7 +139,7 @@ def meter(**changes) -> ComputeMeter:
 
 def test_mfu_is_the_share_of_the_time_at_peak():
     records = [StepRecord([], [event("a", 0, 1, flops=30), event("b", 1, 2, flops=50)]),
-               StepRecord([], [event("a", 0, 1, flops=10), event("move", 0, 1)])]  # fmt: skip
+               StepRecord([], [event("a", 0, 1, flops=10), event("move", 0, 1)])]
     metrics = meter(peaks={"a": 40.0, "b": 10.0}).add(records, 4.0)
     assert metrics == {DEVICE_SECONDS: 8.0, FLOPS: 90.0, "perf/mfu": (40 / 40 + 50 / 10) / 8}
     assert "perf/mfu" not in meter(peaks={"a": 40.0}).add(records, 4.0)

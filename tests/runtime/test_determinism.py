@@ -58,7 +58,7 @@ def test_two_runs_agree_bit_for_bit(num_ranks, tmp_path):
 @pytest.mark.parametrize("changes, sentence", [
     ({"work_stealing": True}, "work_stealing is true: it must be false with deterministic"),
     ({"kv_cache_gib": None}, "kv_cache_gib is None: it must be a number of GiB with deterministic"),
-])  # fmt: skip
+])
 def test_what_breaks_it_is_refused(tmp_path, capsys, changes, sentence):
     experiment = write_experiment(tmp_path, steps=1, **{**SETTINGS, **changes})
     assert main(["run", str(experiment), "--out", str(tmp_path / "run")]) == 2
@@ -70,7 +70,7 @@ def test_calls_of_other_graphs_are_made_deterministic(tmp_path):
     experiment = make_experiment("grpo", write_task(tmp_path), deterministic=True)
     sampling = SamplingConfig(max_new_tokens=3)
     for work, legal in ((Generate(sampling), False),
-                        (Generate(sampling, work_stealing=False, kv_cache_gib=1.0), True)):  # fmt: skip
+                        (Generate(sampling, work_stealing=False, kv_cache_gib=1.0), True)):
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         call = FunctionCall("answer", "generate", ("prompt_ids",), outputs, role="actor", work=work)
         graph = graph_of(call)

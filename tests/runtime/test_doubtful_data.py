@@ -93,7 +93,7 @@ def _rows(prompt="What is {}+1?", completion="It is {}."):
     ({"prompt": chat(("User", "Hi")), "completion": "2"}, "messages have the role 'User'"),
     ({"prompt": chat(("user", " ")), "completion": "2"}, "prompts are empty"),
     ({"prompt": chat(("system", "Hi")), "completion": "2"}, "chats have no message but the system's"),
-])  # fmt: skip
+])
 def test_texts_that_are_seldom_meant(check, row, says):
     status, messages = check(SFT % "", [*_rows(), row])
     assert status == 0
@@ -165,7 +165,7 @@ CUT = [f"First {'abcdef'[: i % 6]} counts what is here, then there, and nothing 
      "1 rows have another answer than an earlier row with the same prompt, first in line 2"),
     (ANSWERED, _asked(*("4.0", "5.0", "6.0") * 8, key="answer"), "'answer' has whole numbers as floats in"),
     (ANSWERED, _asked(4.0, 5.0, 6.0, None, key="answer"), "'answer' has whole numbers as floats beside"),
-])  # fmt: skip
+])
 def test_rows_that_are_seldom_meant(check, code, rows, says):
     status, messages = check(code % "", rows)
     assert status == 0 and says in messages
@@ -203,7 +203,7 @@ def _with_key(key, value):
     ('chat_template_kwargs={"thinks": "False"}', CHATML + "{% if thinks %} {% endif %}", _rows(),
      "chat_template_kwargs 'thinks' is the text 'False', which a template takes for true"),
     ("chat=False", CHATML, WRITTEN, "in 2 rows, first in line 1, the prompt is written in the chat template"),
-])  # fmt: skip
+])
 def test_templates_that_do_not_suit_rows(check, setting, template, rows, says):
     status, messages = check(SFT % setting, rows, template=template)
     assert status == 0 and says in messages
@@ -270,7 +270,7 @@ ACCENTS = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripA
     (SFT, lambda: _edit("m/tokenizer.json", normalizer={"type": "NFC"}), ""),
     (GRPO, lambda: _edit("m/generation_config.json", eos_token_id=[259, 2]),
      "actor.model stops at 2 (eos_token_id), which is '#', an ordinary token"),
-])  # fmt: skip
+])
 def test_files_of_models_that_are_seldom_meant(check, code, prepare, says):
     rows = [{"prompt": "Où est-ce?", "completion": "2"}, *_rows()]
     status, messages = check(code % "", rows, prepare=prepare)
@@ -282,7 +282,7 @@ def test_files_of_models_that_are_seldom_meant(check, code, prepare, says):
     ("m/tokenizer_config.json", '{"eos_token": "a", "eos_token": "b"}', "eos_token"),
     ("m/generation_config.json", '{"eos_token_id": 1, "eos_token_id": [1, 2]}', "eos_token_id"),
     ("rows.jsonl", json.dumps({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}), "content"),
-])  # fmt: skip
+])
 def test_keys_that_occur_twice_in_files_of_models_and_in_columns(check, name, text, key):
     status, messages = check(SFT % "", _rows(), prepare=lambda: _put(name, text))
     assert status == 2 and name in messages and f"has an object that has {key!r} twice: keep one" in messages
@@ -307,7 +307,7 @@ PATTERN = (SFT % "").replace('"rows.jsonl"', '"d/%s"')
     ("*.jsonl", ["my_test", "my_train"], "(d/my_train.jsonl) and of held-out ones (d/my_test.jsonl)"),
     ("*.jsonl", ["trains", "latest"], ""),
     ("*.jsonl", ["a", "b"], ""),
-])  # fmt: skip
+])
 def test_patterns_that_take_too_few_files_or_too_many(check, pattern, files, says):
     def write():
         shutil.rmtree("d", ignore_errors=True)
@@ -355,7 +355,7 @@ def test_held_out_questions_beside_another_system_message(check):
     ([{"prompt": "1+1?", "chosen": "It is 2.", "rejected": "It  is 2. \n"}] * 2, "differ in white space"),
     ([{"prompt": " 1+1? ", "chosen": chat(("user", "1+1?"), ("assistant", "if x:\n  y")),
        "rejected": chat(("user", "1+1?"), ("assistant", "if x:\n    y"))}] * 2, ""),
-])  # fmt: skip
+])
 def test_pairs_that_are_seldom_meant(check, rows, says):
     status, messages = check(PAIRS, rows)
     assert status == 0 and (says in messages if says else not messages)
@@ -425,7 +425,7 @@ def test_nothing_is_said_of_usual_texts(check):
     ('system_prompt="Hm."', CHATML, chat(("system", "A."), ("user", "B")), "system_prompt is never used"),
     ("", BEGIN, "Hi", "prompts end before '<|im_start|>assistant\\n'"),
     ('too_long="keep_start", max_prompt_tokens=8', CHATML, "Hi, who are you?", "'keep_start' also cuts what"),
-])  # fmt: skip
+])
 def test_settings_of_chats_that_do_not_what_they_say(check, setting, template, prompt, says):
     status, messages = check(GRPO % setting, [{"prompt": prompt}] * 2, template=template)
     assert status == 0 and says in messages
@@ -437,7 +437,7 @@ def test_settings_of_chats_that_do_not_what_they_say(check, setting, template, p
     (", chat=True", "system_prompt is given for dataset, and this set lacks it"),
     (", chat=False", "prompts of dataset are chats, and those of this set are text"),
     (', system_prompt="Hm."', ""),
-])  # fmt: skip
+])
 def test_held_out_prompts_that_are_written_in_another_way(check, missing, says):
     _, messages = check(HELD_OUT % missing, _rows(), held_out=[{"prompt": "And 5+7?"}])
     assert says in messages and ("so that the model reads other prompts" in messages) == bool(says)
@@ -551,7 +551,7 @@ def test_held_out_rows_that_differ_in_white_space(check):
 @pytest.mark.parametrize("row", [
     '{"prompt": "a", "completion": "b", "prompt": "c"}',
     '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "completion": "c"}',
-])  # fmt: skip
+])
 def test_keys_that_occur_twice(check, row):
     status, messages = check(SFT % "", [*_rows(), row])
     key = "prompt" if row.startswith('{"prompt": "a"') else "content"

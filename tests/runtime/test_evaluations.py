@@ -48,7 +48,7 @@ CASES = [
     pytest.param(("d2@0-1",) * 3, ALONE, marks=pytest.mark.slow),
     pytest.param(("d2@0-1",) * 3, {}, marks=pytest.mark.slow),
     pytest.param(("t2@0-1",) * 3, OF_ONE_SET, marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def _answers(out):
 def _metrics(out):
     measured = (*TIMED, "realloc")
     return [{name: x for name, x in step.items() if not name.startswith(measured)}
-            for step in read_jsonl(out / "metrics.jsonl")]  # fmt: skip
+            for step in read_jsonl(out / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_every_answer_of_every_evaluation_is_kept(alone, task):
     assert list(found) == [f"evals/{name}/step_{step}.jsonl" for name in names for step in range(STEPS + 1)]
     data = read_jsonl(task / "data.jsonl")
     for name, rows, samples in (("greedy", range(5), 1), ("many", [i * 40 // 7 for i in range(7)], 4),
-                                ("as_trained", (0, 13, 26), 2)):  # fmt: skip
+                                ("as_trained", (0, 13, 26), 2)):
         answers = found[f"evals/{name}/step_1.jsonl"]
         expected = [(row, sample) for row in rows for sample in range(samples)]
         assert [(answer["dataset_row"], answer["sample"]) for answer in answers] == expected
@@ -545,7 +545,7 @@ def test_one_of_several_rewards_decides_which_answers_are_right(task, tmp_path):
 
 @pytest.mark.parametrize(("factor", "says"), [
     (0.5, "the highest value is 0.5, so that no sample counts as right"),
-    (10.0, "samples with values from 5 to 10 all count as right"), (1.0, None)])  # fmt: skip
+    (10.0, "samples with values from 5 to 10 all count as right"), (1.0, None)])
 def test_a_limit_by_which_no_answer_is_right_or_every_one(task, capsys, factor, says):
     """It is said once. Lengths of answers give 0, half the factor and the factor."""
 

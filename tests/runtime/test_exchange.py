@@ -226,7 +226,7 @@ def test_the_bandwidth_of_reallocations_is_measured_from_when_both_ends_are_read
             "rank": rank, "name": "actor", "kind": "realloc", "start": start, "end": end,
             "transfer": "t2@1-2->d1@0", "sent_bytes": 0, "received_bytes": received, "senders": list(senders),
             "over_bound": 1.0,
-        })  # fmt: skip
+        })
 
     moved(0, 10.0, 12.5, 3 * 10**9, 2)
     moved(1, 19.0, 19.5, 10**6, 2)  # It receives less, and nobody waits for it.

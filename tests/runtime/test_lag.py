@@ -23,7 +23,7 @@ STEPS = 4
 LAGS = {
     "1": (1, None), "2": (2, None), "4": (4, None), "1 on one mesh": (1, 2), "3 on one mesh": (3, 4),
     "3 with kept caches": (3, None, "keep"),
-}  # fmt: skip
+}
 """max_lag, rounds and cache_on_update."""
 PLANS = {
     "shared": ("d2@0-1", "d2@0-1", "d2@0-1"),
@@ -112,7 +112,7 @@ def test_experts_change_nothing(pool, tmp_path, lag):
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8,
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
-    }  # fmt: skip
+    }
     (task / "config.json").write_text(json.dumps(HF_CONFIG | experts))
     expected_batches, expected_metrics, _ = pool.run(run_lagged, None, task, *LAGS[lag])[0]
     layouts = ("e2@0-1", "d1@2", "e2@2-3")

@@ -31,7 +31,7 @@ from tests.samples import marked
 CALLS = ("actor_generate", "ref_forward", "actor_train")
 PPO_CALLS = (
     "actor_generate", "reward_forward", "ref_forward", "critic_forward", "actor_train", "critic_train",
-)  # fmt: skip
+)
 LORA = LoraConfig(rank=3, alpha=6.0)
 PLANS = [
     ("d1@0", "d1@0", "t2@0-1"),

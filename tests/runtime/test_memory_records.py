@@ -78,7 +78,7 @@ def test_the_measured_memory_is_that_of_the_process():
     lines = ["from realhf.runtime.execute.meters import resident_bytes as held",
              "before = held(), held(peak=True)", "block = b'1' * (300 << 20)", "during = held()",
              "mapped = open('/proc/self/smaps_rollup').read().split('Rss:')[1].split()[0]", "del block",
-             "print(*before, during, 1024 * int(mapped), held(), held(peak=True))"]  # fmt: skip
+             "print(*before, during, 1024 * int(mapped), held(), held(peak=True))"]
     shown = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True)
     now, peak_before, during, mapped, after, peak = map(int, shown.stdout.split())
     assert during - now == pytest.approx(300 << 20, rel=0.02) and mapped == pytest.approx(during, rel=0.01)
@@ -124,7 +124,7 @@ def test_a_resumed_run_keeps_the_cache_that_was_agreed(monkeypatch, tmp_path):
     assert _limits(resumed) == {"actor_generate": 1 << 16}
     assert untimed(tmp_path / "again" / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
     weights = {name: entry for name, entry in Manifest.load(whole / "checkpoints" / "step_2").files.items()
-               if name.startswith("rank_")}  # fmt: skip
+               if name.startswith("rank_")}
     again = Manifest.load(tmp_path / "again" / "checkpoints" / "step_2").files
     assert {name: again[name] for name in weights} == weights
     other = _trainer(

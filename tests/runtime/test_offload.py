@@ -55,7 +55,7 @@ def _run(world, kind, task, layouts, options):
         ("grpo", GRPO, {"ref_forward": "offload", "actor_train": "recompute"}),
         ("ppo", PPO, {"ref_forward": "offload", "reward_forward": "offload", "critic_train": "recompute"}),
     ], quick=[0]),
-)  # fmt: skip
+)
 def test_options_change_no_result(pool, task, kind, layouts, options):
     expected, expected_score, _ = pool.run(_run, kind, task, layouts, {})[0]
     metrics, score, names = pool.run(_run, kind, task, layouts, options)[0]
@@ -141,7 +141,7 @@ def test_weights_are_on_the_device_during_their_calls_only(pool, task, tmp_path,
             for load, call, release in zip(loads[::2], calls, loads[1::2], strict=True):
                 assert load["end"] <= call["start"] <= call["end"] <= release["start"] and load["bytes"] > 0
         transfers = [[e["transfer"] for e in events if e["name"] == "ref" and e["kind"] == "realloc"]
-                     for _, events, _ in steps]  # fmt: skip
+                     for _, events, _ in steps]
         assert not any(transfers[2:]), "a frozen role moves once"
     plain = pool.run(_steps, task, layouts, {}, tmp_path / "plain")
     assert all(bytes_ != 0 for steps, _ in plain for seen, _, _ in steps for bytes_ in seen)

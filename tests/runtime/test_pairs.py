@@ -35,7 +35,7 @@ WHOLE = 10**6
 CALLS = {
     "dpo": ("ref_forward", "actor_train"), "lora": ("ref_forward", "actor_train"),
     "pairwise": ("reward_train",), "outcome": ("reward_train",), "sft": ("actor_train",),
-}  # fmt: skip
+}
 ANSWERED = {"score", "response_length/mean", "response_length/clip_ratio"}
 EVALUATED = {
     "dpo": {"loss", *ANSWERED, "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
@@ -46,12 +46,12 @@ EVALUATED = {
 }
 CASES = [
     ("dpo", ("d4@0-3", "p2@0-1")), ("lora", ("t2@2-3", "d2@0-1")), ("sft", ("d2t2@0-3",)),
-]  # fmt: skip
+]
 SLOW = [
     ("dpo", ("d2@0-1", "d2@0-1")), ("dpo", ("t2@0-1", "t2@0-1")), ("pairwise", ("d2p2@0-3",)),
     ("dpo", ("d3@0-2", "c2@0-1")), ("dpo", ("p2@2-3", "d2t2@0-3")), ("pairwise", ("d4@0-3",)),
     ("pairwise", ("t2p2@0-3",)), ("pairwise", ("d2c2@0-3",)), ("outcome", ("d3@0-2",)),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def _experiment(kind, directory, **changes):
 
 def _plan(kind, layouts, micro_batch_tokens):
     calls = {call: {"layout": layout, "micro_batch_tokens": micro_batch_tokens}
-             for call, layout in zip(CALLS[kind], layouts, strict=True)}  # fmt: skip
+             for call, layout in zip(CALLS[kind], layouts, strict=True)}
     return ExecutionPlan.from_dict({"calls": calls})
 
 
@@ -199,7 +199,7 @@ def test_transformers_own_class_keeps_pairs_together(pool, task):
     found = {
         layout: _numbers(pool.run(_theirs, layout, tokens, task)[0])
         for layout, tokens in {"d1@0": WHOLE, "d2@0-1": 30}.items()
-    }  # fmt: skip
+    }
     for ours, expected in zip(found["d2@0-1"], found["d1@0"], strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)  # They compute angles in float32.
 

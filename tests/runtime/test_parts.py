@@ -222,7 +222,7 @@ class Simulator:
                 for head, depot in deposits:
                     if depot == rank:
                         program.append(("own", what, prompts) if head == rank else
-                                       ("receive", head, source_tag, ("deposit", *what)))  # fmt: skip
+                                       ("receive", head, source_tag, ("deposit", *what)))
             everyone = set().union(*holders)
             if rank in everyone:
                 program += [("send", peer, tag, ("header", operation, call), None) for peer in peers]
@@ -513,7 +513,7 @@ def random_case(rng):
     works = [HostFunction(print, filters=True), HostFunction(print, decides=True), None]
     graph = graph.replace(*(
         FunctionCall(c.name, c.kind, c.inputs, c.outputs, c.role, rng.choice(works))
-        for c in graph.of_kind("host")))  # fmt: skip
+        for c in graph.of_kind("host")))
     parts = _cut(rng, graph)
     lag = rng.randint(0, 4)
     generating = [call.name for call in graph.of_kind("generate")]
@@ -522,7 +522,7 @@ def random_case(rng):
     rounds = rng.choice([max(1, lag), lag + 1]) if has_rounds else 1
     program = RandomProgram(rng, graph, parts, lag=lag)
     return Case(graph, plan, Toy(
-        steps=rng.randint(2, 7), max_lag=lag, rounds=rounds, given_parts=parts, program=program))  # fmt: skip
+        steps=rng.randint(2, 7), max_lag=lag, rounds=rounds, given_parts=parts, program=program))
 
 
 LEARNING = DataflowGraph(
@@ -538,7 +538,7 @@ LEARNING = DataflowGraph(
         FunctionCall("critic_train", "train_step", ("ids", "score"), (), "critic"),
     ),
     ("prompt", "answer"),
-)  # fmt: skip
+)
 
 
 def lagged_case(rng, lag, rounds):
@@ -552,7 +552,7 @@ def lagged_case(rng, lag, rounds):
         plans[call.name] = CallPlan(layout)
     parts = lagged_parts(LEARNING) if lag else {"step": tuple(call.name for call in LEARNING.order)}
     return Case(LEARNING, ExecutionPlan(plans), Toy(
-        steps=rng.randint(1, 7), batch_size=2, max_lag=lag, rounds=rounds, given_parts=parts))  # fmt: skip
+        steps=rng.randint(1, 7), batch_size=2, max_lag=lag, rounds=rounds, given_parts=parts))
 
 
 def check(case, rng):
@@ -598,7 +598,7 @@ def test_tags_tell_all_actions_of_all_parts_apart():
             assert set(receive.sends) == {a for a in actions if isinstance(a, Send) and a.call == call}
             assert receive.filtered == any(
                 case.graph[name].work is not None and case.graph[name].work.filters
-                for name in nx.ancestors(case.graph.nx_graph, call.name))  # fmt: skip
+                for name in nx.ancestors(case.graph.nx_graph, call.name))
 
 
 def _instructions(simulator, kind):
@@ -606,7 +606,7 @@ def _instructions(simulator, kind):
     found = [
         (rank, i, instruction) for rank, program in enumerate(simulator.main)
         for i, instruction in enumerate(program) if instruction[0] == kind
-    ]  # fmt: skip
+    ]
     simulator.rng.shuffle(found)
     return found
 
@@ -632,7 +632,7 @@ def test_swapped_operations_of_one_rank_are_found(kind):
         pairs = [
             (rank, i, j) for rank, i, (_, ranks, *_) in steps for other, j, (_, others, *_) in steps
             if rank == other and i < j and len(ranks & others) > 1
-        ]  # fmt: skip
+        ]
         if not pairs:
             continue
         found += 1

@@ -69,7 +69,7 @@ def test_each_of_several_rewards_has_a_panel_of_its_own():
 
 def test_other_algorithms_have_panels_of_what_they_learn():
     pairs = panels_of(["actor/loss", "rewards/accuracies", "rewards/margins", "eval/loss", "eval/score",
-                       "eval/rewards/accuracies"])  # fmt: skip
+                       "eval/rewards/accuracies"])
     assert pairs == [
         Panel("loss", {"actor/loss": "training"}, {"eval/loss": "held out"}),
         Panel("accuracy", {"rewards/accuracies": "training"}, {"eval/rewards/accuracies": "held out"}),
@@ -78,7 +78,7 @@ def test_other_algorithms_have_panels_of_what_they_learn():
     assert [panel.title for panel in model] == ["loss", "accuracy"] and model[1].held_out == {
         "eval/accuracy": "held out"}
     teachers = panels_of(["actor/loss", "actor/reverse_kl", "actor/reverse_kl/teacher_1",
-                          "actor/reverse_kl/teacher_2"])  # fmt: skip
+                          "actor/reverse_kl/teacher_2"])
     assert teachers == [Panel("reverse KL to the teacher", {
         "actor/reverse_kl": "training", "actor/reverse_kl/teacher_1": "teacher_1",
         "actor/reverse_kl/teacher_2": "teacher_2"}, {})]

@@ -121,7 +121,7 @@ def test_several_rewards_are_shown_by_name_and_a_policy_gradient_without_its_los
                "reward/right/mean": 0.41, "reward/right/std": 1.0, "reward/brief/mean": -0.07,
                "reward/group_std": 1e-17,
                "response_length/clip_ratio": 0.25, "perf/generated_tokens_per_s": 12345.6,
-               "timing_s/step": 1e-5}  # fmt: skip
+               "timing_s/step": 1e-5}
     shown = Progress(program, WatchedProcess())
     shown.start([], held_out={})
     capsys.readouterr()
@@ -141,14 +141,14 @@ GRPO_STEP = {
     "reward/group_std": 0.2345, "actor/ref_kl": 0.00123, "response_length/mean": 123.4,
     "response_length/clip_ratio": 0.25,
     "actor/entropy": 1.234, "actor/grad_norm": 0.5678, "perf/generated_tokens_per_s": 23456.0,
-    "perf/trained_tokens_per_s": 3456.0, "timing_s/step": 31.42}  # fmt: skip
+    "perf/trained_tokens_per_s": 3456.0, "timing_s/step": 31.42}
 
 
 @pytest.mark.parametrize(("width", "shown", "left_out"), [
     (140, ["right_answer", "brief", "entropy", "grad", "generated", "trained", "seconds"], []),
     (80, ["reward", "spread", "KL", "length", "cut off", "generated", "seconds"], ["brief", "grad"]),
     (40, ["reward", "spread", "KL", "seconds"], ["generated", "entropy", "length"]),
-])  # fmt: skip
+])
 def test_a_narrow_terminal_shows_what_tells_most(tmp_path, program, width, shown, left_out):
     with (tmp_path / "terminal").open("w+") as terminal:
         progress = Progress(program, WatchedProcess())
@@ -187,11 +187,11 @@ def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
         (sets, "40 training prompts, 8 held out (one 5, two 3)",
          ["held out, before step 1:", "  one: score 0.500, length 3.000",
           "  two: score 0.250, pass@2 1.000"]),
-    ]:  # fmt: skip
+    ]:
         program = compile_program(make_experiment("grpo", task, eval_dataset=held_out), None, world_size=1)
         metrics = {"eval/score": 0.5} if held_out is data else {
             "eval/one/score": 0.5, "eval/one/response_length/mean": 3.0, "eval/two/score": 0.25,
-            "eval/two/mean@2": 0.25, "eval/two/pass@2": 1.0}  # fmt: skip
+            "eval/two/mean@2": 0.25, "eval/two/pass@2": 1.0}
         shown = Progress(program, WatchedProcess())
         shown.start(range(40), held_out={"": 5} if held_out is data else {"one": 5, "two": 3})
         assert counted in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
 PLACES = {
     "actor_generate": "d1@1", "reward_forward": "d1@1", "ref_forward": "d1@0", "advantages": "d1@1",
     "actor_train": "d2@0-1",
-}  # fmt: skip
+}
 
 
 def _watched(world, task):

@@ -252,7 +252,7 @@ def failing(variant: str, directory: Path, *, at: int):
 RESCUES = [
     ("reward", 5, 2), ("evaluation", 4, 2), ("evaluation", 7, 4), ("average", 5, 2), ("lag", 5, 2),
     ("train", 8, 2), ("second minibatch", 9, None), ("reward", 2, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("variant", "at", "step"), marked(RESCUES, quick=[4, 6]))

@@ -50,7 +50,7 @@ def test_a_step_that_is_too_large_loses_whole_prompts(tmp_path):
     file.add(1, [rollout(1)])
     file.add(2, [rollout(prompt, size=400) for prompt in (5, 5, 6, 6, 7, 7, 8, 8)])
     assert [(line["step"], line["prompt_number"]) for line in read(path)] == [
-        (2, 5), (2, 5), (2, 6), (2, 6), (2, 7), (2, 7)][: len(read(path))]  # fmt: skip
+        (2, 5), (2, 5), (2, 6), (2, 6), (2, 7), (2, 7)][: len(read(path))]
     assert len(read(path)) in (4, 6)
     file.add(3, [rollout(9, size=5000)])
     assert path.stat().st_size <= 3000

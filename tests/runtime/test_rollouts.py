@@ -36,7 +36,7 @@ from tests.runtime.tiny import common, make_experiment, role, some_reward, write
 
 LOG = RolloutLog(prompts_per_step=2, follow_rows=1)
 SPLIT = {"grpo": ("d2@0-1", "t2@2-3", "p2@1-2"), "ppo": ("d2@2-3", "d2@0-1", "t2@0-1", "p2@2-3", "d2@0-1",
-                                                         "d2@2-3")}  # fmt: skip
+                                                         "d2@2-3")}
 
 
 def build(kind: str, directory: Path, **changes):

@@ -24,7 +24,7 @@ def value(producer, key, sample, version):
     return {
         "tokens": [number + i for i in range(sample % 4)], "finished": number / 8,
         "score": [number, -number], "text": f"{key} {number} \u00e9",
-    }[key]  # fmt: skip
+    }[key]
 
 
 def batch_of(producer, versions):
@@ -50,7 +50,7 @@ def rows_of(batch):
     rows = {sample: {} for sample in batch.ids}
     for key, column in batch.fields.items():
         parts = [part.tolist() for part in column.split()] if isinstance(column, Packed) else (
-            column.tolist() if isinstance(column, torch.Tensor) else column)  # fmt: skip
+            column.tolist() if isinstance(column, torch.Tensor) else column)
         for sample, part in zip(batch.ids, parts, strict=True):
             rows[sample][key] = part
     return rows
@@ -94,7 +94,7 @@ def test_the_store_is_a_dictionary(seed):
             for key in found.fields:
                 assert type(found[key]) is type(batch_of(producer, {})[key])
                 assert getattr(found[key], "dtype", None) == getattr(
-                    batch_of(producer, {})[key], "dtype", None)  # fmt: skip
+                    batch_of(producer, {})[key], "dtype", None)
         elif operation.startswith("forget"):
             ids = set(rng.sample(range(30), rng.randint(0, 12)))
             only = [producer, "nobody"] if operation == "forget one" else None
@@ -161,7 +161,7 @@ def test_another_layout_gets_equal_shares_of_whole_groups(seed):
         store.deal(layouts, rank, group_size=GROUP_SIZE)
     for name in COLUMNS:
         check_shares([contents(store, name) for store in after], expected_rows(name, versions[name]),
-                     layouts[name].result_ranks)  # fmt: skip
+                     layouts[name].result_ranks)
     unfinished = [rows_of(store.unfinished.get("generate", Batch([]))) for store in after]
     check_shares(unfinished, expected_rows("generate", rows), layouts["generate"].result_ranks)
 

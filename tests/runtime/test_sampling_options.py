@@ -139,7 +139,7 @@ def test_supervised_training_answers_with_the_options(task):
     ({"stop_token_ids": (18,)}, "sampling.stop_token_ids has the token 18: it must be below 18, as the voc"),
     ({"logit_bias": {99: 1.0}}, "sampling.logit_bias has the token 99: it must be below 18"),
     ({"bad_word_ids": ((3, 40),)}, "sampling.bad_word_ids has the token 40: it must be below 18"),
-])  # fmt: skip
+])
 def test_tokens_that_the_model_does_not_have(task, sampling, fault):
     experiment = _experiment(task, sampling=SamplingConfig(max_new_tokens=7, **sampling))
     with pytest.raises(ValueError, match=fault):

@@ -81,7 +81,7 @@ def scalerl(directory: Path, kept: Kept, *, max_lag: int, rounds: int | None, **
 def run(
     world: Any, lag: str, plan: str | None, directory: Path, out: Path | None = None,
     start: Path | None = None,
-) -> tuple[list, list[dict]] | None:  # fmt: skip
+) -> tuple[list, list[dict]] | None:
     kept = Kept()
     max_lag, rounds = LAGS[lag]
     experiment = scalerl(directory, kept, max_lag=max_lag, rounds=rounds)

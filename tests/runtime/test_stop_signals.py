@@ -67,7 +67,7 @@ with signals_end_the_process(*both), StopSignals(*both) as stop:
 @pytest.mark.parametrize(("phase", "numbers", "said"), [
     ("starting", [signal.SIGTERM], ["realhf: ended by SIGTERM"]),
     ("training", [signal.SIGINT, signal.SIGTERM], ["realhf: the run ends", "realhf: ended by SIGTERM"]),
-])  # fmt: skip
+])
 def test_what_ends_the_process_at_once(phase, numbers, said):
     """Before the first step any signal does, because there is nothing to save; later a second one."""
     words = [sys.executable, "-c", PHASES, phase, *map(str, map(int, numbers))]

@@ -25,7 +25,7 @@ def offline_files(directory: Path) -> dict[str, str]:
         "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_PROJECT": "own project",
         "MLFLOW_TRACKING_URI": (directory / "ml").as_uri(), "MLFLOW_EXPERIMENT_NAME": "own experiment",
         "TRACKIO_PROJECT": "own", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    }
 
 
 def store_trackio(patch: pytest.MonkeyPatch, directory: Path) -> None:
@@ -96,7 +96,7 @@ def test_wandb_has_every_metric_under_its_name(tracked):
         for record in records:
             if record.WhichOneof("record_type") == "history":
                 row = {item.key or item.nested_key[0]: json.loads(item.value_json)
-                       for item in record.history.item}  # fmt: skip
+                       for item in record.history.item}
                 step = row.pop("step")
                 found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
     assert found == tracked.metrics and sorted(found) == [0, 1, 2, 3]
@@ -110,7 +110,7 @@ def test_mlflow_has_every_metric_and_setting(tracked):
     experiment = client.get_experiment_by_name("own experiment")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.run_name, run.info.status) == (
-        tracked.ids["mlflow"], "my-run", "FINISHED")  # fmt: skip
+        tracked.ids["mlflow"], "my-run", "FINISHED")
     assert run.data.params["actor.optimizer.lr"] == str(tracked.config["actor"]["optimizer"]["lr"])
     for name in {name for metrics in tracked.metrics.values() for name in metrics}:
         history = {m.step: m.value for m in client.get_metric_history(run.info.run_id, mlflow_name(name))}
@@ -148,7 +148,7 @@ experiment = replace(experiment, reward_function=breaking_reward)
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3]
     said = capsys.readouterr().err.splitlines()
     assert len([line for line in said if line.startswith("realhf: warning: mlflow has failed, and the run "
-                                                         "goes on without it: ")]) == 1, said  # fmt: skip
+                                                         "goes on without it: ")]) == 1, said
 
 
 def test_a_tracker_that_cannot_begin_is_a_sentence(tmp_path, monkeypatch, capsys):
@@ -196,7 +196,7 @@ def test_a_tracker_that_is_new_to_a_resumed_run_gets_the_earlier_steps(tmp_path,
         steps = [
             json.loads(item.value_json) for path in sorted(out.glob("wandb/offline-run-*/run-*.wandb"))
             for record in wandb_records(path) if record.WhichOneof("record_type") == "history"
-            for item in record.history.item if (item.key or item.nested_key[0]) == "step"]  # fmt: skip
+            for item in record.history.item if (item.key or item.nested_key[0]) == "step"]
         assert steps == [1, 2, 3, 3, 3]
 
 
@@ -265,7 +265,7 @@ experiment = replace(experiment, reward_function=failing_reward)
     experiment = write_experiment(tmp_path, body=body, **SETTINGS | {"eval_dataset": None})
     variables = offline_files(tmp_path) | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     with ForkedCommand("run", experiment, "--nproc", 2, "--out", tmp_path / "run",
-                 "--track", "wandb,mlflow,trackio", **variables) as command:  # fmt: skip
+                 "--track", "wandb,mlflow,trackio", **variables) as command:
         code, _, err = command.finish()
         assert code == 2 and "no more" in err
         assert wait_until(lambda: not command.processes(), seconds=10)

@@ -123,7 +123,7 @@ def thinking_task(tmp_path_factory):
     (FormatReward(), "<think>"), (RegexMatch(r"^<think>.*</think>"), "<think>"), (ExactMatch(), "</think>"),
     (_by_constant, "<think>"), (partial(_by_constant), "<think>"), (_by_global, "</think>"),
     (_ByField(), "<think>"), (RegexMatch("<pad>"), "<pad>"), (_unmarked, None), (some_reward, None),
-])  # fmt: skip
+])
 def test_rewards_that_look_for_special_tokens(thinking_task, capsys, reward, token):
     said = _warnings(capsys, "grpo", thinking_task, reward_function=Reward(reward, name="r"))
     sought = "a special token of the tokenizer: completions have no special tokens as text"
@@ -186,7 +186,7 @@ def test_greedy_samples_of_one_prompt(task, capsys):
         ({"token_rewards": (RepetitionPenalty(),)}, "RepetitionPenalty.ngram is 40"),
         ({"loss": PolicyLossConfig(entropy_coef=10.0)}, "loss.entropy_coef is 10: the model learns to be"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_are_surely_not_meant(task, changes, says):
     changed = replace(make_experiment("grpo", task), **changes)
     program = compile_program(changed, None, world_size=1)
@@ -222,7 +222,7 @@ def test_an_evaluation_that_forgets_the_sampling_of_training(task):
         ({"weight_decay": 10.0}, "actor.optimizer.weight_decay is 10: it shrinks the weights"),
         ({"max_grad_norm": 1e-6}, "actor.optimizer.max_grad_norm is 1e-06: every gradient is cut to"),
     ],
-)  # fmt: skip
+)
 def test_unusual_settings_of_training(task, settings, says):
     """The run has three steps of two minibatches."""
     actor = replace(role(task), optimizer=OptimizerConfig(**({"lr": 3e-3} | settings)))
@@ -347,7 +347,7 @@ def test_completions_that_end_where_answers_do_not(tmp_path, capsys):
 LEARNED = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4,
     "n_positions": 16, "vocab_size": HF_CONFIG["vocab_size"], "eos_token_id": 1,
-}  # fmt: skip
+}
 
 
 def test_completions_beyond_the_learned_positions(tmp_path, capsys):

@@ -10,7 +10,7 @@ from realhf.scaling.laws import SigmoidFitter, SigmoidLaw, fit_power_law, rmse
 TABLE_1 = {  # "The Art of Scaling Reinforcement Learning Compute for LLMs" (2025): C_mid, B, A.
     "ScaleRL": (2542, 1.92, 0.610), "32k length": (11272, 1.89, 0.645), "batch 512": (2818, 1.77, 0.605),
     "batch 2048": (10909, 1.70, 0.645), "Scout": (4242, 1.65, 0.710),
-}  # fmt: skip
+}
 """The runs have 50k GPU-hours if C_mid is below 5k, and 100k else, and a point every 500 GPU-hours."""
 START = 0.35  # The page of facts has no R0.
 NOISE = 0.004

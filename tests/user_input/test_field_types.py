@@ -105,7 +105,7 @@ def test_misspelt_keywords_are_explained():
         (GRPO, "peft_config",
          "write Role(lora=LoraConfig(...)) in the experiment file, or give --actor.lora.rank"),
     ],
-)  # fmt: skip
+)
 def test_keywords_of_other_libraries_are_explained(kind, keyword, hint):
     with pytest.raises(TypeError) as error:
         kind(**{keyword: 3})

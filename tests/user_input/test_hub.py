@@ -25,7 +25,7 @@ from tests.kills import worker_environments
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-         "chat_template.jinja", "LICENSE"}  # fmt: skip
+         "chat_template.jinja", "LICENSE"}
 EXPERIMENT = """
 from realhf import GRPO, DatasetConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 
@@ -205,7 +205,7 @@ def test_every_field_with_a_directory_takes_a_name(tmp_path):
     adapter = Repository("org/adapter", {
         "adapter_config.json": json.dumps(adapter_config(config, lora, base="org/base")).encode(),
         "adapter_model.safetensors": safetensors.numpy.save(tensors),
-    })  # fmt: skip
+    })
     code = """
 from pathlib import Path
 from realhf import SFT, LoraConfig, ModelConfig, OptimizerConfig, Role
@@ -277,7 +277,7 @@ for case in sys.stdin.read().split(","):
     cases = ["unknown", "gated", "revision", "pickled", "data", "config", "no config", "split"]
     settings = server.environment(tmp_path, PYTHONPATH=str(REPO))
     done = subprocess.run([sys.executable, "-c", code], env=settings, input=",".join(cases),
-                          capture_output=True, text=True, check=True)  # fmt: skip
+                          capture_output=True, text=True, check=True)
     log_in = "set HF_TOKEN or log in with `hf auth login`"
     here = server.endpoint
     assert done.stdout.splitlines() == [

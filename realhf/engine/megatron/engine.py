@@ -45,7 +45,7 @@ class MegatronEngine(Engine):
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
         float32_head: bool = False, overlap: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """With `overlap`, which is the default on CUDA, gradients are summed during the backward pass."""
         assert memory is None and lora is None and not float32_head, "a Role with this engine has none"
         _start_globals()

@@ -69,7 +69,7 @@ class MegatronModel(MegatronModule):
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, collection: ProcessGroupCollection,
         config: TransformerConfig, *, chunk: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config=config)
         layout = groups.layout
         self.spec = spec
@@ -220,7 +220,7 @@ class MegatronAttention(torch.nn.Module):
     def forward(
         self, q_TBND: Tensor, k_TBKD: Tensor, v_TBKD: Tensor, attention_mask: None, *,
         packed_seq_params: Packing, **_: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the attention's output, heads side by side: out_TBX."""
         assert packed_seq_params.sequences is not None
         q_TND, k_TKD, v_TKD = q_TBND[:, 0], k_TBKD[:, 0], v_TBKD[:, 0]
@@ -256,7 +256,7 @@ def _layer_spec(model: ModelConfig, config: TransformerConfig, has_experts: bool
             input_layernorm=MegatronNorm, pre_mlp_layernorm=MegatronNorm, mlp=mlp,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-            self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add))  # fmt: skip
+            self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add))
 
 
 def _expert_spec(config: TransformerConfig, linears: MLPSubmodules) -> ModuleSpec:
@@ -294,7 +294,7 @@ def make_config(
         bf16=dtype == torch.bfloat16, calculate_per_token_loss=True, deallocate_pipeline_outputs=True,
         perform_initialization=False, use_cpu_initialization=device.type == "cpu",
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False, **moe)  # fmt: skip
+        masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False, **moe)
 
 
 def _experts(config: ModelConfig, layout: Layout) -> dict[str, object]:
@@ -308,7 +308,7 @@ def _experts(config: ModelConfig, layout: Layout) -> dict[str, object]:
         "moe_shared_expert_gate": moe.shared_gate, "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.tp,
-    }  # fmt: skip
+    }
 
 
 def _grouped_products(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:

@@ -38,7 +38,7 @@ class MegatronTrainer:
         self, chunks: Sequence[MegatronModel], transformer: TransformerConfig,
         collection: ProcessGroupCollection, config: AdamWConfig,
         *, blocks: Sequence[MatrixBlock], overlap: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """With `overlap`, gradients are summed over replicas during the last backward pass."""
         self.config = config
         self.num_steps = 0
@@ -83,14 +83,14 @@ class MegatronTrainer:
             adam, settings, None, lambda *_: None, model_chunks=self.wrapped,
             per_model_buffers=by_chunk, data_parallel_group=buffers[0].data_parallel_group,
             data_parallel_group_gloo=None, data_parallel_group_idx=self._groups.layout.ranks.index(
-                self._groups.rank), distributed_optimizer_instance_id=0)  # fmt: skip
+                self._groups.rank), distributed_optimizer_instance_id=0)
         optimizer.grad_stats_parallel_group = self._collection.intra_dist_opt
         optimizer.tp_group = self._collection.tp
         for group in optimizer.optimizer.param_groups:
             for param in group["params"]:
                 optimizer.optimizer.state[param] = {
                     "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param),
-                    "step": torch.zeros(())}  # fmt: skip
+                    "step": torch.zeros(())}
         return optimizer
 
     def _no_sync(self) -> ExitStack:
@@ -118,7 +118,7 @@ class MegatronTrainer:
         return [
             buffer.grad_data for wrapped in self.wrapped
             for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)
-        ]  # fmt: skip
+        ]
 
     @property
     def grad_bytes(self) -> int:

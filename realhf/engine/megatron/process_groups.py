@@ -32,7 +32,7 @@ _OPERATIONS = (
     "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
-)  # fmt: skip
+)
 """Methods of a process group that post operations, under the names of all versions of torch."""
 
 
@@ -131,7 +131,7 @@ class StageMessages(P2PCommunicator):
     def _communicate(
         self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool,
         recv_next: bool, tensor_shape: Any, wait_on_reqs: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         """Exchange messages with both neighbours; return the tensors from the previous and the next stage.
 
         Every rank sends hidden states before gradients, and receives them in this order.
@@ -146,7 +146,7 @@ class StageMessages(P2PCommunicator):
                 (dist.isend, tensor_send_next, self.next_rank), (dist.irecv, from_prev, self.prev_rank),
                 (dist.isend, tensor_send_prev, self.prev_rank), (dist.irecv, from_next, self.next_rank),
             ) if tensor is not None
-        ]  # fmt: skip
+        ]
         operation = self._group.new_operation("messages")
         ranks = self._group.ranks
         with self._process.waiting(ranks, operation), peer_errors(ranks):

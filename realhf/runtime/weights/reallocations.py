@@ -55,7 +55,7 @@ class FinishedReallocation:
             "transfer": f"{self.action.source}->{self.action.target}", "sent_bytes": self.stats.bytes_sent,
             "received_bytes": self.stats.bytes_received, "senders": list(self.stats.senders),
             "over_bound": self.stats.over_bound, "end": self.ended(),
-        }  # fmt: skip
+        }
 
 
 class InFlight(Protocol[_R]):
@@ -245,7 +245,7 @@ class Reallocations:
     def __init__(
         self, world: World, catalog: ParameterCatalog, engines: EngineStore, runner: Runner,
         actions: Iterable[Reallocate], *, links: Links,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the schedules of all `actions` that `start` may be given."""
         self._rank = world.rank
         self._catalog = catalog
