@@ -181,7 +181,7 @@ class OptimizerConfig:
 
     lr: float | None = None
     """The learning rate after warm-up; None: the usual one for what is learned, higher for adapters (see
-    `learning_rates`)."""
+    `LEARNING_RATES`)."""
     betas: tuple[float, float] = (0.9, 0.95)  # Decay of the averages of gradients and of their squares.
     eps: float = 1e-8  # Added to the root of the average square, by which updates are divided.
     weight_decay: float = 0.01
@@ -528,7 +528,7 @@ class Loss(ABC):
     learns: str = "policy"
     """What the model learns: a key of `LEARNING_RATES`, for optimizers without `lr`."""
     group_size: int = 1
-    """Consecutive samples that the loss compares (see `sample_ids`). A part has all samples of a group,
+    """Consecutive samples that the loss compares (see `data.order`). A part has all samples of a group,
     except for those that a filter has dropped."""
     token_ids: tuple[str, ...] = ()
     """For a loss of `logprobs`, the keys of columns of token ids, of shape (tokens, k). Then `logprobs_at` in

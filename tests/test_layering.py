@@ -1,8 +1,11 @@
 """The structure of the package: imports go strictly downward, light modules load no torch."""
 
 import ast
+import builtins
+import re
 import subprocess
 import sys
+import tokenize
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -245,3 +248,38 @@ def test_a_name_of_a_type_has_one_meaning():
                 if name[0].isupper() and not name.isupper():
                     meanings[name].add(ast.unparse(node.value))
     assert {name: sorted(where) for name, where in meanings.items() if len(where) > 1} == {}
+
+
+# Words in docstrings and comments
+
+FROM_ELSEWHERE = {
+    "__pycache__", "_name_or_path", "get_megatron_optimizer", "ps", "sha256sum", "e2", "d2", "teacher_1",
+    "teacher_2"}
+"""Names in docstrings that are no names of this package: commands, other libraries' and users' names."""
+
+
+def test_names_in_docstrings_and_comments_exist():
+    """A name in backticks is one of the source, and a file that is named is there."""
+    known = {*dir(builtins), *FROM_ELSEWHERE}
+    files = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    files |= {"rewards.py", "file.py"}  # A user's.
+    prose = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        known |= {*path.relative_to(PACKAGE).parts, path.stem}
+        with tokenize.open(path) as source:
+            tokens = list(tokenize.generate_tokens(source.readline))
+        is_alone = True  # A string that is a statement of its own is a docstring.
+        for token in tokens:
+            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_alone):
+                prose.append((f"{path.relative_to(ROOT)}:{token.start[0]}", token.string))
+            elif token.type in (tokenize.NAME, tokenize.STRING):
+                known |= set(re.findall(r"[A-Za-z_]\w*", token.string))
+            if token.type not in (tokenize.COMMENT, tokenize.NL):
+                is_alone = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    stale = [
+        f"{place}: {name}" for place, text in prose
+        for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text) if {part for part in name.split(".") if not part.isdigit()} - known]
+    stale += [
+        f"{place}: {name}" for place, text in prose for name in re.findall(r"\b\w+\.py\b", text)
+        if name not in files]
+    assert len(prose) > 3000 and stale == []

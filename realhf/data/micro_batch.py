@@ -57,7 +57,7 @@ def micro_batches(
 ) -> list[list[int]]:
     """Return the indices of micro-batches of at most `max_tokens` tokens (a longer group stands alone).
 
-    The samples of a group (see `sample_ids.groups_of`) are adjacent in one micro-batch. Costs are balanced;
+    The samples of a group (see `data.order.groups_of`) are adjacent in one micro-batch. Costs are balanced;
     `attention` is the `attention_share` of a sequence's cost. Groups of equal length are adjacent, because
     attention batches sequences of equal length.
     """

@@ -86,8 +86,8 @@ class _StartedStep:
 class Cohort:
     """Samples that share pages and slots in one round.
 
-    With `kept`, the unfinished samples of the round before go on from their cached tokens, all new groups
-    begin here, and their pages stay leased.
+    With `kept_cache`, the unfinished samples of the round before go on from their cached tokens, all new
+    groups begin here, and their pages stay leased.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of some prompts. A prompt's number is its place in the run (see sample_ids.py)."""
+    """All samples of some prompts. A prompt's number is its place in the run (see data/order.py)."""
 
     prompts: tuple[int, ...]
 

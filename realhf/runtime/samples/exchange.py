@@ -56,7 +56,7 @@ class _Arrived:
 class Routing:
     """Rules for assigning samples to mini-batches and data shards.
 
-    A mini-batch has whole groups of samples (see `sample_ids`), and with `keep_groups` a data shard, too.
+    A mini-batch has whole groups of samples (see `data.order`), and with `keep_groups` a data shard, too.
     With `filtered`, only samples that all inputs have are assigned. The shards of a mini-batch get about
     equally many tokens or, with `equal_costs`, samples.
     """
