@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ import yaml
 
 from benchmarks.measure.two_hosts import Host
 from realhf.cli import launch
+from realhf.cli.main import main
 from realhf.signals import ENDING
 from tests.pool import FORK_SERVER, MARK
 from tests.runtime.tiny import HF_CONFIG, write_task
@@ -313,7 +315,9 @@ class _ForkedServer:
                 os.chdir(order["directory"])
                 signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
                 _take_environment(order["variables"])
-                launch.serve(*descriptors)
+                launch.serve(main, *descriptors)
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(1)
 

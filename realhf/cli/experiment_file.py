@@ -153,6 +153,7 @@ def load_experiment(name: str) -> Experiment:
     path = find_experiment(name)
     if path.suffix != ".py":
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
+    path = path.absolute()  # The file may change the working directory.
     try:
         # Standard output is for the command's own answer.
         with contextlib.redirect_stdout(sys.stderr), _without_arguments(path):

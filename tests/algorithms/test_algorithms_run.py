@@ -96,7 +96,7 @@ def test_a_plan_does_not_change_the_algorithm(pool, task, name):
 def test_greedy_answers_belong_to_single_samples(task):
     experiment = _experiments(task)["remax"]
     experiment.group_size = 2
-    with pytest.raises(ValueError, match="group_size is 2: it must be 1, as a prompt has one greedy answer"):
+    with pytest.raises(ValueError, match="group_size is 2: it must be 1, as a prompt has one greedy"):
         experiment.graph()
 
 

@@ -18,6 +18,14 @@ from tests.cli_tools import REPO
 from tests.samples import marked
 
 
+@pytest.fixture(autouse=True)
+def _forgets_other_directories(monkeypatch, tmp_path_factory):
+    """Forget the reward.py of other tests' directories: each command has a process of its own."""
+    base = str(tmp_path_factory.getbasetemp())
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.startswith(base)])
+
+
 @pytest.fixture(scope="module", params=marked(["grpo", "sft", "dpo"], quick=[0]))
 def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param) / "new"
@@ -31,7 +39,6 @@ def test_every_template_is_tested():
 
 def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
     monkeypatch.chdir(made)
-    monkeypatch.delitem(sys.modules, "reward", raising=False)
     assert main(["check", "experiment.py"]) == 0
     captured = capsys.readouterr()
     assert "sound on 1 rank" in captured.out and captured.err == ""
@@ -82,7 +89,6 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
     assert main(["init", "mine", "--template", "sft", *given]) == 0
     files = {path.name for path in (tmp_path / "mine").rglob("*") if path.is_file()}
     assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py"}
-    monkeypatch.delitem(sys.modules, "reward", raising=False)
     experiment = load_experiment("mine/experiment.py")
     assert experiment.actor.model == "some-org/some-model" and not experiment.actor.random_init
     assert experiment.actor.optimizer.lr is None and experiment.eval_dataset.split == "train[-7:]"
@@ -116,7 +122,6 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
                      "tokenizer.json", "tokenizer_config.json"}
     assert ("column `answer`" in capsys.readouterr().err) == (template != "grpo")
     monkeypatch.chdir("own")
-    monkeypatch.delitem(sys.modules, "reward", raising=False)
     tests = Path("test_reward.py").read_text()
     assert Path("experiment.py").read_text().count("prompt_key='question'") == (2 if is_chat else 0)
     assert (f"ROWS = Path({str(tmp_path / 'rows.jsonl')!r})" in tests) == (template == "grpo")
@@ -157,7 +162,6 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
     words = ["--data", "rows.jsonl", "--prompt-key", "question", "--answer-key", "target"]
     assert main(["init", "own", *words]) == 0
     monkeypatch.chdir("own")
-    monkeypatch.delitem(sys.modules, "reward", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "own"))  # Before the directories of other tests.
     reward = Path("reward.py").read_text()
     assert "target: list" in reward and "`target` is a column" in reward and "the right answer" in reward
