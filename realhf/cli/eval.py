@@ -31,7 +31,7 @@ from realhf.cli.experiment_file import (
 from realhf.cli.launch import LOCAL_LAUNCHER, Job, is_worker, launch
 from realhf.cli.program import compile_experiment
 from realhf.data.dataset import DatasetConfig
-from realhf.errors import UserError, naming, one_line, shown
+from realhf.errors import UserError, naming, one_line, shown, warn
 from realhf.experiment import Evaluation, Experiment, Role, metric_prefix, named_sets, set_field
 from realhf.models.lora import LoraConfig
 from realhf.rewards.by_name import SHIPPED, reward_by_name
@@ -91,6 +91,7 @@ def main(options: Namespace, words: list[str]) -> int:
         if (out / "summary.json").exists():
             raise UserError(f"--out {out} already holds an evaluation: choose another directory or remove it")
     if saved and is_main and LOCAL_LAUNCHER not in os.environ:
+        _warn_of_training_rows(str(target), saved, _paths(options.data or ()))
         print(f"realhf: {one_line(_told(str(run), saved, experiment))}", file=sys.stderr, flush=True)
     if is_worker() or num_ranks == 1:
         job = Job(program, name, out, _TIMEOUT_SECONDS, None, options.traceback,
@@ -136,6 +137,16 @@ def _of_model(model: str, options: Namespace, saved: Mapping[str, Any]) -> Evalu
         actor=_role(model, Role(model)), seed=saved.get("seed", 0),
         eval_dataset=sets[""] if list(sets) == [""] else sets, sampling=sampling,
         reward_function=rewards if len(rewards) > 1 else rewards[0])
+
+
+def _warn_of_training_rows(model: str, saved: Mapping[str, Any], paths: Mapping[str, str]) -> None:
+    """Warn of files that the model was trained on, as config.json of its run tells."""
+    dataset = saved.get("dataset") or {}
+    trained = {part.get("path"): part.get("split") for part in dataset.get("parts") or [dataset]}
+    for path in paths.values():
+        places = {str(Path(known).resolve()) for known in trained if known and Path(known).exists()}
+        if path in trained or str(Path(path).resolve()) in places:
+            warn(f"--data {path}: {model} was trained on rows of it: what was learned by heart counts")
 
 
 def find_run(model: str) -> Path | None:
@@ -213,11 +224,20 @@ def _reward(text: str) -> Any:
 def _role(model: str, role: Role) -> Role:
     """Return the role with the model of a directory: a model, adapters, or a run's newest export."""
     path = Path(model)
+    if path.parent.name == "checkpoints" and (path.parent.parent / _CONFIG).is_file():
+        raise UserError(
+            f"{model} is a checkpoint, by which its run is continued: exported models are in "
+            f"{path.parent.parent / 'hf'}")
     if (path / "metrics.jsonl").is_file() or (path / "hf").is_dir():
         exports = find_checkpoints(path / "hf")
         if not exports:
             raise UserError(f"{model} is the directory of a run without an exported model (hf/step_N)")
         path = exports[max(exports)]
+        saved = max(find_checkpoints(path.parent.parent / "checkpoints"), default=0)
+        if saved > max(exports):
+            warn(
+                f"{model}: the newest exported model is of step {max(exports)}, and the newest checkpoint of "
+                f"step {saved}: the former is evaluated (export_every exports more often)")
         model = str(path)
     if not (path / CONFIG_FILE).is_file():
         return dataclasses.replace(role, model=model)

@@ -19,7 +19,7 @@ from rich.text import Text
 from simpleeval import EvalWithCompoundTypes, FeatureNotAvailable, FunctionNotDefined, NameNotDefined
 
 from realhf.cli.overrides import refuse_words
-from realhf.errors import UserError
+from realhf.errors import UserError, warn
 from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.user_input.files import read_json_lines
 from realhf.user_input.suggest import did_you_mean
@@ -85,6 +85,10 @@ def main(options: Namespace, words: list[str]) -> int:
         raise UserError(f"--tokens: no such sample in {source} has token ids: set rollouts.tokens in the run")
     ordered = sort_rows(matching, options.sort)
     about = {"file": str(source), "answers": len(rows), "matching": len(matching)}
+    if rows and not matching:
+        known = sorted({row["step"] for row in rows if isinstance(row.get("step"), int)})
+        steps = f": it has those of steps {known[0]} to {known[-1]}" if known else ""
+        warn(f"no sample in {source} matches{steps}")
     limit = ((0 if options.json else _LIMIT) if options.limit is None else options.limit) or None
     console = _console()
     if options.by is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -173,6 +174,20 @@ def test_wrong_input_is_a_sentence(grpo_run, run, data, reward, tmp_path, capsys
     assert main(["eval", *words.format(**names).split(), *out]) == 2
     err = capsys.readouterr().err.strip()
     assert FAULTS[words].format(**names) in err and "\n" not in err
+
+
+def test_what_is_probably_not_meant_is_told(run, data, tmp_path, capsys):
+    """A copy of the run has a checkpoint of a later step than its exported model."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    assert main(["eval", str(copy / "checkpoints/step_2"), "--data", data]) == 2
+    assert capsys.readouterr().err.endswith(f"exported models are in {copy / 'hf'}\n")
+    (copy / "checkpoints/step_2").rename(copy / "checkpoints/step_7")
+    words = ["--actor.dtype", "float64", "--sampling.max-new-tokens", "2", "--out", str(tmp_path / "out")]
+    assert main(["eval", str(copy), "--data", data, *words]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert f"realhf: warning: --data {data}: {copy} was trained on rows of it: what" in " ".join(lines)
+    assert "the newest exported model is of step 2, and the newest checkpoint of step 7" in " ".join(lines)
 
 
 def test_help_has_the_fields_of_a_model(run, data, capsys):

@@ -230,6 +230,13 @@ def test_refusals(call, run, options, sentence):
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1, err
 
 
+def test_a_choice_of_nothing_tells_the_steps_that_there_are(call, run):
+    code, out, err = call(run, "--where", "step == 77", "--json")
+    steps = sorted({row["step"] for row in ROWS})
+    assert code == 0 and json.loads(out)["rollouts"] == []
+    assert err.endswith(f" matches: it has those of steps {steps[0]} to {steps[-1]}\n")
+
+
 def test_missing_files(call, run, tmp_path):
     assert "there is no such run directory" in call(tmp_path / "none")[2]
     assert "has no rollouts.jsonl: its experiment" in call(tmp_path)[2]
