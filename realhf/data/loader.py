@@ -10,7 +10,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
-from realhf.data.light_tokenizer import panics_as_errors
+from realhf.data.light_tokenizer import LightTokenizer, panics_as_errors
 from realhf.data.order import (
     KeptOrder,
     NoRowError,
@@ -23,7 +23,7 @@ from realhf.data.order import (
 from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
 from realhf.data.tokenizer_process import try_tokenizer
-from realhf.errors import UserError
+from realhf.errors import UserError, shown, warn
 from realhf.user_input.files import require_regular_files
 
 if TYPE_CHECKING:
@@ -42,9 +42,35 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         try_tokenizer(path / "tokenizer.json")
     try:
         with panics_as_errors():
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # The library raises many kinds about malformed files.
         raise UserError(f"tokenizer {directory}: {next(iter(str(error).splitlines()), '')}") from error
+    if (path / "tokenizer.json").exists():
+        _warn_of_other_tokens(directory, tokenizer)
+    return tokenizer
+
+
+_PROBES = ("Aa  Bb\n\n12345", "\u00c9t\u00e9 \u00a0x", "x\u00b2 \ufb01 \u201cok\u201d", " 3+4=7.")
+"""Texts with capitals, accents, digits, white space and characters that normalizers change."""
+
+
+def _warn_of_other_tokens(directory: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if transformers makes other tokens than the file says, as some of its classes do.
+
+    `realhf check` reads the file alone, and shows the tokens that this says.
+    """
+    light = LightTokenizer(directory)
+    for text in _PROBES:
+        ours = light.encode(text, add_special_tokens=False)
+        theirs = tokenizer.encode(text, add_special_tokens=False)
+        if ours != theirs:
+            warn(
+                f"tokenizer {directory}: transformers reads it as {type(tokenizer).__name__}, which does not "
+                f"follow tokenizer.json: the tokens of {text!r} are {shown(theirs)} in runs, and "
+                f"{shown(ours)} in `realhf check`, which reads the file; with PreTrainedTokenizerFast as "
+                "tokenizer_class in tokenizer_config.json both follow the file")
+            return
 
 
 class Loader(TokenizedRows):

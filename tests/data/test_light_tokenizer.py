@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from realhf.data.loader import load_tokenizer
 from realhf.data.tokenizer_process import render_chat
 from tests.data.test_data import TEMPLATE
 from tests.runtime.tiny import write_task
+from tests.tokenizers import byte_tokenizer
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
@@ -121,3 +123,16 @@ def test_added_tokens_that_texts_have(tmp_path, theirs, difference):
     (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(settings))
     files = (tmp_path / name / "tokenizer.json" for name in ("ours", "theirs"))
     assert first_differing_token(*files) == difference
+
+
+def test_a_class_of_transformers_that_does_not_follow_the_file_is_told(tmp_path, capsys):
+    """Qwen2's class has a normalizer of its own; the general one takes the file's."""
+    whole = json.loads((Path(byte_tokenizer(("<eos>", "<bos>"), None)) / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"normalizer": {"type": "Lowercase"}}))
+    for kind, is_told in (("Qwen2Tokenizer", True), ("PreTrainedTokenizerFast", False)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+        tokenizer = load_tokenizer(str(tmp_path))
+        light = LightTokenizer(str(tmp_path))
+        assert (tokenizer.encode("Aa", add_special_tokens=False) == light.encode("Aa")) != is_told
+        says = f"transformers reads it as {kind}, which does not follow"
+        assert (says in capsys.readouterr().err) == is_told
