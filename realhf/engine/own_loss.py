@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,12 +72,21 @@ class OwnLoss(Loss):
         """Return the loss and its metrics as tensors. Raises UserError if they are something else."""
         if not self._is_tried and (parts := _halves(batch, self.group_size)) is not None:
             self._is_tried = True
-            for sentence in self._differences(outputs, batch, totals, parts):
-                self._warn(sentence)
+            if (trial := self._copy()) is not None:
+                for sentence in trial._differences(outputs, batch, totals, parts):
+                    self._warn(sentence)
         return self._checked(outputs, batch, totals)
 
     def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> Mapping[str, float]:
         return self._loss.summarize(means, first)
+
+    def _copy(self) -> OwnLoss | None:
+        """Return one to try, so that a loss that counts its calls does not count these; None if it is of a
+        kind that cannot be copied."""
+        try:
+            return OwnLoss(deepcopy(self._loss), key=self._key, warn=self._warn)
+        except Exception:  # Copying calls the user's code.
+            return None
 
     def _called(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the user's loss. Raises UserError, which names it, if the user's code fails."""

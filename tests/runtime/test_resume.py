@@ -251,7 +251,7 @@ def failing(variant: str, directory: Path, *, at: int):
 # A loss is called three times more in the first mini-batch, which is compared with its halves.
 RESCUES = [
     ("reward", 5, 2), ("evaluation", 4, 2), ("evaluation", 7, 4), ("average", 5, 2), ("lag", 5, 2),
-    ("train", 8, 2), ("second minibatch", 9, None), ("reward", 2, None),
+    ("train", 5, 2), ("second minibatch", 6, None), ("reward", 2, None),
 ]
 
 
