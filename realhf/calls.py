@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from typing_extensions import Doc
 
 from realhf.data.light_tokenizer import LightTokenizer, continuation
-from realhf.graph import DataflowGraph, FunctionCall
+from realhf.graph import DataflowGraph, FunctionCall, Work
 from realhf.user_input.field_types import check_types, require
 
 if TYPE_CHECKING:
@@ -256,24 +257,41 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
-@dataclass(frozen=True)
-class Work:
-    """The base class of all work. A call's work must be of the call's kind (see `graph.KINDS`).
+class Output(StrEnum):
+    """What a model computes for a loss or a call. Log-probs come with `entropy` if the loss asks for it."""
 
-    Work that runs forward passes has `output`: what the model computes (`logprobs`, `values` or `scores`).
-    """
-
-    kind: ClassVar[str]
+    LOGPROBS = "logprobs"
+    VALUES = "values"
+    SCORES = "scores"
 
     @property
-    def num_minibatches(self) -> int:
-        """Number of parts into which the samples of a step are split, the same under every layout."""
-        return 1
+    def head(self) -> str:
+        """The head that the model needs: that of a language model, or one that gives one number."""
+        return "lm" if self is Output.LOGPROBS else "score"
 
     @property
-    def group_size(self) -> int:
-        """Number of consecutive samples that the work needs together in one micro-batch."""
-        return 1
+    def per_sequence(self) -> bool:
+        """Whether there is one for each sequence; else there is one for each token."""
+        return self is Output.SCORES
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether logits over the whole vocabulary are computed for it."""
+        return self.head == "lm"
+
+
+class ModelWork(Work):
+    """The base class of work on a model."""
+
+    @property
+    def output(self) -> Output:
+        """What the model computes."""
+        raise NotImplementedError
+
+    @property
+    def temperature(self) -> float:
+        """The number by which logits are divided."""
+        return 1.0
 
 
 MaxRows = Annotated[int, Doc("Sequences that a rank decodes at once; the others wait for a free slot.")]
@@ -300,7 +318,7 @@ CacheOnUpdate = Annotated[
 
 
 @dataclass(frozen=True)
-class Generate(Work):
+class Generate(ModelWork):
     """Continues prompts; see GenerateOutputs for the columns that it returns.
 
     The call's first input is the prompts. A second one, if there is one, is a column with the most tokens of
@@ -308,6 +326,7 @@ class Generate(Work):
     """
 
     kind = "generate"
+    output: ClassVar[Output] = Output.LOGPROBS
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     max_rows: MaxRows = 512
@@ -398,16 +417,16 @@ class TokenLimits:
 
 
 @dataclass(frozen=True)
-class LogProbs(Work):
+class LogProbs(ModelWork):
     """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
     kind = "forward"
-    output: ClassVar[str] = "logprobs"
+    output: ClassVar[Output] = Output.LOGPROBS
     temperature: float = 1.0
 
 
 @dataclass(frozen=True)
-class TopLogProbs(Work):
+class TopLogProbs(ModelWork):
     """Finds the `k` most probable tokens in the place of each of the first input's tokens.
 
     The two outputs are columns of shape (tokens, k): token ids (int64) and log-probs, the most probable first
@@ -416,7 +435,7 @@ class TopLogProbs(Work):
     """
 
     kind = "forward"
-    output: ClassVar[str] = "logprobs"
+    output: ClassVar[Output] = Output.LOGPROBS
     k: int = 64
     temperature: float = 1.0
 
@@ -425,24 +444,24 @@ class TopLogProbs(Work):
 
 
 @dataclass(frozen=True)
-class Values(Work):
+class Values(ModelWork):
     """Computes the values of the states in which the first input's tokens were chosen (score head)."""
 
     kind = "forward"
-    output: ClassVar[str] = "values"
+    output: ClassVar[Output] = Output.VALUES
 
 
 @dataclass(frozen=True)
-class Scores(Work):
+class Scores(ModelWork):
     """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
     kind = "forward"
-    output: ClassVar[str] = "scores"
+    output: ClassVar[Output] = Output.SCORES
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
 @dataclass(frozen=True)
-class TrainStep(Work):
+class TrainStep(ModelWork):
     """Takes one optimizer step per mini-batch; the first input holds the packed sequences.
 
     The router losses of models with experts (see `nn.moe.RouterLosses`) are averaged over layers and over the
@@ -465,12 +484,21 @@ class TrainStep(Work):
         object.__setattr__(self, "loss", as_loss(self.loss))
 
     @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps that the work takes each time it runs."""
+        return self.minibatches * self.epochs
+
+    @property
+    def has_router_losses(self) -> bool:
+        return self.router_aux_loss_coef > 0 or self.router_z_loss_coef > 0
+
+    @property
     def num_minibatches(self) -> int:
         return self.minibatches
 
     @property
-    def output(self) -> str:
-        return self.loss.output
+    def output(self) -> Output:
+        return Output(self.loss.output)
 
     @property
     def group_size(self) -> int:
@@ -509,8 +537,7 @@ class HostFunction(Work):
 
 def longest_response(graph: DataflowGraph) -> int:
     """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""
-    works = [call.work for call in graph.of_kind("generate") if call.work is not None]
-    return max((work.sampling.max_new_tokens for work in works), default=0)
+    return max((work.sampling.max_new_tokens for work in graph.works(Generate)), default=0)
 
 
 class Loss(ABC):
@@ -522,7 +549,7 @@ class Loss(ABC):
     """
 
     output: str
-    """What the model must compute: `logprobs`, `values` or `scores`."""
+    """What the model must compute: one of `Output`."""
     entropy: bool = False
     """Whether the outputs also have `entropy`: in nats, with its gradient, which costs time only if used."""
     learns: str = "policy"
@@ -575,6 +602,22 @@ class _AdaptedLoss(Loss):
         return self.loss(outputs, batch, totals)
 
 
+def is_own(loss: Loss) -> bool:
+    """Return whether a user has written the loss."""
+    return not type(given_loss(loss)).__module__.startswith("realhf.")
+
+
+def given_loss(loss: Loss) -> Any:
+    """Return the object that was given as the loss: one without the base class is in an adapter."""
+    return loss.loss if isinstance(loss, _AdaptedLoss) else loss
+
+
 def as_loss(loss: Any) -> Loss:
-    """Return the loss itself, or one with all members of Loss if its class does not inherit from Loss."""
+    """Return the loss itself, or one with all members of Loss if its class does not inherit from Loss.
+
+    Raises ValueError unless it names an output of models.
+    """
+    output = getattr(loss, "output", None)
+    rule = f"be one of {', '.join(Output)}"
+    require(output in list(Output), f"{type(loss).__name__}.output", repr(output), rule)
     return loss if isinstance(loss, Loss) else _AdaptedLoss(loss)

@@ -16,11 +16,11 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from realhf.calls import OptimizerConfig, SamplingConfig, default_rates
+from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep, default_rates
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
 from realhf.data.row_files import commits_of_data
-from realhf.graph import DataflowGraph, FunctionCall
+from realhf.graph import DataflowGraph
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
 from realhf.steps.sample_pool import PartExecutor
@@ -514,7 +514,7 @@ def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> D
     """Return the graph with this seed, and perhaps `deterministic`, in every generating call."""
     settings: dict[str, Any] = {"seed": seed} | ({"deterministic": True} if deterministic else {})
     generating = graph.of_kind("generate")
-    return graph.replace(*(replace(call, work=replace(call.work, **settings)) for call in generating))
+    return graph.replace(*(call.with_work(**settings) for call in generating))
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
@@ -547,26 +547,21 @@ def resolved_roles(
     """
     resolved = {}
     for name, role in roles.items():
-        trains = [call for call in graph.of_role(name) if call.kind == "train_step"]
+        trains = graph.works(TrainStep, role=name)
         optimizer = role.optimizer
         if optimizer is not None:
-            num_steps = experiment.steps * sum(map(optimizer_steps, trains))
+            num_steps = experiment.steps * sum(work.optimizer_steps for work in trains)
             optimizer = _resolved(optimizer, role, trains, num_steps=num_steps)
         resolved[name] = replace(role, dtype=role.weights_dtype, optimizer=optimizer)
     return resolved
 
 
-def optimizer_steps(call: FunctionCall) -> int:
-    """Return the optimizer steps that a train step takes each time it runs."""
-    return call.work.num_minibatches * call.work.epochs
-
-
 def _resolved(
-    optimizer: OptimizerConfig, role: Role, trains: list[FunctionCall], *, num_steps: int
+    optimizer: OptimizerConfig, role: Role, trains: Sequence[TrainStep], *, num_steps: int
 ) -> OptimizerConfig:
     """Return the settings of a role that takes `num_steps` optimizer steps in the whole run."""
     if optimizer.lr is None:
-        rates = default_rates(trains[0].work.loss if trains else None)
+        rates = default_rates(trains[0].loss if trains else None)
         optimizer = replace(optimizer, lr=rates.full if role.lora is None else rates.lora)
     needs_total = optimizer.schedule != "constant" or optimizer.warmup_ratio > 0
     if needs_total and optimizer.total_steps == 0:

@@ -1,9 +1,9 @@
 """FunctionCall and DataflowGraph: one step of training as a graph of calls. Free of models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import networkx as nx
 
@@ -17,17 +17,39 @@ KINDS = {
 
 
 @dataclass(frozen=True)
+class Work:
+    """The base class of what a call does, with its settings; `realhf.calls` has the classes of each kind."""
+
+    kind: ClassVar[str]
+
+    @property
+    def num_minibatches(self) -> int:
+        """Number of parts into which the samples of a step are split, the same under every layout."""
+        return 1
+
+    @property
+    def group_size(self) -> int:
+        """Number of consecutive samples that the work needs together in one micro-batch."""
+        return 1
+
+
+W = TypeVar("W", bound=Work)
+
+
+@dataclass(frozen=True)
 class FunctionCall:
     """A node of the graph: work on one role (`host`: plain Python, no role), with input and output keys."""
 
     name: str
-    kind: str
-    inputs: tuple[str, ...]
+    kind: str = ""  # If it is not given, the work decides.
+    inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     role: str | None = None
-    work: Any = None  # The settings of the call, for the role's engine or the runtime; the kind decides.
+    work: Work | None = None
 
     def __post_init__(self) -> None:
+        if not self.kind and isinstance(self.work, Work):
+            object.__setattr__(self, "kind", self.work.kind)
         if self.kind not in KINDS:
             raise ValueError(f"call {self.name!r} has kind {self.kind!r}: legal kinds are {', '.join(KINDS)}")
         if (self.role is None) != (self.kind == "host"):
@@ -44,12 +66,23 @@ class FunctionCall:
                 raise ValueError(
                     f"call {self.name!r} both reads and writes the key {key!r}: rename its output")
 
-    def require_work(self) -> None:
-        """Raise ValueError unless the call has work, and of its own kind."""
-        if getattr(self.work, "kind", None) != self.kind:
+    def require_work(self) -> Work:
+        """Return the call's work. Raises ValueError unless there is one, and of the call's kind."""
+        if not isinstance(self.work, Work) or self.work.kind != self.kind:
             raise ValueError(
                 f"call {self.name!r} of kind {self.kind!r} has work {type(self.work).__name__}: "
                 f"it must be {KINDS[self.kind]}")
+        return self.work
+
+    def work_as(self, kind: type[W]) -> W:
+        """Return the call's work, which must be of this class."""
+        assert isinstance(self.work, kind), f"call {self.name!r} has work {type(self.work).__name__}"
+        return self.work
+
+    def with_work(self, **settings: Any) -> "FunctionCall":
+        """Return this call with other settings of its work."""
+        assert self.work is not None, f"call {self.name!r} has no work"
+        return replace(self, work=replace(self.work, **settings))
 
 
 @dataclass(frozen=True)
@@ -114,6 +147,11 @@ class DataflowGraph:
 
     def of_kind(self, kind: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.calls if call.kind == kind)
+
+    def works(self, kind: type[W], *, role: str | None = None) -> tuple[W, ...]:
+        """Return the works of this class, of one role (None: of all), in the order of their calls."""
+        calls = self.calls if role is None else self.of_role(role)
+        return tuple(call.work for call in calls if isinstance(call.work, kind))
 
     def replace(self, *calls: FunctionCall) -> "DataflowGraph":
         """Return this graph with the calls of the same names replaced by these."""

@@ -1,7 +1,7 @@
 """ExecutionPlan: the layout and the micro-batching of every call, read from and written to YAML."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class ExecutionPlan:
         """
         limits = [(call, self[call.name].max_rows) for call in graph.calls]
         return graph.replace(*(
-            replace(call, work=replace(call.work, max_rows=rows, takes_free_memory=True))
+            call.with_work(max_rows=rows, takes_free_memory=True)
             for call, rows in limits if rows is not None))
 
     @classmethod

@@ -109,15 +109,14 @@ class CriticFree(OnPolicy):
         require(not self.filter_groups, "filter_groups", self.filter_groups, rule)
         require(self.num_rounds == 1, "rounds", self.num_rounds, "be 1 with a greedy baseline")
         generate = self.actor_generate()
-        work = replace(generate.work, sampling=self.greedy_sampling)
-        generate = replace(generate, name="greedy_generate", outputs=_GREEDY, work=work)
+        generate = replace(generate, name="greedy_generate", outputs=_GREEDY)
+        generate = generate.with_work(sampling=self.greedy_sampling)
         reward = self.reward_forward()
         if reward.kind == "forward":
             inputs: tuple[str, ...] = _GREEDY[:1]
         else:
-            read_greedy = replace(reward.work, function=GreedyScores(reward.work.function))
             columns = [key for key in reward.inputs if key not in ("sequence_ids", "response_mask")]
-            reward = replace(reward, work=read_greedy)
+            reward = reward.with_work(function=GreedyScores(reward.work_as(HostFunction).function))
             inputs = (*columns, *_GREEDY[:2])
         return generate, replace(reward, name="greedy_reward", inputs=inputs, outputs=("greedy_score",))
 

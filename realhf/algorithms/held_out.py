@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.on_policy import graph_of
-from realhf.calls import Generate, HostFunction, Loss, SamplingConfig, as_loss
+from realhf.calls import Generate, HostFunction, Loss, Output, SamplingConfig, as_loss
 from realhf.data.rows import extra_columns
 from realhf.experiment import Evaluation, Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -35,9 +35,9 @@ class HeldOutLoss:
         return self.loss.row_fault(row)
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        output = self.loss.output
+        output = Output(self.loss.output)
         column = batch[output]
-        values = column if output == "scores" else column.values
+        values = column if output.per_sequence else column.values
         value, metrics = self.loss({output: values}, batch, self.loss.totals(batch))
         numbers = {"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}}
         if self.with_perplexity:

@@ -289,14 +289,13 @@ class OnPolicy(Experiment):
         def evaluated(call: FunctionCall) -> FunctionCall:
             if call.kind != "generate":
                 return call
-            sampling = held_out.sampling_for(call.work.sampling)
+            sampling = held_out.sampling_for(call.work_as(Generate).sampling)
             tokenizer = self.tokenizer_dir() if sampling.reads_text else None
             prompts, *limits = call.inputs  # Training rows alone may have a column of limits.
             limits = [key for key in limits if key in columns or graph.producer(key) is not None]
             outputs = [key for i, key in enumerate(call.outputs) if i < len(RESPONSE) or key in needed]
-            return replace(
-                call, inputs=(prompts, *limits), outputs=tuple(outputs),
-                work=replace(call.work, sampling=sampling, tokenizer=tokenizer))
+            call = replace(call, inputs=(prompts, *limits), outputs=tuple(outputs))
+            return call.with_work(sampling=sampling, tokenizer=tokenizer)
 
         return [evaluated(call) for call in calls]
 

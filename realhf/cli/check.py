@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.console import Console
 
-from realhf.calls import learning_rate
+from realhf.calls import Generate, TrainStep, learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.planning_problem import model_role, problem_of
 from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
-from realhf.experiment import Role, optimizer_steps
-from realhf.graph import FunctionCall
+from realhf.experiment import Role
+from realhf.graph import FunctionCall, Work
 from realhf.layout import even_split
 from realhf.planner.memory_account import MemoryCheck, require_fit
 from realhf.planner.shard import training_bytes, weights_bytes
@@ -158,8 +158,9 @@ def sentences(counts: dict[str, Any]) -> Iterator[str]:
 def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     experiment = program.experiment
     plan = program.plan[call.name]
-    together = experiment.group_size if call.kind == "generate" or call.work.group_size > 1 else 1
-    minibatches = call.work.num_minibatches
+    work = call.work_as(Work)
+    together = experiment.group_size if isinstance(work, Generate) or work.group_size > 1 else 1
+    minibatches = work.num_minibatches
     bounds = (even_split(experiment.batch_size, minibatches, i) for i in range(minibatches))
     sizes = [(stop - start) * experiment.group_size for start, stop in bounds]
     units = [size // together for size in (min(sizes), max(sizes))]
@@ -171,14 +172,14 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         "minibatches": minibatches,
         "samples_per_minibatch": [min(sizes), max(sizes)],
         "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together]}
-    if call.kind == "train_step":
-        per_step = optimizer_steps(call)
-        counts |= {"epochs": call.work.epochs, "optimizer_steps_per_step": per_step}
+    if isinstance(work, TrainStep):
+        per_step = work.optimizer_steps
+        counts |= {"epochs": work.epochs, "optimizer_steps_per_step": per_step}
         counts["optimizer_steps"] = per_step * experiment.steps
     if call.kind in ("train_step", "forward"):
         counts["micro_batch_tokens"] = plan.micro_batch_tokens
-    if call.kind == "generate":
-        counts |= {"max_rows": call.work.max_rows, "max_new_tokens": call.work.sampling.max_new_tokens}
+    if isinstance(work, Generate):
+        counts |= {"max_rows": work.max_rows, "max_new_tokens": work.sampling.max_new_tokens}
     return counts
 
 
@@ -190,8 +191,8 @@ def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     counts |= _memory(program, name, role)
     if role.optimizer is None:
         return counts
-    trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
-    count = program.experiment.steps * sum(map(optimizer_steps, trains))
+    trains = program.graph.works(TrainStep, role=name)
+    count = program.experiment.steps * sum(work.optimizer_steps for work in trains)
     last = max(0, count - 1)
     edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}
     rates = [learning_rate(role.optimizer, step) for step in sorted(edge_steps)]

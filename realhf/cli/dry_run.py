@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from realhf.calls import HostFunction, TrainStep, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
@@ -124,12 +125,11 @@ def _first_learned(
 
 def _try_losses(program: Program, rows: MixedRows, tokenizer: str) -> list[str]:
     """Call losses that the user has written with made-up samples; return warnings."""
-    trains = program.graph.of_kind("train_step")
-    losses = [getattr(call.work.loss, "loss", call.work.loss) for call in trains]
-    if not program.parts or all(map(_is_shipped, losses)):
+    if not program.parts or not any(is_own(work.loss) for work in program.graph.works(TrainStep)):
         return []
     trial = importlib.import_module("realhf.cli.loss_trial")  # It needs torch, as the user's loss does.
-    vocabulary = min(program.roles[call.role].config().vocab_size for call in trains if call.role is not None)
+    trained = {call.role for call in program.graph.of_kind("train_step")}
+    vocabulary = min(role.config().vocab_size for name, role in program.roles.items() if name in trained)
     try:
         return list(trial.try_losses(
             program.graph, rows.parts[0].samples[:_SAMPLES], group_size=program.experiment.group_size,
@@ -148,8 +148,8 @@ def _try_rewards(program: Program, rows: MixedRows, held_out: Mapping[str, Mixed
     sets += [(eval_set.field, eval_set.graph, held_out[eval_set.name], [eval_set])
              for eval_set in program.evaluations]
     for field, graph, of_set, eval_sets in sets:
-        for call in graph.of_kind("host"):
-            if isinstance(reward := call.work.function, RewardCall):
+        for work in graph.works(HostFunction):
+            if isinstance(reward := work.function, RewardCall):
                 functions = tuple(id(part.function) for part in reward.rewards)
                 for part in of_set.parts:
                     known = rewards.setdefault((functions, part.config.path), (field, reward, part, []))

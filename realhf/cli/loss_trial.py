@@ -4,11 +4,22 @@ from typing import Any
 
 import torch
 
-from realhf.calls import GenerateOutputs, Loss, Scores, TopLogProbs, TrainStep
+from realhf.calls import (
+    Generate,
+    GenerateOutputs,
+    HostFunction,
+    Loss,
+    ModelWork,
+    Output,
+    Scores,
+    TopLogProbs,
+    TrainStep,
+    is_own,
+)
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import batch_of_samples
 from realhf.data.tokenized import TokenizedSamples
-from realhf.engine.own_loss import OwnLoss, is_own
+from realhf.engine.own_loss import OwnLoss
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.scoring import RewardCall
@@ -26,7 +37,7 @@ def try_losses(
     A loss is left out that reads what a host function of the user writes, as that is not called here. Raises
     UserError if a loss fails or returns something that training cannot use.
     """
-    trains = [call for call in graph.of_kind("train_step") if is_own(call.work.loss)]
+    trains = [call for call in graph.calls if isinstance(call.work, TrainStep) and is_own(call.work.loss)]
     if not trains:
         return []
     maker = _MadeUp(vocabulary, HostContext(tokenizer, step=1))
@@ -48,7 +59,7 @@ def try_losses(
 
 
 def _try(call: FunctionCall, batch: Batch, maker: "_MadeUp", warnings: list[str]) -> None:
-    work: TrainStep = call.work
+    work = call.work_as(TrainStep)
     loss = OwnLoss(
         work.loss, key=call.inputs[0],
         warn=lambda sentence: warnings.append(f"call {call.name!r}: {sentence} (tried with made-up samples)"))
@@ -76,12 +87,10 @@ class _MadeUp:
 
     def outputs(self, loss: Loss, batch: Batch, *, key: str) -> dict[str, torch.Tensor]:
         """Return what a model would compute for a loss, with gradients."""
-        tokens = batch[key]
-        if loss.output == "scores":
-            return {"scores": self._normal(len(batch)).requires_grad_()}
-        size = len(tokens.values)
-        if loss.output == "values":
-            return {"values": self._normal(size).requires_grad_()}
+        output = Output(loss.output)
+        size = len(batch) if output.per_sequence else len(batch[key].values)
+        if not output.needs_logits:
+            return {output: self._normal(size).requires_grad_()}
         mask = batch.fields.get("response_mask")
         counted = torch.ones(size) if mask is None else mask.values
         outputs = {"logprobs": -self._normal(size).abs() * counted}
@@ -100,7 +109,7 @@ class _MadeUp:
 
     def _answers(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
         prompts = batch[call.inputs[0]].split()
-        most = min(_LONGEST, call.work.sampling.max_new_tokens)
+        most = min(_LONGEST, call.work_as(Generate).sampling.max_new_tokens)
         counts = torch.randint(1, most + 1, (len(prompts),), generator=self._random).tolist()
         pairs = list(zip(prompts, counts, strict=True))
         sequences = [torch.cat([prompt, self._ids(count)]) for prompt, count in pairs]
@@ -118,20 +127,21 @@ class _MadeUp:
     def _forward(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
         tokens = batch[call.inputs[0]]
         size = len(tokens.values)
-        if isinstance(call.work, Scores):
+        work = call.work_as(ModelWork)
+        if isinstance(work, Scores):
             scores = self._normal(len(batch))
-            return {call.outputs[0]: scores.sigmoid() if call.work.probability else scores}
-        if isinstance(call.work, TopLogProbs):
-            shape = (size, call.work.k)
+            return {call.outputs[0]: scores.sigmoid() if work.probability else scores}
+        if isinstance(work, TopLogProbs):
+            shape = (size, work.k)
             columns = (self._ids(*shape), -self._normal(*shape).abs().sort(dim=1).values)
             return {key: tokens.like(column) for key, column in zip(call.outputs, columns, strict=True)}
         mask = batch.fields.get("response_mask")
         counted = torch.ones(size) if mask is None else mask.values
-        values = self._normal(size) if call.work.output == "values" else -self._normal(size).abs()
+        values = self._normal(size) if work.output is Output.VALUES else -self._normal(size).abs()
         return {call.outputs[0]: tokens.like(values * counted)}
 
     def _host(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
-        function = call.work.function
+        function = call.work_as(HostFunction).function
         if isinstance(function, RewardCall):
             columns: dict[str, Any] = {key: [{} for _ in batch.ids] for key in call.outputs}
             score = self._normal(len(batch)).double()

@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-from realhf.calls import TopLogProbs, TrainStep, longest_response
+from realhf.calls import Generate, HostFunction, ModelWork, TopLogProbs, TrainStep, longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, completion_columns, reads_pairs
 from realhf.data.light_tokenizer import LightTokenizer
@@ -153,7 +153,6 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
 
 
-_GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")
 _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 
 
@@ -177,8 +176,12 @@ def problem_of(
     lengths = sequence_lengths(experiment, longest_response(graph))
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)
+    num_samples = experiment.batch_size * experiment.group_size
+    of_step = {**lengths, "samples_per_prompt": experiment.group_size}
+    num_rounds = experiment.num_rounds
     workloads = {
-        name: _workload(experiment, graph[name], lengths | {"runs": runs[part], "top_k": _top_k(graph, name)})
+        name: _workload(
+            experiment, graph, graph[name], num_samples, of_step | {"runs": runs[part]}, rounds=num_rounds)
         for part, names in parts.items() for name in names}
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
     return Problem(
@@ -272,34 +275,30 @@ def model_role(name: str, role: Role) -> ModelRole:
         config, dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head, offloads)
 
 
-def _top_k(graph: DataflowGraph, name: str) -> int:
-    """Return how many most probable tokens a call returns for each token, or its loss reads."""
-    work = graph[name].work
-    if isinstance(work, TopLogProbs):
-        return work.k
-    ids = work.loss.token_ids if isinstance(work, TrainStep) else ()
-    producers = [graph.producer(key) for key in ids]
-    return sum(call.work.k for call in producers if call is not None and isinstance(call.work, TopLogProbs))
-
-
-def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
+def _workload(
+    experiment: Experiment, graph: DataflowGraph, call: FunctionCall, num_samples: int,
+    settings: Mapping[str, Any], *, rounds: int = 1,
+) -> Workload:
+    """Return the workload of a call of the step or of an evaluation; `settings` are what its calls share."""
     work = call.work
-    samples = experiment.batch_size * experiment.group_size
-    settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
-    if call.kind == "host":
-        settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
-        settings["scoring"] = _scoring_time(experiment.expected, work.function)
-    elif call.kind == "generate":
-        settings["rounds"] = experiment.num_rounds
-        settings |= {name: getattr(work, name) for name in _GENERATION_FIELDS}
-        keeps = work.cache_on_update == "keep" and experiment.num_rounds > 1
-        settings |= {"keeps_cache": keeps, "work_stealing": work.work_stealing and not keeps}
-    else:
-        settings["output"] = work.output
-    if call.kind == "train_step":
-        settings |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
-        settings["entropy"] = work.loss.entropy
-    return Workload(samples, **settings)
+    of_call: dict[str, Any] = {}
+    if isinstance(work, HostFunction):
+        scoring = _scoring_time(experiment.expected, work.function)
+        of_call |= {"seconds": experiment.expected.host_seconds * settings["runs"], "scoring": scoring}
+    elif isinstance(work, Generate):
+        keeps = work.cache_on_update == "keep" and rounds > 1
+        of_call |= {"rounds": rounds, "keeps_cache": keeps, "work_stealing": work.work_stealing and not keeps}
+        of_call |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+    elif isinstance(work, TopLogProbs):
+        of_call["top_k"] = work.k
+    elif isinstance(work, TrainStep):
+        of_call |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
+        producers = filter(None, map(graph.producer, work.loss.token_ids))
+        of_call["entropy"] = work.loss.entropy
+        of_call["top_k"] = sum(made.work.k for made in producers if isinstance(made.work, TopLogProbs))
+    if isinstance(work, ModelWork):
+        of_call["output"] = work.output
+    return Workload(num_samples, **{**settings, **of_call})
 
 
 def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator[PlannedCall]:
@@ -315,9 +314,7 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
         for call in graph.calls:
             if call.role is None:
                 continue
-            fields = _GENERATION_FIELDS if call.kind == "generate" else ("output",)
-            of_call = {name: getattr(call.work, name) for name in fields}
-            workload = Workload(num_samples, **settings, **of_call)
+            workload = _workload(experiment, graph, call, num_samples, settings)
             of_set = [f"eval/{set_name}/{call.name}"] * bool(set_name)
             names = (*of_set, f"eval/{call.name}", call.name)
             yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)

@@ -12,14 +12,24 @@ from typing import Any, Literal
 
 import torch
 
-from realhf.calls import GenerateOutputs, Loss, OptimizerConfig, Scores, TopLogProbs, TrainStep
+from realhf.calls import (
+    GenerateOutputs,
+    Loss,
+    ModelWork,
+    OptimizerConfig,
+    Output,
+    Scores,
+    TopLogProbs,
+    TrainStep,
+    is_own,
+)
 from realhf.data.batch import Batch, Packed
 from realhf.data.order import groups_of
 from realhf.distributed.pieces import Shards
 from realhf.distributed.process import Report, no_report, prefixed
 from realhf.distributed.world import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.own_loss import OwnLoss, is_own
+from realhf.engine.own_loss import OwnLoss
 from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
@@ -52,7 +62,7 @@ class PassSettings:
     """The settings of the forward, and perhaps backward, passes of all micro-batches of a batch."""
 
     key: str  # Column of the packed sequences.
-    output: str  # `logprobs`, `values` or `scores`.
+    output: Output
     temperature: float = 1.0
     top: int = 0  # Above 0: the most probable tokens instead of log-probs (see TopLogProbs).
     loss: Loss | None = None  # Of the outputs; None: the outputs themselves are wanted.
@@ -200,17 +210,17 @@ class Engine(ABC):
         Raises FloatingPointError if there are NaN or infinite values in them.
         """
         batch = batch.to(self.groups.world.device)
-        work = call.work
+        work = call.work_as(ModelWork)
         num_top = work.k if isinstance(work, TopLogProbs) else 0
         key = call.inputs[0]
-        settings = PassSettings(key, work.output, getattr(work, "temperature", 1.0), num_top)
+        settings = PassSettings(key, work.output, work.temperature, num_top)
         micro_batches = self._micro_batches(batch[key].lengths, groups_of(batch.ids, 1), micro_batch_tokens)
         with torch.no_grad():
             results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         if not self.groups.is_last_stage:
             return Batch([])
         order = list(chain.from_iterable(micro_batches))
-        lengths = [1 if work.output == "scores" else batch[key].lengths[i] for i in order]
+        lengths = [1 if work.output.per_sequence else batch[key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.groups.world.device)
         nothing = [empty.view(0, num_top).long(), empty.view(0, num_top)] if num_top else [empty]
         columns_of = [list(outputs.values()) for outputs in results]
@@ -235,7 +245,7 @@ class Engine(ABC):
         replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
         of which filters have dropped, changes nothing, nor does one of failed rewards alone.
         """
-        work: TrainStep = call.work
+        work = call.work_as(TrainStep)
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.epochs
         self._trained.hold_grads()  # All at once, before activations could split the memory.
@@ -270,7 +280,7 @@ class Engine(ABC):
 
         Return None, on all ranks, if it has no samples, or if all totals of its loss are 0.
         """
-        work: TrainStep = call.work
+        work = call.work_as(TrainStep)
         loss = self._loss_of(call)
         control = self.groups.dp_control
         key = call.inputs[0]
@@ -281,7 +291,7 @@ class Engine(ABC):
             return None
         routers = self._routers(work, totals)
         settings = PassSettings(
-            key, loss.output, work.temperature, loss=loss, totals=totals, recompute=recompute,
+            key, work.output, work.temperature, loss=loss, totals=totals, recompute=recompute,
             routers=routers)
         groups = groups_of(batch.ids, work.group_size)
         micro_batches = self._micro_batches(batch[key].lengths, groups, max_tokens)
@@ -294,7 +304,7 @@ class Engine(ABC):
 
     def _loss_of(self, call: FunctionCall) -> Loss:
         """Return the loss of a call; a user's own is checked, and one rank tells its faults."""
-        loss = call.work.loss
+        loss = call.work_as(TrainStep).loss
         if not is_own(loss):
             return loss
         if call.name not in self._own_losses:

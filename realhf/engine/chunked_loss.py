@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from realhf.calls import Output
 from realhf.data.batch import Batch, Packed
 from realhf.data.order import groups_of
 from realhf.devices.pinned import upload
@@ -69,7 +70,7 @@ def _chunks(
 ) -> list[tuple[range, slice]]:
     """Return the samples and the rows of each chunk; none if there is no need to split them."""
     tokens = samples[settings.key]
-    splits = hidden_TH.requires_grad and settings.output == "logprobs" and model.groups.cp.size == 1
+    splits = hidden_TH.requires_grad and settings.output.needs_logits and model.groups.cp.size == 1
     head = model.head if splits else None
     if head is None or len(tokens.values) <= head.chunk_tokens:
         return []
@@ -126,7 +127,7 @@ def compute_outputs(
         zeros = values_N.new_zeros(size, *values_N.shape[1:])
         return sum_over_group(zeros.index_put((positions,), values_N), cp)
 
-    if settings.output == "scores":
+    if settings.output is Output.SCORES:
         ends = np.cumsum(tokens.lengths, dtype=np.int64)
         local = np.flatnonzero((ends > start) & (ends <= stop))
         return {"scores": scatter(model.scores(states(ends[local] - 1)), there(local), len(ends))}
@@ -135,7 +136,7 @@ def compute_outputs(
     chosen = chosen[(chosen > start) & (chosen <= stop)]  # The previous state chooses a token.
     positions = there(chosen)
     states_NH = states(chosen - 1)
-    if settings.output == "values":
+    if settings.output is Output.VALUES:
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
     if settings.top:
         ids_NK, logprobs_NK = model.top_logprobs(states_NH, settings.top, temperature=settings.temperature)

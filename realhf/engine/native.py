@@ -98,7 +98,7 @@ class NativeEngine(GeneratingEngine):
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         batch = batch.to(self.groups.world.device)
         round_ = Round.of(call, unfinished, budget, version)
-        work = call.work
+        work = call.work_as(Generate)
         keeps = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
         if limit.num_bytes is None and work.kv_cache_gib is None:

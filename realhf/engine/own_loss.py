@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Loss
+from realhf.calls import Loss, Output, given_loss
 from realhf.data.batch import Batch
 from realhf.data.order import groups_of
 from realhf.errors import UserError, described, shown, user_line
@@ -20,17 +20,6 @@ _SMALL = 1e-5
 _FIELDS = ("output", "entropy", "learns", "group_size", "token_ids")
 
 LossInputs = Mapping[str, torch.Tensor]
-
-
-def is_own(loss: Loss) -> bool:
-    """Return whether a user has written the loss."""
-    return not type(_inner(loss)).__module__.startswith("realhf.")
-
-
-def _inner(loss: Any) -> Any:
-    """Return the object that the user has given: a loss without the base class is in an adapter."""
-    adapted = type(loss).__module__ == Loss.__module__ and hasattr(loss, "loss")
-    return loss.loss if adapted else loss
 
 
 class OwnLoss(Loss):
@@ -46,7 +35,7 @@ class OwnLoss(Loss):
         self._loss = loss
         self._key = key
         self._warn = warn
-        self._name = type(_inner(loss)).__name__
+        self._name = type(given_loss(loss)).__name__
         self._is_tried = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
@@ -141,14 +130,14 @@ class OwnLoss(Loss):
                     f"{values[1]:g} for its halves: totals must add up (counts do, means do not), else the "
                     "loss depends on the plan")
         whole = self._with_gradient(outputs, batch, totals)
+        entries = [_entries(Output(self.output), batch, indices, self._key) for indices in parts]
         of_halves = [
-            self._with_gradient(_part(outputs, batch, indices, self._key), half, totals)
-            for indices, half in zip(parts, halves, strict=True)]
+            self._with_gradient(_part(outputs, chosen), half, totals)
+            for chosen, half in zip(entries, halves, strict=True)]
         loss, gradient, metrics = whole
         losses = [of_half[0] for of_half in of_halves]
         gradients = torch.cat([of_half[1] for of_half in of_halves])
-        order = _order(outputs, batch, parts, self._key)
-        expected = gradient[order]
+        expected = gradient[torch.cat(entries).to(gradient.device)]
         limit = _TOLERANCE * float(expected.abs().amax() if len(expected) else 0.0) + 1e-12
         if _differs(loss, losses) or bool(((expected - gradients).abs() > limit).any()):
             sentences.append(
@@ -202,26 +191,14 @@ def _halves(batch: Batch, group_size: int) -> list[list[int]] | None:
     return [[i for group in half for i in group] for half in (groups[:middle], groups[middle:])]
 
 
-def _order(outputs: LossInputs, batch: Batch, parts: Sequence[Sequence[int]], key: str) -> torch.Tensor:
-    """Return the indices of the main output's entries in the order of the parts."""
-    indices = [i for part in parts for i in part]
-    size = len(next(iter(outputs.values())))
-    device = next(iter(outputs.values())).device
-    if size == len(batch):
-        return torch.tensor(indices, device=device)
-    return _tokens(batch, indices, key).to(device)
+def _entries(output: Output, batch: Batch, indices: Sequence[int], key: str) -> torch.Tensor:
+    """Return the indices of an output's entries for some samples, in their order."""
+    if output.per_sequence:
+        return torch.tensor(list(indices))
+    tokens = torch.arange(sum(batch[key].lengths)).split(list(batch[key].lengths))
+    return torch.cat([tokens[i] for i in indices])
 
 
-def _tokens(batch: Batch, indices: Sequence[int], key: str) -> torch.Tensor:
-    """Return the indices of the tokens of some samples."""
-    numbers = torch.arange(sum(batch[key].lengths)).split(list(batch[key].lengths))
-    return torch.cat([numbers[i] for i in indices])
-
-
-def _part(outputs: LossInputs, batch: Batch, indices: Sequence[int], key: str) -> dict[str, torch.Tensor]:
-    """Return the outputs of some samples."""
-    chosen = {}
-    for name, values in outputs.items():
-        rows = torch.tensor(list(indices)) if name == "scores" else _tokens(batch, indices, key)
-        chosen[name] = values[rows.to(values.device)]
-    return chosen
+def _part(outputs: LossInputs, entries: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return some entries of each output."""
+    return {name: values[entries.to(values.device)] for name, values in outputs.items()}

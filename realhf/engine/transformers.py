@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.calls import OptimizerConfig, SamplingConfig
+from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import padded_micro_batches
 from realhf.devices.pinned import upload
@@ -239,7 +239,7 @@ class TransformersEngine(GeneratingEngine):
         Raises UserError when the call keeps its cache between rounds; and on all replicas when a prompt of
         any of them is empty, or exceeds the model's positions together with its response.
         """
-        work = call.work
+        work = call.work_as(Generate)
         batch = batch.to(self.groups.world.device)
         round_ = Round.of(call, unfinished, budget, version)
         if work.cache_on_update == "keep" and round_.budget is not None:

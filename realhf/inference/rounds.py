@@ -9,7 +9,7 @@ continued.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from realhf.calls import GenerateOutputs
+from realhf.calls import Generate, GenerateOutputs
 from realhf.data.batch import Batch, Packed
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -116,7 +116,7 @@ class Round:
         for samples in (self.unfinished, new):
             limit_of |= zip(samples.ids, _limits(samples, call.inputs), strict=True)
         limits = [limit_of.get(i) for i in ids]
-        most: int = call.work.sampling.max_new_tokens
+        most = call.work_as(Generate).sampling.max_new_tokens
         return [most if limit is None else min(limit, most) for limit in limits]
 
     def _copy_old(self, column: Packed, ids: Sequence[int], key: str) -> None:

@@ -119,7 +119,7 @@ class CallPieces:
     @property
     def computes_logits(self) -> bool:
         """Whether the last stage computes logits."""
-        return self.role.config.head == "lm" and self.workload.output == "logprobs"
+        return self.role.config.head == "lm" and self.workload.output.needs_logits
 
     @cached_property
     def micro_batch(self) -> LargestMicroBatch:

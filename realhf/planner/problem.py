@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.data.micro_batch import attention_share
 from realhf.graph import DataflowGraph, FunctionCall
@@ -51,7 +52,7 @@ class Workload:
     minibatches: int = 1
     epochs: int = 1
     group_size: int = 1  # Consecutive samples that a micro-batch holds together.
-    output: str = "logprobs"  # Result of a forward or train step: `logprobs`, `values` or `scores`.
+    output: Output = Output.LOGPROBS  # What a model call computes.
     entropy: bool = False
     top_k: int = 0
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.errors import shown
 from realhf.models.model_config import ModelConfig
@@ -28,7 +29,6 @@ SHAPE = (
     "tie_word_embeddings", *_EXPERTS)
 """The fields of a ModelConfig and of its experts that tell shapes apart; those of experts are 0 in a model
 without any. The number of layers is not among them, since tables are about one block."""
-OUTPUTS = ("logprobs", "values", "scores")
 _COLLECTIVE = ("ranks", "bytes")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINKS = {**dict.fromkeys(COLLECTIVES, _COLLECTIVE), "send": ("bytes",), "samples": ("bytes",)}
@@ -46,7 +46,7 @@ OF_MODEL = {
     # One block: forward without autograd, and what forward and backward with gradient accumulation take more.
     "block_forward": _PASS, "block_backward": _PASS,
     # The time of a micro-batch besides its blocks, by the number of positions that have an output.
-    **{f"{output}_{way}": ("tokens",) for output in OUTPUTS for way in ("forward", "backward")},
+    **{f"{output}_{way}": ("tokens",) for output in Output for way in ("forward", "backward")},
     # A decode step where every row has its own prompt, and a block of one where all rows share a prompt.
     "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),
     # The time that a pipeline stage takes in a decode step of a cohort besides its blocks and head.

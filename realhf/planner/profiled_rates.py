@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.efficiencies import Efficiencies
@@ -179,7 +180,7 @@ class ProfiledRates(Rates):
         return Cost(seconds - communication, communication)
 
     def head(
-        self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
+        self, role: ModelRole, tp: Span, *, tokens: float, output: Output, backward: bool = False
     ) -> Cost:
         roof = partial(super().head, tp=tp, output=output, backward=backward)
         table = self._table(role, tp, _ALONE, f"{output}_{'backward' if backward else 'forward'}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import attention_flops, dense_params
@@ -238,14 +239,16 @@ class Rates(LinkRates):
         share = shape.moe_share
         return share * float(products), share * passes * routed * row, share * exchange
 
-    def head(self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False) -> Cost:
+    def head(
+        self, role: ModelRole, tp: Span, *, tokens: float, output: Output, backward: bool = False
+    ) -> Cost:
         """Return the cost of a pass besides its blocks: embedding, head and float32 logits at `tokens`
         positions."""
         c = role.config
         n = tp.size
         embedding = self.traffic(3 * tokens * c.hidden_size * role.itemsize)
         embedding += 0.0 if backward else self.efficiencies.pass_seconds
-        if output != "logprobs" or c.head != "lm":
+        if not output.needs_logits or c.head != "lm":
             return Cost(embedding)
         passes = 5 if backward else 6
         params = c.vocab_size * c.hidden_size / n

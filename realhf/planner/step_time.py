@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.calls import HostFunction
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -186,7 +187,7 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     after = [c.name for c in model_calls if set(c.inputs) & set(call.outputs)]
     if problem.ahead and not is_ahead:
         after += [c.name for c in model_calls if c.kind == "train_step"]
-    is_split = getattr(call.work, "splittable", False) and bool(before or problem.ahead)
+    is_split = isinstance(call.work, HostFunction) and call.work.splittable and bool(before or problem.ahead)
     anchors = [*before, *after] if is_split else [*after, *before]
     return next(iter(anchors), None), is_split
 

@@ -15,7 +15,9 @@ from realhf.calls import (
     Generate,
     LogProbs,
     Loss,
+    ModelWork,
     OptimizerConfig,
+    Output,
     SamplingConfig,
     Scores,
     TrainStep,
@@ -73,14 +75,13 @@ class MeasuredModel:
             moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0))
 
     @property
-    def outputs(self) -> dict[str, bool]:
+    def outputs(self) -> dict[Output, bool]:
         """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
-        trains: dict[str, bool] = {}
-        for call in self.calls:
-            if call.kind != "generate":
-                output = call.work.output
-                trains[output] = trains.get(output, False) or call.kind == "train_step"
-        return trains or {"logprobs": False}
+        trains: dict[Output, bool] = {}
+        for work in (call.work_as(ModelWork) for call in self.calls):
+            if not isinstance(work, Generate):
+                trains[work.output] = trains.get(work.output, False) or isinstance(work, TrainStep)
+        return trains or {Output.LOGPROBS: False}
 
     @property
     def generates(self) -> bool:
@@ -141,15 +142,15 @@ class EngineCalls:
         self.model = model
         self.outputs = model.outputs
         self.trains = any(self.outputs.values())
-        self.generates = [call.work for call in model.calls if call.kind == "generate"]
-        self._losses = [call.work.loss for call in model.calls if call.kind == "train_step"]
-        is_lm = "logprobs" in self.outputs or model.generates
-        self.main = "logprobs" if is_lm else next(iter(self.outputs))
+        self.generates = [call.work for call in model.calls if isinstance(call.work, Generate)]
+        self._losses = [call.work.loss for call in model.calls if isinstance(call.work, TrainStep)]
+        is_lm = Output.LOGPROBS in self.outputs or model.generates
+        self.main = Output.LOGPROBS if is_lm else next(iter(self.outputs))
         """The output of the passes whose blocks are measured."""
         self._world = world
 
-    def engine(self, blocks: int, output: str, layout: Layout, *, trains: bool) -> NativeEngine:
-        config = self.model.with_blocks(blocks, "lm" if output == "logprobs" else "score")
+    def engine(self, blocks: int, output: Output, layout: Layout, *, trains: bool) -> NativeEngine:
+        config = self.model.with_blocks(blocks, output.head)
         optimizer = OptimizerConfig(lr=0.0) if trains else None
         engine = NativeEngine(
             model_spec(config), layout, self._world, dtype=self.model.dtype, optimizer=optimizer)
@@ -157,18 +158,18 @@ class EngineCalls:
         return engine
 
     def forward(
-        self, engine: NativeEngine, output: str, batch: Batch, *, most_tokens: int = _ANY_SIZE
+        self, engine: NativeEngine, output: Output, batch: Batch, *, most_tokens: int = _ANY_SIZE
     ) -> Callable[[], object]:
         work = next(work for work in (LogProbs(), Values(), Scores()) if work.output == output)
         return _call(engine, work, batch, outputs=("out",), most_tokens=most_tokens)
 
     def train(
-        self, engine: NativeEngine, output: str, batch: Batch, *, most_tokens: int = _ANY_SIZE
+        self, engine: NativeEngine, output: Output, batch: Batch, *, most_tokens: int = _ANY_SIZE
     ) -> Callable[[], object]:
         return _call(engine, TrainStep(_MeanLoss(output, self.finds_entropy(output))), batch,
                      most_tokens=most_tokens)
 
-    def finds_entropy(self, output: str) -> bool:
+    def finds_entropy(self, output: Output) -> bool:
         """Return whether a loss on this output needs the entropy of the model's distribution."""
         return any(loss.entropy for loss in self._losses if loss.output == output)
 

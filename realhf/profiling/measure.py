@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.calls import OptimizerConfig
+from realhf.calls import OptimizerConfig, Output
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
@@ -153,7 +153,7 @@ class Bench:
         """The relative interquartile range of each kind of work: the median over its sizes."""
 
     def _engine(
-        self, blocks: int, output: str, *, trains: bool, layout: Layout | None = None
+        self, blocks: int, output: Output, *, trains: bool, layout: Layout | None = None
     ) -> NativeEngine:
         return self._calls.engine(blocks, output, layout or self._layout, trains=trains)
 
@@ -295,7 +295,7 @@ class Bench:
     def _of_a_block(self, key: Callable[[int], Any]) -> float:
         return (self._seconds[key(MANY)] - self._seconds[key(_FEW)]) / (MANY - _FEW)
 
-    def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
+    def _head(self, output: Output, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
         """Return the seconds of a micro-batch without its blocks: forward, and the rest of forward and
         backward."""
         key = (output, _FEW, tokens, self._sizes.sequence_tokens[-1])

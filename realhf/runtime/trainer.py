@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate
 from realhf.checkpoint.hf import Beside
 from realhf.checkpoint.names import METRICS
 from realhf.data.loader import Loader, MixedLoader, make_loader
@@ -455,7 +456,7 @@ class Trainer:
 
 def _keeps_caches(program: Program) -> bool:
     """Return whether caches live from one round of generation to the next."""
-    keeps = any(call.work.cache_on_update == "keep" for call in program.graph.of_kind("generate"))
+    keeps = any(work.cache_on_update == "keep" for work in program.graph.works(Generate))
     return keeps and program.experiment.num_rounds > 1
 
 

@@ -8,11 +8,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import networkx as nx
 
-from realhf.calls import longest_response
+from realhf.calls import HostFunction, longest_response
 from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
 from realhf.steps.sample_pool import Json, PartExecutor, Pool, SampleLedger, Samples, named
@@ -379,10 +379,11 @@ class StepRunner:
                 raise UserError(f"step() runs part {part!r} after run.send({other!r}) has sent what it made")
         return sent.producers
 
-    def _last_run_of(self, call: str, field: str) -> _PartRun:
+    def _last_run_of(self, call: str, field: Literal["filters", "decides"]) -> _PartRun:
         """Return the step's last run of the part of a call, whose work must have set `field`."""
-        if call not in self._part_of or not getattr(self._graph[call].work, field, False):
-            have = [c.name for c in self._graph.of_kind("host") if getattr(c.work, field, False)]
+        hosts = [c for c in self._graph.calls if isinstance(c.work, HostFunction)]
+        have = [c.name for c in hosts if getattr(c.work, field)]
+        if call not in self._part_of or call not in have:
             legal = f"there are {', '.join(have)}" if have else "there is none"
             raise UserError(f"{call!r} is not the name of a HostFunction with {field}=True: {legal}")
         if self._part_of[call] not in self._last_runs:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from realhf.calls import Loss
+from realhf.calls import Loss, is_own
 from realhf.data.batch import Batch, Packed
-from realhf.engine.own_loss import OwnLoss, is_own
+from realhf.engine.own_loss import OwnLoss
 from realhf.errors import UserError
 
 LENGTHS = [3, 1, 4, 2]

@@ -6,6 +6,7 @@ from itertools import count
 
 import networkx as nx
 
+from realhf.calls import HostFunction
 from realhf.distributed.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
@@ -221,7 +222,7 @@ def outside_producers(part: Sequence[Action]) -> list[Send]:
 
 def _filtered_calls(graph: DataflowGraph) -> set[str]:
     """Return the calls that filter samples, and all calls that depend on them."""
-    filters = {call.name for call in graph.of_kind("host") if call.work and call.work.filters}
+    filters = {c.name for c in graph.calls if isinstance(c.work, HostFunction) and c.work.filters}
     return filters.union(*(nx.descendants(graph.nx_graph, name) for name in filters))
 
 

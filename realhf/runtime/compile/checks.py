@@ -6,7 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import TokenLimits, TopLogProbs, longest_response
+from realhf.calls import (
+    Generate,
+    HostFunction,
+    InsertedPhrase,
+    ModelWork,
+    TokenLimits,
+    TopLogProbs,
+    TrainStep,
+    longest_response,
+)
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.tensor_files import check_tensors, open_checkpoint
 from realhf.data.dataset import DatasetConfig, column_of, reads_pairs
@@ -34,13 +43,14 @@ def check_sampling(graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
 
 
 def _check_tokens(call: FunctionCall, role: Role) -> None:
-    sampling = call.work.sampling
+    work = call.work_as(Generate)
+    sampling = work.sampling
     size = role.config().vocab_size
     named = list(sampling.token_ids)
     if sampling.reads_text:
         try:
-            words = word_tokens(call.work.tokenizer, sampling.bad_words)
-            token_bytes(call.work.tokenizer)
+            words = word_tokens(work.tokenizer, sampling.bad_words)
+            token_bytes(work.tokenizer)
         except ValueError as error:
             field = "bad_words" if sampling.bad_words else "stop"
             raise ValueError(f"sampling.{field} needs the tokenizer: {error}") from error
@@ -65,13 +75,13 @@ def ending_with_turns(graph: DataflowGraph, roles: Mapping[str, Role], tokenizer
     """Return the graph with answers that also end at the token with which the chat template ends turns."""
     changed = []
     for call in graph.of_kind("generate"):
-        sampling = call.work.sampling
+        sampling = call.work_as(Generate).sampling
         if call.role is None or sampling.ignore_eos:
             continue
         end = unknown_turn_end(roles[call.role], tokenizer)
         if end is not None and end[0] not in sampling.stop_token_ids:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, end[0]))
-            changed.append(replace(call, work=replace(call.work, sampling=sampling)))
+            changed.append(call.with_work(sampling=sampling))
     return graph.replace(*changed)
 
 
@@ -128,13 +138,12 @@ def check_evaluation(graph: DataflowGraph) -> None:
 def _check_call(
     call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int, group_size: int
 ) -> None:
-    call.require_work()
-    if call.kind == "host":
-        _check_host_function(call)
-    if call.work.num_minibatches > batch_size:
-        minibatches = call.work.num_minibatches
+    work = call.require_work()
+    if isinstance(work, HostFunction):
+        _check_host_function(call.name, work.function)
+    if (minibatches := work.num_minibatches) > batch_size:
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
-    if group_size % (compared := call.work.group_size):
+    if group_size % (compared := work.group_size):
         raise ValueError(
             f"group_size is {group_size}: it must be a multiple of {compared}, "
             f"as call {call.name!r} has a loss that compares {compared} samples of a prompt")
@@ -147,41 +156,38 @@ def _check_call(
         raise ValueError(
             f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: "
             "give it one, Role(..., optimizer=OptimizerConfig())")
-    routers = ("router_aux_loss_coef", "router_z_loss_coef")
-    if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
+    if role.engine != "native" and isinstance(work, TrainStep) and work.has_router_losses:
         raise ValueError(
             f"call {call.name!r}: router losses need engine native; {call.role}.engine is {role.engine}")
-    if call.kind == "generate" and call.work.interruption is not None:
-        _check_phrase(call, role)
-    head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
-    if role.head != head:
+    if isinstance(work, Generate) and work.interruption is not None:
+        _check_phrase(work.interruption, role)
+    if role.head != (head := call.work_as(ModelWork).output.head):
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
-    if isinstance(call.work, TopLogProbs) and call.work.k > (size := role.config().vocab_size):
+    if isinstance(work, TopLogProbs) and work.k > (size := role.config().vocab_size):
         raise ValueError(
-            f"call {call.name!r}: k is {call.work.k}: "
+            f"call {call.name!r}: k is {work.k}: "
             f"it must be at most {size}, the vocabulary of {call.role}")
 
 
-def _check_phrase(call: FunctionCall, role: Role) -> None:
+def _check_phrase(interruption: InsertedPhrase, role: Role) -> None:
     """Raise ValueError if the model has no such token as an inserted phrase, or ends at one."""
     config = role.config()
-    for token in call.work.interruption.phrase:
+    for token in interruption.phrase:
         if token in config.eos_token_ids or token >= config.vocab_size:
             what = "the model ends answers at" if token in config.eos_token_ids else "the model does not have"
             raise ValueError(f"interruption.phrase has the token {token}, which {what}: use another text")
 
 
-def _check_host_function(call: FunctionCall) -> None:
+def _check_host_function(name: str, function: Any) -> None:
     """Raise ValueError unless the function can be called with a batch and a context."""
-    function = call.work.function
     if not callable(function):
-        raise ValueError(f"call {call.name!r}: its work is {function!r}, which is no function")
+        raise ValueError(f"call {name!r}: its work is {function!r}, which is no function")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        name = getattr(function, "__qualname__", type(function).__name__)
+        called = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
-            f"call {call.name!r}: {name} cannot be called with two arguments, "
+            f"call {name!r}: {called} cannot be called with two arguments, "
             f"the batch and the context ({error})") from error
     except ValueError:  # Some functions written in C do not tell their parameters.
         return
@@ -311,7 +317,7 @@ def check_plan(
 
 def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, Role]) -> None:
     layout = plan[call.name].layout
-    if call.kind == "host" and not call.work.splittable and layout.dp > 1:
+    if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
     if call.role is not None:
         try:
@@ -410,14 +416,14 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
 
 def _readers_of(column: str, graph: DataflowGraph) -> list[str]:
     """Return the names of the reward functions that read a column of the dataset."""
-    functions = [call.work.function for call in graph.of_kind("host")]
+    functions = [work.function for work in graph.works(HostFunction)]
     return [name for f in functions if hasattr(f, "readers_of") for name in f.readers_of(column)]
 
 
 def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
     """Return the functions by which losses and host calls say what is wrong with a row."""
-    readers = [call.work.loss for call in graph.of_kind("train_step")]
-    readers += [call.work.function for call in graph.of_kind("host")]
+    readers: list[Any] = [work.loss for work in graph.works(TrainStep)]
+    readers += [work.function for work in graph.works(HostFunction)]
     limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
     readers += [TokenLimits(column_of(key)) for key in limits if graph.producer(key) is None]
     return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
@@ -455,7 +461,9 @@ def _check_kept_caches(
     experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]
 ) -> None:
     """Raise ValueError if caches cannot be kept between rounds, or timed checkpoints would drop them."""
-    keeping = [call for call in graph.of_kind("generate") if call.work.cache_on_update == "keep"]
+    keeping = [
+        call for call in graph.calls
+        if isinstance(call.work, Generate) and call.work.cache_on_update == "keep"]
     if not keeping or experiment.num_rounds == 1:
         return
     for role in (call.role for call in keeping if call.role is not None):

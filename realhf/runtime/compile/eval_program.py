@@ -60,7 +60,7 @@ class EvaluationProgram:
     @property
     def rewards(self) -> dict[str, Any]:
         """The rewards that are functions, by their names."""
-        functions = [call.work.function for call in self.graph.of_kind("host")]
+        functions = [work.function for work in self.graph.works(HostFunction)]
         return {
             reward.label: reward for function in functions for reward in getattr(function, "rewards", ())}
 
@@ -271,7 +271,7 @@ def with_record(
 
 def _answer_of(graph: DataflowGraph) -> Any:
     """Return the method by which a reward extracts the answer from a completion, if there is one."""
-    methods = (getattr(call.work.function, "answer_of", None) for call in graph.of_kind("host"))
+    methods = (getattr(work.function, "answer_of", None) for work in graph.works(HostFunction))
     return next((method for method in methods if callable(method)), None)
 
 

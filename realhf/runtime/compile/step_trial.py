@@ -7,6 +7,7 @@ from typing import Any
 
 import networkx as nx
 
+from realhf.calls import HostFunction
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
@@ -149,7 +150,7 @@ class _DryExecutor:
         return list(self._prompts[operation]) if self._keeps else []
 
     def decision(self, call: str, operation: int) -> Any:
-        return self._graph[call].work.example
+        return self._graph[call].work_as(HostFunction).example
 
     def forget(self, prompts: Sequence[int]) -> None:
         """Free nothing, as there are no samples."""

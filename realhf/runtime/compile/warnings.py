@@ -13,8 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from realhf.calls import (
     Generate,
+    HostFunction,
+    Loss,
     OptimizerConfig,
     SamplingConfig,
+    TrainStep,
     default_rates,
     longest_response,
     response_keys,
@@ -31,8 +34,8 @@ from realhf.data.light_tokenizer import (
 from realhf.data.rows import extra_columns, first_rows
 from realhf.data.sequence_tokens import end_of_turn, missing_beginning, special_texts, spelled_end
 from realhf.data.tokenized import Compared, MixedRows, TokenizedRows
-from realhf.experiment import Experiment, Role, named_sets, optimizer_steps
-from realhf.graph import DataflowGraph, FunctionCall
+from realhf.experiment import Experiment, Role, named_sets
+from realhf.graph import DataflowGraph
 from realhf.models.families import KNOWN_FIELDS, misspelt
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
@@ -423,7 +426,7 @@ def _off_policy(graph: DataflowGraph) -> Iterator[str]:
     """Yield warnings about settings by which a model trains on samples of another distribution."""
     trained = {call.role for call in graph.of_kind("train_step")}
     for call in graph.of_kind("generate"):
-        sampling = call.work.sampling
+        sampling = call.work_as(Generate).sampling
         plain = type(sampling)()
         changed = [name for name in _CHANGES_LOGITS if getattr(sampling, name) != getattr(plain, name)]
         if changed and sampling.temperature > 0 and call.role in trained:
@@ -763,10 +766,10 @@ def _contradictions(name: str, graph: DataflowGraph, rows: TokenizedRows) -> Ite
 def _unusual_training(program: Program) -> Iterator[str]:
     """Yield warnings about settings of training with which a model hardly learns, or is soon destroyed."""
     for name, role in program.roles.items():
-        trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
+        trains = program.graph.works(TrainStep, role=name)
         if role.optimizer is not None and trains:
-            yield from _unusual_rate(name, role, role.optimizer, trains[0])
-            num_steps = program.experiment.steps * sum(map(optimizer_steps, trains))
+            yield from _unusual_rate(name, role, role.optimizer, trains[0].loss)
+            num_steps = program.experiment.steps * sum(work.optimizer_steps for work in trains)
             yield from _unusual_optimizer(f"{name}.optimizer", role.optimizer, num_steps)
     if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
         yield "ref is given, and no call uses it: set loss.kl_coef above 0, or leave it out"
@@ -777,12 +780,12 @@ def _unusual_training(program: Program) -> Iterator[str]:
             yield f"{name} is {value:g}: the reward hardly counts beside it (0 to 0.1 is usual)"
 
 
-def _unusual_rate(name: str, role: Role, optimizer: OptimizerConfig, call: FunctionCall) -> Iterator[str]:
+def _unusual_rate(name: str, role: Role, optimizer: OptimizerConfig, loss: Loss) -> Iterator[str]:
     """Yield warnings about a learning rate that is 0, or far from the usual one.
 
     Small models, and those with random weights, bear far higher rates than pretrained ones.
     """
-    rates = default_rates(call.work.loss)
+    rates = default_rates(loss)
     usual = rates.full if role.lora is None else rates.lora
     assert optimizer.lr is not None, "roles are resolved"
     is_new = role.random_init or spec_of(role.config()).numel < _SMALL_MODEL
@@ -820,7 +823,7 @@ def _unusual_optimizer(name: str, optimizer: OptimizerConfig, num_steps: int) ->
 def _unweighted(graph: DataflowGraph) -> Iterator[str]:
     """Yield a warning if all reward functions have the weight 0."""
     for call in graph.of_kind("host"):
-        rewards = getattr(call.work.function, "rewards", ())
+        rewards = getattr(call.work_as(HostFunction).function, "rewards", ())
         if rewards and all(reward.weight == 0 for reward in rewards):
             yield f"call {call.name}: every reward has the weight 0, so every answer has the score 0"
 
@@ -943,16 +946,16 @@ def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 def _doubted_rewards(graph: DataflowGraph, name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about rewards that look for what completions cannot have."""
-    for call in graph.of_kind("host"):
-        if isinstance(call.work.function, ScoredByRewards):
-            yield from call.work.function.unseen(special_tokens(rows.tokenizer))
+    for function in (work.function for work in graph.works(HostFunction)):
+        if isinstance(function, ScoredByRewards):
+            yield from function.unseen(special_tokens(rows.tokenizer))
             prompt = rows.tokenizer.decode(rows.rows[0]["prompt_ids"])
-            yield from (f"{name}: {sentence}" for sentence in call.work.function.doubts(prompt))
+            yield from (f"{name}: {sentence}" for sentence in function.doubts(prompt))
 
 
 def _doubted_losses(graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> Iterator[str]:
     """Yield warnings of losses about the columns that they read."""
-    for loss in (call.work.loss for call in graph.of_kind("train_step")):
+    for loss in (work.loss for work in graph.works(TrainStep)):
         if isinstance(loss, _LossOfRows):
             doubts = loss.doubts([row for part in rows.parts for row in part.rows])
             yield from (f"dataset: {doubt}" for doubt in doubts)
@@ -1001,16 +1004,17 @@ def _listed(ranks: list[int]) -> str:
 
 def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     for call in graph.of_kind("generate"):
-        longest = call.work.sampling.max_new_tokens
-        if call.work.sampling.min_new_tokens == longest and longest > 1:
+        sampling = call.work_as(Generate).sampling
+        longest = sampling.max_new_tokens
+        if sampling.min_new_tokens == longest and longest > 1:
             yield (
                 f"sampling.min_new_tokens and max_new_tokens are both {longest}: no answer may end by "
                 "itself, and all are cut at that length")
-        has_stops = call.work.sampling.stop or call.work.sampling.stop_token_ids
+        has_stops = sampling.stop or sampling.stop_token_ids
         if call.role is not None and not has_stops and not roles[call.role].config().eos_token_ids:
             yield (
                 f"{call.role}.model has no eos_token_id in config.json or generation_config.json: "
-                f"every answer runs to sampling.max_new_tokens {call.work.sampling.max_new_tokens}")
+                f"every answer runs to sampling.max_new_tokens {longest}")
 
 
 def _unknown_end(
@@ -1035,9 +1039,8 @@ def _unknown_end(
 
 
 def _greedy(program: Program) -> Iterator[str]:
-    generating = program.graph.of_kind("generate")
     count = program.experiment.group_size
-    for sampling in (call.work.sampling for call in generating if program.parts):
+    for sampling in (work.sampling for work in program.graph.works(Generate) if program.parts):
         if sampling.temperature > _HIGH_TEMPERATURE:
             yield (
                 f"sampling.temperature is {sampling.temperature:g}: answers are nearly random tokens "
@@ -1066,9 +1069,9 @@ def _one_token(sampling: SamplingConfig) -> str | None:
 
 def _written_escapes(program: Program) -> Iterator[str]:
     """Yield warnings about texts with a backslash and a letter where a line break or tab was surely meant."""
-    for call in program.graph.of_kind("generate"):
+    for work in program.graph.works(Generate):
         for field in ("stop", "bad_words"):
-            for text in getattr(call.work.sampling, field):
+            for text in getattr(work.sampling, field):
                 if (found := _ESCAPE.search(text)) is not None:
                     yield (
                         f"sampling.{field} has {text!r}, a backslash and the letter {found[1]}: a line break "
@@ -1114,11 +1117,11 @@ def _idle_shaping(program: Program) -> Iterator[str]:
 
 def _faulty_rewards(program: Program) -> Iterator[str]:
     """Yield warnings about reward functions that ask for columns in vain, or whose values do not repeat."""
-    for call in program.graph.of_kind("host"):
-        if isinstance(call.work.function, ScoredByRewards):
-            yield from call.work.function.unstable()
-            yield from call.work.function.unescaped()
-            yield from call.work.function.misspelt(extra_columns(program.experiment.dataset))
+    for function in (work.function for work in program.graph.works(HostFunction)):
+        if isinstance(function, ScoredByRewards):
+            yield from function.unstable()
+            yield from function.unescaped()
+            yield from function.misspelt(extra_columns(program.experiment.dataset))
 
 
 def _beyond_positions(

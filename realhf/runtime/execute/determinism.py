@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate
 from realhf.errors import UserError
 from realhf.models.kv_blocks import padded_size
 from realhf.runtime.compile.program import Program
@@ -37,7 +38,7 @@ def surroundings(program: Program) -> dict[str, Any]:
     """Return the surroundings that decide the bits of a run, beside experiment and plan."""
     on_cuda = torch.cuda.is_available()
     rows = {
-        call.name: sorted({padded_size(count) for count in range(1, call.work.max_rows + 1)})
+        call.name: sorted({padded_size(count) for count in range(1, call.work_as(Generate).max_rows + 1)})
         for call in program.graph.of_kind("generate")}
     return {
         "torch": torch.__version__,

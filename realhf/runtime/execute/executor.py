@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate, HostFunction, TrainStep
 from realhf.checkpoint.hf import memory_of
 from realhf.data.batch import Batch
 from realhf.data.order import prompt_of, samples_of
@@ -18,7 +19,7 @@ from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.engine.base import CallResult
 from realhf.errors import UserError, warn
-from realhf.graph import FunctionCall
+from realhf.graph import FunctionCall, Work
 from realhf.layout import Layout
 from realhf.models.model_flops import ModelFlops
 from realhf.plan import ExecutionPlan
@@ -267,10 +268,11 @@ class Executor:
     def _receive(self, action: Receive, samples: "_Chosen") -> list[Batch]:
         """Return this rank's inputs of the call."""
         call = action.call
+        work = call.work_as(Work)
         sources = [self._source(send, samples) for send in action.sends]
         routing = Routing(
-            self._program.group_size, call.work.num_minibatches, filtered=action.filtered,
-            keep_groups=call.kind == "generate" or call.work.group_size > 1)
+            self._program.group_size, work.num_minibatches, filtered=action.filtered,
+            keep_groups=isinstance(work, Generate) or work.group_size > 1)
         with self._waiting(call.name, f"waits for {self._producers(action)}"):
             return self._exchange.receive(sources, action.target, routing, tag=action.tag)
 
@@ -337,13 +339,16 @@ class Executor:
         if is_new or self._program.is_evaluation:
             self._wait(action.target_set, action.target)
 
-    def _wait(self, role: str, layout: Layout | None = None) -> None:
-        """Wait for the reallocations of a role and its adapters to one layout (None: to all); record them."""
+    def _wait(self, target_set: str, layout: Layout | None = None) -> None:
+        """Wait for the reallocations of a set of parameters to one layout (None: to all); record them.
+
+        With a role's name these are its model and its adapters.
+        """
         process = self._world.process
         ranks = range(self._world.size) if layout is None else layout.ranks
         start = time.monotonic()
-        with process.doing(f"waits for the parameters of {role}"), process.waiting(ranks):
-            finished = self._models.reallocations.finish(role, layout)
+        with process.doing(f"waits for the parameters of {target_set}"), process.waiting(ranks):
+            finished = self._models.reallocations.finish(target_set, layout)
         self._waited += time.monotonic() - start
         self._arrivals.add(finished)
 
@@ -366,7 +371,7 @@ class Executor:
             if call.kind == "generate":
                 budget = None
                 if self._in_rounds(call):
-                    budget = -(-call.work.sampling.max_new_tokens // self._program.num_rounds)
+                    budget = -(-call.work_as(Generate).sampling.max_new_tokens // self._program.num_rounds)
                 result = engines.generating((call.role, layout)).generate(
                     call, minibatches[0], budget=budget, version=self._context.updates.get(call.role, 0),
                     unfinished=None if call.name in samples.held_by_engine else before, report=note)
@@ -386,7 +391,7 @@ class Executor:
                 event["flops"] = self._count_flops(call, minibatches, before, result)
         if self._in_rounds(call):
             samples.unfinished[call.name] = result.unfinished
-            if call.work.cache_on_update == "keep":
+            if call.work_as(Generate).cache_on_update == "keep":
                 samples.held_by_engine.add(call.name)
         if rank in layout.result_ranks:
             samples.put(call.name, result.batch)
@@ -406,7 +411,8 @@ class Executor:
         """Return the tokens that a call has sampled, or those that it has trained on, once for each epoch."""
         if call.kind == "generate":
             return sampled_tokens(call, before=before, after=[result.batch, result.unfinished])
-        return call.work.epochs * sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+        num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+        return call.work_as(TrainStep).epochs * num_tokens
 
     def _count_flops(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
@@ -465,7 +471,8 @@ class Executor:
         doing = self._world.process.doing(call.name)
         with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
             result = call_host_function(call, batch, context)
-        if call.work.filters or call.work.decides:
+        work = call.work_as(HostFunction)
+        if work.filters or work.decides:
             agreed = {"kept": result.batch.ids, "decision": result.decision}
             self._agreements.post(call.name, self._operation, agreed)
         if batch.ids:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import DECISION, KEEP
+from realhf.calls import DECISION, KEEP, HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
 from realhf.data.rows import json_form
@@ -127,15 +127,16 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
             f"host call {call.name!r} returned {type(columns).__name__}: "
             "it must return a dict of columns, by output key")
     columns = columns or {}
-    more = [key for key, wanted in ((KEEP, call.work.filters), (DECISION, call.work.decides)) if wanted]
+    work = call.work_as(HostFunction)
+    more = [key for key, wanted in ((KEEP, work.filters), (DECISION, work.decides)) if wanted]
     for key in (*call.outputs, *more):
         if key not in columns:
             raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
     try:
         outputs = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
-        if call.work.filters:
+        if work.filters:
             outputs = outputs.select(_kept(columns[KEEP], len(batch)))
-        decision = _decision(columns[DECISION]) if call.work.decides else None
+        decision = _decision(columns[DECISION]) if work.decides else None
         for name in metrics:
             require_own_name(name, who=f"host call {call.name!r}")
         return HostResult(outputs, {name: _metric(name, value) for name, value in metrics.items()}, decision)
@@ -164,11 +165,12 @@ def _kept(column: Any, num_samples: int) -> list[int]:
 def _returned(call: FunctionCall, batch: Batch, context: Any) -> Any:
     """Call the function. Raises UserError with the line number for an exception in the user's own code, and
     if it takes longer than its limit."""
-    limit = call.work.timeout_seconds
+    work = call.work_as(HostFunction)
+    limit = work.timeout_seconds
     over = TimeoutError(f"it has not returned within {limit or 0.0:g} s (HostFunction.timeout_seconds)")
     try:
         with time_limit(limit, lambda: over):
-            return call.work.function(batch, context)
+            return work.function(batch, context)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

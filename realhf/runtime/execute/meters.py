@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import GenerateOutputs
+from realhf.calls import GenerateOutputs, ModelWork, TrainStep
 from realhf.data.batch import Batch
 from realhf.data.order import prompt_of
 from realhf.distributed.world import World
@@ -84,17 +84,18 @@ def sampled_tokens(call: FunctionCall, *, before: Batch, after: Sequence[Batch])
 
 def pass_flops(call: FunctionCall, flops: ModelFlops, minibatches: Sequence[Batch]) -> int:
     """Return the FLOPs of a call that computes log-probs, values or scores, or trains on them."""
+    work = call.work_as(ModelWork)
     total = 0
     for batch in minibatches:
         if not batch.ids:
             continue
         tokens = batch[call.inputs[0]]
         num_outputs = len(batch.ids)
-        if call.work.output != "scores":
+        if not work.output.per_sequence:
             num_outputs = int(wanted(tokens, batch.fields.get("response_mask")).sum())
         spans: list[TokenSpan] = [(0, length) for length in tokens.lengths]
-        if call.kind == "train_step":
-            total += call.work.epochs * flops.train(spans, num_outputs)
+        if isinstance(work, TrainStep):
+            total += work.epochs * flops.train(spans, num_outputs)
         else:
             total += flops.forward(spans, num_outputs)
     return total

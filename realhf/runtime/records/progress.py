@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 
+from realhf.calls import Generate
 from realhf.distributed.process import WatchedProcess
 from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes
@@ -95,7 +96,7 @@ class Progress:
         self._live: Live | None = None
         self._rows: deque[tuple[str, Mapping[str, float]]] = deque(maxlen=_ROWS)
         self._score = ""
-        self._may_end = not any(call.work.sampling.ignore_eos for call in program.graph.of_kind("generate"))
+        self._may_end = not any(work.sampling.ignore_eos for work in program.graph.works(Generate))
         self._warned: set[str] = set()
 
     def start(self, dataset: Sized | None, *, held_out: Mapping[str, int]) -> None:
