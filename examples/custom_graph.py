@@ -45,7 +45,7 @@ class MovingReference(GRPO):
 
     def graph(self) -> DataflowGraph:
         watch = HostFunction(carries_written, splittable=True)
-        return super().graph().add(FunctionCall("watch", "host", inputs=("sequence_ids",), work=watch))
+        return super().graph().add(FunctionCall("watch", inputs=("sequence_ids",), work=watch))
 
 
 task = prepare()

@@ -217,6 +217,17 @@ class OptimizerConfig:
         require(legal, "optimizer.warmup_ratio", ratio, rule)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER_STATE = ("master", *MOMENTS)
+"""What AdamW has of every parameter, by the names in checkpoints: a master copy of the weight, and the
+averages of its gradient and of the gradient's square."""
+
+
+def kept_state(*, is_narrow: bool) -> tuple[str, ...]:
+    """Return what AdamW keeps besides the weights; narrow ones are no master copy, so they need another."""
+    return OPTIMIZER_STATE if is_narrow else MOMENTS
+
+
 class LearningRates(NamedTuple):
     """The default learning rates of one kind of training, and where they are usual."""
 

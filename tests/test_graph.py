@@ -2,6 +2,8 @@
 
 import pytest
 
+from realhf.algorithms.ppo import ValueLoss
+from realhf.calls import Generate, HostFunction, LogProbs, TrainStep, Values
 from realhf.graph import DataflowGraph, FunctionCall
 
 
@@ -65,6 +67,22 @@ def test_refused_calls():
         FunctionCall("a", "forward", "ids", role="actor")
     with pytest.raises(ValueError, match="both reads and writes the key 'x'"):
         call("a", ["x"], ["x"])
+
+
+def test_the_kind_of_a_call_follows_from_its_work():
+    works = (Generate(), LogProbs(), Values(), TrainStep(ValueLoss()), HostFunction(print))
+    calls = [
+        FunctionCall(f"call_{i}", inputs=("x",), role=None if i == 4 else "actor", work=work)
+        for i, work in enumerate(works)]
+    assert [c.kind for c in calls] == ["generate", "forward", "forward", "train_step", "host"]
+    assert FunctionCall("call_1", "forward", ("x",), (), role="actor", work=LogProbs()) == calls[1]
+    graph = DataflowGraph(tuple(calls), ("x",))
+    assert graph.works(LogProbs) == works[1:2] and graph.works(Values, role="critic") == ()
+    assert calls[1].with_work(temperature=0.5).work == LogProbs(0.5)
+    with pytest.raises(ValueError, match="of kind 'generate' has work LogProbs: it must be Generate"):
+        FunctionCall("a", "generate", ("x",), role="actor", work=LogProbs())
+    with pytest.raises(ValueError, match="call 'a' has kind '': legal kinds are generate, forward"):
+        FunctionCall("a", inputs=("x",), role="actor")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def generate(desk: Desk) -> None:
             continue
         sampling = SamplingConfig(max_new_tokens=request["max_new_tokens"])
         call = FunctionCall(
-            "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
+            "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
             generated = engine.generate(call, batch).batch
@@ -157,7 +157,7 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
     gc.collect()
     gc.freeze()  # As a Trainer does.
     work = TrainStep(CrossEntropy())
-    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    call = FunctionCall("actor_train", inputs=tuple(columns), role="actor", work=work)
     return lambda: engine.train(call, [batch], micro_batch_tokens=settings["micro_batch"])
 
 
@@ -258,7 +258,7 @@ def _policy_loss(desk: Desk) -> None:
     batch = Batch(list(range(len(rows))), {name: Packed.of(values) for name, values in columns.items()})
     engine = engine_of(settings)
     work = TrainStep(PolicyLoss(PolicyLossConfig()))
-    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    call = FunctionCall("actor_train", inputs=tuple(columns), role="actor", work=work)
     desk.answer()
     for _ in desk.requests():
         metrics = engine.train(call, [batch], micro_batch_tokens=settings["micro_batch"])

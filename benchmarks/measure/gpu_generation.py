@@ -207,7 +207,7 @@ def _generate(
     prompts = sequences(lengths, vocab_size=config_of("tiny").vocab_size)
     columns = {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])}
     work = Generate(SamplingConfig(max_new_tokens=new_tokens), **settings)
-    call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
+    call = FunctionCall("actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
     batch = Batch(list(range(len(lengths))), columns)
     more = {} if report is None else {"report": report}
     return engine.generate(call, batch, **more).batch
@@ -216,7 +216,7 @@ def _generate(
 def _apart(engine: NativeEngine, generated: Batch) -> Found:
     """Compare the generator's log-probs with those of a forward pass."""
     work = LogProbs()
-    call = FunctionCall("actor_forward", "forward", GENERATED[:2], ("logprobs",), role="actor", work=work)
+    call = FunctionCall("actor_forward", inputs=GENERATED[:2], outputs=("logprobs",), role="actor", work=work)
     sequences = generated.pick(GENERATED[:2])
     again = engine.forward(call, sequences, micro_batch_tokens=16384)["logprobs"].values
     mask = generated["response_mask"].values != 0

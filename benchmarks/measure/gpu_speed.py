@@ -193,7 +193,7 @@ def _our_generation(
     def run(new_tokens: int) -> dict[str, Any]:
         work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
         call = FunctionCall(
-            "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
+            "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
         generated = engine.generate(call, batch).batch
         return {"tokens": len(generated["sequence_ids"].values) - prompt_tokens}
 
@@ -235,7 +235,7 @@ def training(device: Device) -> dict[str, Any]:
     columns |= {"response_mask": mask, "gen_logprobs": mask.like(-5 * mask.values), "advantages": mask}
     batch = Batch(list(range(len(rows))), columns)
     work = TrainStep(PolicyLoss(PolicyLossConfig()))
-    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    call = FunctionCall("actor_train", inputs=tuple(columns), role="actor", work=work)
 
     def step() -> dict[str, Any]:
         return engine.train(call, [batch], micro_batch_tokens=scale.micro_batch_tokens)
@@ -268,7 +268,7 @@ def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict
         list(range(scale.rows)), {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])})
     work = Generate(
         SamplingConfig(max_new_tokens=scale.new_tokens), max_rows=scale.rows, kv_cache_gib=CACHE_GIB)
-    call = FunctionCall("actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor", work=work)
+    call = FunctionCall("actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
 
     def run() -> dict[str, Any]:
         engine.generate(call, batch)

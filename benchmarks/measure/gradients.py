@@ -83,7 +83,7 @@ def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callab
     columns = {"sequence_ids": Packed.of(ids), "response_mask": Packed.of(mask)}
     batch = Batch(list(range(len(rows))), columns)
     work = TrainStep(CrossEntropy())
-    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    call = FunctionCall("actor_train", inputs=tuple(columns), role="actor", work=work)
     return partial(engine.train, call, [batch], micro_batch_tokens=tokens, gather=False)
 
 

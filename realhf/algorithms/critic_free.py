@@ -99,7 +99,7 @@ class CriticFree(OnPolicy):
         keys = ("score", "response_mask", "finished", *self.reward_kl.keys, *greedy, *inputs.keys)
         outputs = ("advantages", "prompt_tokens") if by_prompt else ("advantages",)
         work = HostFunction(function, filters=self.filter_groups)
-        return FunctionCall("advantages", "host", keys, outputs, work=work)
+        return FunctionCall("advantages", inputs=keys, outputs=outputs, work=work)
 
     def _greedy_calls(self) -> tuple[FunctionCall, FunctionCall]:
         """Return the calls that answer the prompts greedily and score the responses."""

@@ -222,20 +222,20 @@ class Distillation(OnPolicy):
         else:
             work = TopLogProbs(self.top_k, self.temperature)
             outputs = (f"{name}_ids", f"{name}_logprobs")
-        return FunctionCall(f"{name}_forward", "forward", SEQUENCE, outputs, role=name, work=work)
+        return FunctionCall(f"{name}_forward", inputs=SEQUENCE, outputs=outputs, role=name, work=work)
 
     def _advantages(self) -> FunctionCall:
         """Return the call that computes the advantages of the variant `sampled`."""
         logprobs = ("gen_logprobs", *(f"{name}_logprobs" for name in self.teacher_names))
         work = HostFunction(TeacherAdvantages(*self._weight_settings))
         inputs = (*self._weight_inputs, *logprobs)
-        return FunctionCall("advantages", "host", inputs, ("advantages",), work=work)
+        return FunctionCall("advantages", inputs=inputs, outputs=("advantages",), work=work)
 
     def _weights(self) -> FunctionCall:
         """Return the call that computes the weights of the teachers for the variant `top_k`."""
         work = HostFunction(TeacherWeights(*self._weight_settings))
         outputs = ("teacher_weights",)
-        return FunctionCall("teacher_weights", "host", self._weight_inputs, outputs, work=work)
+        return FunctionCall("teacher_weights", inputs=self._weight_inputs, outputs=outputs, work=work)
 
     @property
     def _weight_settings(self) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ class Distillation(OnPolicy):
             self.temperature, self.router_aux_loss_coef, self.router_z_loss_coef)
         columns = [f"{name}_{column}" for name in names for column in ("ids", "logprobs")]
         inputs = (*SEQUENCE, "gen_logprobs", "teacher_weights", *columns)
-        return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
+        return FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
 
     def _check_fields(self) -> None:
         """Raise ValueError if a field has an illegal value, or one that would do nothing."""

@@ -49,7 +49,7 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
     """Return the call that computes a loss from a model's outputs and columns. It runs on one rank with all
     samples, so that its metrics are the same under every plan."""
     work = HostFunction(HeldOutLoss(as_loss(loss), with_perplexity))
-    return FunctionCall("eval_loss", "host", tuple(inputs), work=work)
+    return FunctionCall("eval_loss", inputs=tuple(inputs), work=work)
 
 
 def scored_completions(
@@ -70,8 +70,8 @@ def scored_completions(
     call = RewardCall(function, columns, limits, sequence=HELD_OUT_RESPONSE)
     reward = HostFunction(call, splittable=True, timeout_seconds=None)
     return (
-        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
-        FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward))
+        FunctionCall("actor_generate", inputs=("prompt_ids",), outputs=written, role="actor", work=generate),
+        FunctionCall("reward_forward", inputs=call.inputs, outputs=call.outputs, work=reward))
 
 
 @dataclass

@@ -110,7 +110,7 @@ class OnPolicy(Experiment):
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
         inputs = ("prompt_ids", *limits)
         outputs = (*RESPONSE, *self.version_keys)
-        return FunctionCall("actor_generate", "generate", inputs, outputs, role="actor", work=work)
+        return FunctionCall("actor_generate", inputs=inputs, outputs=outputs, role="actor", work=work)
 
     @property
     def with_versions(self) -> bool:
@@ -184,25 +184,25 @@ class OnPolicy(Experiment):
             return ()
         work = LogProbs(temperature=self.temperature)
         outputs = ("prox_logprobs",)
-        return (FunctionCall("actor_forward", "forward", SEQUENCE, outputs, role="actor", work=work),)
+        return (FunctionCall("actor_forward", inputs=SEQUENCE, outputs=outputs, role="actor", work=work),)
 
     def ref_forward(self) -> FunctionCall:
         """Return the call that computes the reference's log-probs of the responses."""
         work = LogProbs(temperature=self.temperature)
-        return FunctionCall("ref_forward", "forward", SEQUENCE, ("ref_logprobs",), role="ref", work=work)
+        return FunctionCall("ref_forward", inputs=SEQUENCE, outputs=("ref_logprobs",), role="ref", work=work)
 
     def reward_forward(self) -> FunctionCall:
         """Return the call that scores the responses, by the reward function or the reward model."""
         if self.reward_function is not None:
             return self._reward_call(self.reward_function, self.dataset)
-        work = self.reward_scores
-        return FunctionCall("reward_forward", "forward", SEQUENCE[:1], ("score",), role="reward", work=work)
+        return FunctionCall(
+            "reward_forward", inputs=SEQUENCE[:1], outputs=("score",), role="reward", work=self.reward_scores)
 
     def _reward_call(self, function: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
         columns = reward_columns(function, extra_columns(dataset))
         call = RewardCall(function, columns, self.reward_limits)
         work = HostFunction(call, splittable=True, timeout_seconds=None)  # Each reward has its own limit.
-        return FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=work)
+        return FunctionCall("reward_forward", inputs=call.inputs, outputs=call.outputs, work=work)
 
     def reward_logs(self) -> tuple[str, ...]:
         """Return the keys of what the call that scores writes for metrics, such as the scores by name."""
@@ -215,7 +215,7 @@ class OnPolicy(Experiment):
         for token_reward in self.token_rewards:
             check_shaping("token_rewards", token_reward, needs="discount")
         work = HostFunction(TokenReturns(self.token_rewards), splittable=True)
-        return (FunctionCall("token_rewards", "host", SEQUENCE, ("token_returns",), work=work),)
+        return (FunctionCall("token_rewards", inputs=SEQUENCE, outputs=("token_returns",), work=work),)
 
     def shaping(self) -> ScoreShaping | None:
         """Return what changes the scores of training."""
@@ -235,7 +235,7 @@ class OnPolicy(Experiment):
         reference = ("ref_logprobs",) if self.loss.kl_coef else ()
         by_prompt = ("prompt_tokens",) if self.loss.average == "prompt" else ()
         inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference, *by_prompt)
-        return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
+        return FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
 
     @property
     def num_minibatches(self) -> int:
@@ -273,7 +273,7 @@ class OnPolicy(Experiment):
         if function is not None:
             return graph_of(*generating, self._reward_call(function, held_out.dataset))
         work = HostFunction(_decode, splittable=True)
-        decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
+        decode = FunctionCall("eval_decode", inputs=SEQUENCE, outputs=("completion",), work=work)
         return graph_of(*generating, self.reward_forward(), decode)
 
     def _generating_calls(self) -> list[FunctionCall]:

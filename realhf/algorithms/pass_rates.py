@@ -51,8 +51,8 @@ class PassRateLimit:
         wanted = HostFunction(WantedPrompts(self), filters=True)
         count = HostFunction(CountPasses(self.pass_score), decides=True, example={})
         return (
-            FunctionCall(WANTED, "host", (DATASET_ROW,), work=wanted),
-            FunctionCall(COUNT, "host", (DATASET_ROW, "score"), work=count))
+            FunctionCall(WANTED, inputs=(DATASET_ROW,), work=wanted),
+            FunctionCall(COUNT, inputs=(DATASET_ROW, "score"), work=count))
 
     def take_wanted(self, run: StepRunner, count: int, *, part: str, max_draws: int) -> Samples | None:
         """Return the next `count` prompts that are not dropped, or fewer if `max_draws` draws do not find

@@ -98,8 +98,9 @@ class PPO(OnPolicy):
             *self.token_rewards_call(),
             *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward(),
-            FunctionCall("critic_forward", "forward", SEQUENCE, ("values",), role="critic", work=Values()),
-            FunctionCall("advantages", "host", read, ("advantages", "returns"), work=advantages),
+            FunctionCall(
+                "critic_forward", inputs=SEQUENCE, outputs=("values",), role="critic", work=Values()),
+            FunctionCall("advantages", inputs=read, outputs=("advantages", "returns"), work=advantages),
             self.actor_train(),
-            FunctionCall("critic_train", "train_step", learned, role="critic", work=train))
+            FunctionCall("critic_train", inputs=learned, role="critic", work=train))
         return self.with_checked_ages(graph)

@@ -143,7 +143,7 @@ class DPO(Experiment):
             self.loss, router_aux_loss_coef=self.router_aux_loss_coef,
             router_z_loss_coef=self.router_z_loss_coef)
         inputs = (*SEQUENCE, IS_CHOSEN, "ref_logprobs")
-        train = FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
+        train = FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
         return graph_of(_log_probs("ref", "ref_logprobs"), train)
 
     def eval_graph(self) -> DataflowGraph:
@@ -156,7 +156,7 @@ class DPO(Experiment):
 
 def _log_probs(role: str, key: str) -> FunctionCall:
     """Return the call that computes a role's log-probs of both completions."""
-    return FunctionCall(f"{role}_forward", "forward", SEQUENCE, (key,), role=role, work=LogProbs())
+    return FunctionCall(f"{role}_forward", inputs=SEQUENCE, outputs=(key,), role=role, work=LogProbs())
 
 
 @dataclass(frozen=True)
@@ -286,10 +286,10 @@ class PairwiseRewardModel(RewardModel):
 def _train_graph(loss: Loss, columns: tuple[str, ...]) -> DataflowGraph:
     inputs = ("sequence_ids", *columns)
     return graph_of(
-        FunctionCall("reward_train", "train_step", inputs, role="reward", work=TrainStep(loss)))
+        FunctionCall("reward_train", inputs=inputs, role="reward", work=TrainStep(loss)))
 
 
 def _eval_graph(loss: Loss, columns: tuple[str, ...]) -> DataflowGraph:
     read = ("sequence_ids",)
-    forward = FunctionCall("reward_forward", "forward", read, ("scores",), role="reward", work=Scores())
+    forward = FunctionCall("reward_forward", inputs=read, outputs=("scores",), role="reward", work=Scores())
     return graph_of(forward, held_out_loss(loss, ("scores", *columns)))

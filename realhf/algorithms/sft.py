@@ -59,7 +59,7 @@ class SFT(Experiment):
         work = TrainStep(
             CrossEntropy(), router_aux_loss_coef=self.router_aux_loss_coef,
             router_z_loss_coef=self.router_z_loss_coef)
-        return graph_of(FunctionCall("actor_train", "train_step", SEQUENCE, role="actor", work=work))
+        return graph_of(FunctionCall("actor_train", inputs=SEQUENCE, role="actor", work=work))
 
     def eval_graph(self) -> DataflowGraph:
         held_out = self.evaluation
@@ -68,6 +68,6 @@ class SFT(Experiment):
         if answers and not may_have_completions(held_out.dataset):
             return graph_of(*answers)
         forward = FunctionCall(
-            "actor_forward", "forward", SEQUENCE, ("logprobs",), role="actor", work=LogProbs())
+            "actor_forward", inputs=SEQUENCE, outputs=("logprobs",), role="actor", work=LogProbs())
         inputs = ("response_mask", "logprobs")
         return graph_of(forward, held_out_loss(CrossEntropy(), inputs, with_perplexity=True), *answers)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from realhf.calls import OptimizerConfig, learning_rate
+from realhf.calls import OPTIMIZER_STATE, OptimizerConfig, kept_state, learning_rate
 from realhf.devices import chunk_sizes
 from realhf.devices.pinned import run_bounds
 from realhf.distributed.pieces import Shards, pieces_of
@@ -189,11 +189,11 @@ class AdamWState:
         self._masters = self._zeros(shared=True) if has_own_copy else self._chunks
         self._means = self._zeros()
         self._squares = self._zeros()
-        self._kinds = [*([self._masters] if has_own_copy else []), self._means, self._squares]
+        kinds = dict(zip(OPTIMIZER_STATE, (self._masters, self._means, self._squares), strict=True))
+        self._kinds = [kinds[kind] for kind in kept_state(is_narrow=has_own_copy)]
         """The kinds of tensors that are kept besides the model's parameters."""
         self.tensors = [tensor for kind in self._kinds for tensor in kind]
         self.load_parameters()
-        kinds = {"master": self._masters, "exp_avg": self._means, "exp_avg_sq": self._squares}
         self.by_kind = {kind: self._by_parameter(tensors) for kind, tensors in kinds.items()}
         """Kind of tensor -> parameter name -> this replica's part."""
         self.sources = self.by_kind["master"]

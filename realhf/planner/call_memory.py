@@ -38,7 +38,7 @@ from realhf.planner.shard import (
     widths,
 )
 
-_SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
+_INPUT_BYTES_PER_TOKEN = 64  # In a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
@@ -134,7 +134,7 @@ class CallPieces:
         rows = -(-self.workload.num_samples // self.strategy.dp)
         indices = INDEX_BYTES * self.strategy.cp * self.micro_batch.tokens
         top = top_copies * top_bytes(self.workload, itemsize=self.role.wide_itemsize)
-        return CallMemory(samples=(_SAMPLE_BYTES + top) * rows * self.workload.tokens + indices)
+        return CallMemory(samples=(_INPUT_BYTES_PER_TOKEN + top) * rows * self.workload.tokens + indices)
 
     # Pieces, in bytes
 

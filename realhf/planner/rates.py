@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from realhf.calls import Output
+from realhf.calls import OPTIMIZER_STATE, Output
 from realhf.cluster import Cluster
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import attention_flops, dense_params
@@ -380,11 +380,12 @@ class Rates(LinkRates):
     def update(self, role: ModelRole, *, owned: float) -> float:
         """Return the seconds of AdamW on the owned part.
 
-        It reads gradient, master copy and two moments, and writes all but the first; it also writes the
-        parameters where they are narrower than that copy.
+        It reads the gradient and its state, and writes the state; it also writes the parameters where they
+        are narrower than the master copy.
         """
         wide = role.wide_itemsize
-        return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
+        moved = (1 + 2 * len(OPTIMIZER_STATE)) * wide
+        return self.traffic(owned * (moved + (role.itemsize if role.itemsize < wide else 0)))
 
 
 # Loads of experts: tokens of the busiest rank of a group, and experts in use

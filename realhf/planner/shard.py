@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from realhf.calls import kept_state
 from realhf.cluster import Cluster
 from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
@@ -299,6 +300,5 @@ def optimizer_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> 
 
 
 def num_states(role: ModelRole) -> int:
-    """Return how many values the optimizer holds of a parameter: two moments, and a master copy of narrower
-    weights."""
-    return 2 + (role.itemsize < role.wide_itemsize)
+    """Return how many values the optimizer holds of a parameter."""
+    return len(kept_state(is_narrow=role.itemsize < role.wide_itemsize))

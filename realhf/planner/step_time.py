@@ -30,7 +30,7 @@ from realhf.planner.reallocation import arrivals
 from realhf.planner.shared_cores import SharedCores
 
 NEVER = -np.inf
-SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
+MOVED_BYTES_PER_TOKEN = 40  # Of samples between calls: ids and a few float columns.
 _RANK_0 = Layout.parse("d1@0")
 
 
@@ -111,7 +111,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     receiving = np.zeros(len(calls))
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
-        token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
+        token_bytes = MOVED_BYTES_PER_TOKEN + (top_bytes(work) if call.kind == "train_step" else 0)
         num_bytes = work.num_samples * work.tokens * token_bytes
         for producer in filter(None, map(problem.graph.producer, call.inputs)):
             j = index[producer.name]
@@ -120,7 +120,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
             receiving[i] = rates.samples(num_bytes)  # All at once: some ranks get them, and deal them out.
         if call.kind == "generate" and work.rounds > 1:
             num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
-            late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)
+            late_data[i, i] = rates.samples(num_tokens * MOVED_BYTES_PER_TOKEN)
     weights = []
     for trainer, call in enumerate(calls):
         if call.kind == "train_step":

@@ -208,7 +208,7 @@ def _call(
     most_tokens: int = _ANY_SIZE,
 ) -> Callable[[], object]:
     """Return a function that runs the work on the batch in passes of at most so many tokens."""
-    call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
+    call = FunctionCall("profile", inputs=tuple(batch.fields), outputs=outputs, role="role", work=work)
     if work.kind == "generate":
         return partial(engine.generate, call, batch)
     if work.kind == "train_step":

@@ -17,7 +17,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.profile import COLLECTIVES, LinkTables, Table
-from realhf.planner.step_time import SAMPLE_BYTES
+from realhf.planner.step_time import MOVED_BYTES_PER_TOKEN
 from realhf.profiling.clock import Clock, device_bytes, nothing
 from realhf.profiling.engine_calls import Sizes
 from realhf.realloc.execute import Reallocator, assumed_links
@@ -25,7 +25,7 @@ from realhf.realloc.schedule import make_schedule
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
-_FLOATS_PER_TOKEN = (SAMPLE_BYTES - 8) // 4  # Besides the ids.
+_FLOATS_PER_TOKEN = (MOVED_BYTES_PER_TOKEN - 8) // 4  # Besides the ids.
 _LINK_BUDGET = 2.0  # Seconds for all collectives of groups of one size.
 _GEMM = 1024
 _COPY_BYTES = 1 << 27
@@ -159,7 +159,7 @@ def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths)}
         first = world.rank * samples
         batch_source = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
-        num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)
+        num_bytes = float(len(ranks) * tokens * MOVED_BYTES_PER_TOKEN)
         moves["samples", hosts, num_bytes] = partial(_move, world, batch_source, target)
     # The planner takes these seconds as they are, on cores that all ranks share.
     crowding = clock.crowding(world.ranks_per_host)

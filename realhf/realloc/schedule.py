@@ -336,7 +336,7 @@ def moves_nothing(spec: ModelSpec, *, source: Layout, target: Layout) -> bool:
 def schedule_document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
     """Return the answer of `realhf realloc --json`, in bytes and seconds.
 
-    `sent_bytes` and `received_bytes` map a rank to its total.
+    `sent_bytes` and `received_bytes` map a rank to its total. The document calls waves rounds.
     """
     sent, received = schedule.port_bytes
     ranks = sorted({*schedule.source.ranks, *schedule.target.ranks})

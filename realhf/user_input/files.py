@@ -306,7 +306,7 @@ def _compile_anew(directory: str) -> None:
     sys.path_importer_cache[directory] = _SourceFinder(directory, *kinds)
 
 
-_SAMPLE_BYTES = 4096
+_EXCERPT_BYTES = 4096
 _NUM_SAMPLES = 64
 
 
@@ -320,8 +320,8 @@ def content_sample(path: Path) -> str:
     digest.update(str(size).encode())
     with path.open("rb") as file:
         for i in range(_NUM_SAMPLES + 1):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // _NUM_SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _EXCERPT_BYTES) * i // _NUM_SAMPLES)
+            digest.update(file.read(_EXCERPT_BYTES))
     return digest.hexdigest()
 
 

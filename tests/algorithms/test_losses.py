@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import ValueLoss
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import Output
 from realhf.checkpoint.hf import load_weights
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import ParallelGroups, World
@@ -234,7 +235,7 @@ def test_sft_loss_is_the_cross_entropy_of_transformers(tmp_path):
     tokens, mask = Packed(ids.flatten(), [11] * 4), Packed(wanted.flatten().double(), [11] * 4)
     batch = Batch([0, 1, 2, 3], {"sequence_ids": tokens, "response_mask": mask})
     loss = CrossEntropy()
-    settings = PassSettings("sequence_ids", loss.output, loss=loss)
+    settings = PassSettings("sequence_ids", Output(loss.output), loss=loss)
     outputs = compute_outputs(model, model(tokens.values, tokens.lengths), batch, settings)
     value, _ = loss(outputs, batch, loss.totals(batch))
     assert value.item() == pytest.approx(answer.loss.item(), rel=1e-6)  # theirs is in float32

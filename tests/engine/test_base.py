@@ -89,3 +89,14 @@ def test_a_loss_needs_no_base_class():
     assert loss.summarize({"a": 1.0}, {"a": 2.0}) == {"a": 1.0} and loss.row_fault({}) is None
     value, _ = loss({"scores": torch.tensor([1.0, 5.0])}, None, loss.totals(None))
     assert value == 3.0
+
+
+@pytest.mark.parametrize("output", ["logits", None])
+def test_an_output_that_no_model_has_is_refused(output):
+    class Wrong(_Plain):
+        pass
+
+    Wrong.output = output
+    sentence = f"Wrong.output is {output!r}: it must be one of logprobs, values, scores"
+    with pytest.raises(ValueError, match=sentence):
+        TrainStep(Wrong())

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
@@ -60,7 +61,7 @@ def test_interleaved_chunks_keep_more_activations():
     """Stage 0 of 4 keeps 4 micro-batches; with 2 chunks per stage, 2 * 3 + 4 + 1 = 11 passes through half of
     its layers (Megatron-LM's num_warmup_microbatches, and one more)."""
     role = ModelRole(MegatronConfig.load("llama-7b"), trainable=True)
-    work = Workload(64, 1024, 1024, 1024, output="values")
+    work = Workload(64, 1024, 1024, 1024, output=Output.VALUES)
     plain, interleaved = (
         peak_memory(
             role, "train_step", work, ParallelStrategy.parse(text), 0, micro_batch_tokens=2048, fused=True)

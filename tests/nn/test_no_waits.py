@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realhf.calls import Loss, OptimizerConfig, SamplingConfig
+from realhf.calls import Loss, OptimizerConfig, Output, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.devices import chunk_sizes
 from realhf.distributed.process import no_report
@@ -167,7 +167,7 @@ def test_a_micro_batch_of_training_never_waits(tmp_path, monkeypatch, name, chun
     host, forward and backward."""
     monkeypatch.setattr(chunk_sizes, "CHUNK_NUMEL", chunk_tokens * SIZES["vocab_size"] // 8)
     directory = write_model(tmp_path / "model", name)
-    settings = PassSettings("ids", "logprobs", 0.7, loss=LogProbsAndEntropy())
+    settings = PassSettings("ids", Output.LOGPROBS, 0.7, loss=LogProbsAndEntropy())
     with pretended_device() as device:
         engine = engine_of(
             directory, device=device, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3))
@@ -187,7 +187,7 @@ def test_outputs_without_gradients_never_wait(tmp_path):
         engine = engine_of(directory, device=device, dtype="bfloat16")
         batch = Batch([0, 1], {"ids": Packed(tokens(9), [4, 5])}).to(device)
         for top in (0, 3):
-            settings = PassSettings("ids", "logprobs", top=top)
+            settings = PassSettings("ids", Output.LOGPROBS, top=top)
             with host_traffic() as traffic, torch.no_grad():
                 engine._run_passes([batch], settings, no_report)
             assert not traffic.waits and traffic.launches > 20

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from realhf.calls import Output
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
 from realhf.inference.cpu_decoding import DecodingSteps
@@ -77,7 +78,7 @@ def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
     """1F1B adds (p - 1) / m of the ideal time (Narayanan et al. 2021)."""
-    values = Workload(64, 1024, 1024, 1024, output="values")  # All stages alike: no logits.
+    values = Workload(64, 1024, 1024, 1024, output=Output.VALUES)  # All stages alike: no logits.
     cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, micro_batch_tokens=2048)
     assert cost.num_micro_batches == 64
     seconds = cost.seconds_by_cause
@@ -88,7 +89,7 @@ def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
 def test_interleaved_chunks_idle_a_fraction_of_the_slots(chunks):
     """Interleaving v chunks divides the idle time of 1F1B by v (Narayanan et al. 2021)."""
     role = ModelRole(MegatronConfig.load("llama-7b"), trainable=True)
-    values = Workload(64, 1024, 1024, 1024, output="values")
+    values = Workload(64, 1024, 1024, 1024, output=Output.VALUES)
     options = {"role": role, "work": values, "micro_batch_tokens": 2048}
     cost = _cost(_rates(flops=1e15), "train_step", f"p4v{chunks}", **options)
     seconds = cost.seconds_by_cause
@@ -100,7 +101,7 @@ def test_interleaved_chunks_idle_a_fraction_of_the_slots(chunks):
 
 def test_pipelines_send_hidden_states_between_stages():
     rates = _rates(intra=1e9)
-    values = Workload(1, 1024, 1024, 1024, output="values")
+    values = Workload(1, 1024, 1024, 1024, output=Output.VALUES)
     sent = 2048 * LLAMA.hidden_size * 2
     assert _cost(rates, "forward", "p4", work=values).seconds == pytest.approx(3 * sent / 1e9)
     assert _cost(rates, "train_step", "p4", work=values).seconds == pytest.approx(6 * sent / 1e9)
@@ -110,7 +111,7 @@ def test_pipelines_send_hidden_states_between_stages():
 def test_tensor_parallelism_sums_twice_per_block_and_direction(tp):
     """A block has two all-reduces of tokens x hidden forward and two backward (Shoeybi et al. 2019); each
     moves 2 (n - 1) / n of its bytes over a rank's link."""
-    values = Workload(2, 1024, 1024, 1024, output="values")
+    values = Workload(2, 1024, 1024, 1024, output=Output.VALUES)
     each = 2 * (tp - 1) / tp * 2 * 2048 * LLAMA.hidden_size * 2 / 1e9
     assert _cost(_rates(intra=1e9), "forward", f"t{tp}", work=values).seconds == pytest.approx(64 * each)
     assert _cost(_rates(intra=1e9), "train_step", f"t{tp}", work=values).seconds == pytest.approx(128 * each)
@@ -125,7 +126,7 @@ def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, st
     repeated as ranks need them. A rank has 1 / n of the tokens and sends (n - 1) / n of their data."""
     config, parsed = ModelConfig.load(model), ParallelStrategy.parse(strategy)
     role = ModelRole(config, trainable=True)
-    values = Workload(2, 1024, 1024, 1024, output="values")
+    values = Workload(2, 1024, 1024, 1024, output=Output.VALUES)
     tokens, cp = 2 * 2048 / parsed.cp, parsed.cp
     heads = 2 * config.num_heads / parsed.tp + 2 * kv_heads
     each = (cp - 1) / cp * tokens * heads * config.head_dim * 2 / 1e9
@@ -141,7 +142,7 @@ def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, st
 def test_zero_reduces_float32_gradients_and_gathers_bfloat16_parameters():
     """Each optimizer step moves (n - 1) / n of 4 + 2 bytes per parameter (Rajbhandari et al. 2020). After
     the last step parameters are not gathered, since reallocation reads them where they are."""
-    values = Workload(64, 1024, 1024, 1024, minibatches=4, output="values")
+    values = Workload(64, 1024, 1024, 1024, minibatches=4, output=Output.VALUES)
     seconds = _cost(_rates(intra=1e9), "train_step", "d8", work=values).seconds
     assert seconds == pytest.approx(7 / 8 * (4 * 4 + 3 * 2) * ROLE.spec.numel / 1e9, rel=1e-2)
 
@@ -270,7 +271,7 @@ def test_experts_cost_what_tokens_activate(name):
     """The published counts of active parameters per token are 3B of 30B and 37B of 671B."""
     active = {"qwen3-30b-a3b": 3.3e9, "deepseek-v3": 37e9}[name]
     role = ModelRole(ModelConfig.load(name))
-    work = Workload(256, 1, 0, 0, output="values")  # One token each: hardly any attention.
+    work = Workload(256, 1, 0, 0, output=Output.VALUES)  # One token each: hardly any attention.
     seconds = _cost(_rates(flops=1e15), "forward", "d1", role=role, work=work).seconds
     vocabulary = role.config.vocab_size * role.config.hidden_size * 2
     assert seconds * 1e15 / 256 / 2 == pytest.approx(active - vocabulary, rel=0.06)

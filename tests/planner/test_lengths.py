@@ -1,5 +1,6 @@
 """Lengths of responses: distributions, and prices of the slowest replica against simulations."""
 
+import dataclasses
 import heapq
 import json
 import math
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Reward, Role, SamplingConfig
+from realhf.calls import Output, TopLogProbs
 from realhf.cli.planning_problem import problem_of
 from realhf.data.micro_batch import micro_batches
 from realhf.data.order import groups_of
@@ -234,7 +236,7 @@ def test_the_largest_micro_batch_fills_the_pipeline():
     role = ModelRole(replace(ModelConfig.load("llama-7b"), head="score"), trainable=True)
     call = FunctionCall("call", "train_step", ("x",), (), role="actor")
     lengths = long_tail(2000.0, 12000.0, 16384)
-    work = Workload(16, 100, lengths.mean, lengths.limit, output="values", response_lengths=lengths)
+    work = Workload(16, 100, lengths.mean, lengths.limit, output=Output.VALUES, response_lengths=lengths)
     micro = mean_micro_batch(work, ParallelStrategy(pp=4), 4096, attention=role.attention_share)
     cost = call_cost(rates, call, role, work, CallPlan(Layout.parse("p4@0-3"), 4096), per_host=4)
     assert micro.largest > 1.05
@@ -355,3 +357,24 @@ def test_the_slowest_replica_has_prompts_whose_answers_are_alike(name, alike):
         for step, row in ((1.0, 0.0), (1.0, 0.05)):
             seconds = (step * drawn.max(axis=2) + row * drawn.sum(axis=2)).max(axis=1)
             assert _priced(rollout, (step, row, 0.0)) == pytest.approx(seconds.mean(), rel=0.05)
+
+
+class _Watched(GRPO):
+    """GRPO whose evaluations also find the most probable tokens, and give no prompt to another replica."""
+
+    def eval_graph(self):
+        graph = super().eval_graph()
+        generate = graph["actor_generate"].with_work(work_stealing=False)
+        top = FunctionCall(
+            "actor_top", inputs=("sequence_ids", "response_mask"), outputs=("top_ids", "top_logprobs"),
+            role="actor", work=TopLogProbs(k=7))
+        return graph.replace(generate).add(top)
+
+
+def test_work_of_evaluations_is_planned_like_that_of_steps(tmp_path):
+    plain = _experiment(tmp_path)
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    problem = problem_of(_Watched(**fields | {"eval_dataset": plain.dataset}), Cluster.load("cpu-laptop"))
+    generate, top = problem.evaluations
+    assert not generate.workload.work_stealing and generate.workload.rounds == 1
+    assert (top.workload.output, top.workload.top_k, generate.workload.top_k) == ("logprobs", 7, 0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
+from realhf.calls import Output
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
@@ -35,7 +36,7 @@ def test_sizes_are_those_of_weights_and_adapters():
 
 def test_training_goes_forward_and_once_back():
     """Without gradients of weights there are two thirds of the matrix products and no large optimizer."""
-    rates, work = Rates(Cluster.load("h100-8x8")), Workload(64, response_tokens=2048.0, output="values")
+    rates, work = Rates(Cluster.load("h100-8x8")), Workload(64, response_tokens=2048.0, output=Output.VALUES)
     call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
 
     def seconds(role):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
@@ -57,7 +58,7 @@ NARROW = {"vocab": 96}  # With a small vocabulary the layers take more than the 
 FULL = Workload(num_samples=16, prompt_tokens=16, response_tokens=32)
 SHORT = Workload(num_samples=16, prompt_tokens=8, response_tokens=8)
 ENTROPY = replace(FULL, entropy=True, minibatches=2)
-VALUES, SCORES = replace(FULL, output="values"), replace(FULL, output="scores")
+VALUES, SCORES = replace(FULL, output=Output.VALUES), replace(FULL, output=Output.SCORES)
 GENERATE = Workload(16, prompt_tokens=32, response_tokens=8, max_new_tokens=8, samples_per_prompt=4)
 FEW_ROWS = replace(GENERATE, samples_per_prompt=1, max_rows=8)
 
@@ -282,7 +283,7 @@ def test_activations_of_a_layer_against_megatron(tp):
     def activations(num_layers, recompute=False):
         shape = (51200, h, 4 * h, num_layers, heads, heads, h // heads)
         role = ModelRole(ModelConfig("llama", *shape, False, "score"), trainable=True)
-        workload = Workload(num_samples=b, response_tokens=s, output="values")
+        workload = Workload(num_samples=b, response_tokens=s, output=Output.VALUES)
         options = {"micro_batch_tokens": s * b, "recompute": recompute, "fused": True}
         return peak_memory(role, "train_step", workload, ParallelStrategy(tp=tp), 0, **options).activations
 

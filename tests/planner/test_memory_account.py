@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realhf.calls import OptimizerConfig
+from realhf.calls import OptimizerConfig, Output
 from realhf.cluster import Cluster
 from realhf.engine.native import NativeEngine
 from realhf.graph import DataflowGraph, FunctionCall
@@ -199,7 +199,7 @@ def test_a_kept_cache_rests_while_other_calls_run():
     problem = _generation(80e9, keeps_cache=True, rounds=2)
     score = FunctionCall("score", "forward", ("tokens",), ("scores",), role="actor")
     graph = DataflowGraph((*problem.graph.calls, score), ("prompts",))
-    work = {**problem.workloads, "score": Workload(64, 24, 1000.0, 1000, output="values")}
+    work = {**problem.workloads, "score": Workload(64, 24, 1000.0, 1000, output=Output.VALUES)}
     plan = ExecutionPlan({**_plan(max_rows=4).calls, "score": CallPlan(Layout.parse("d1@0"))})
     check = check_memory(replace(problem, graph=graph, workloads=work), plan)
     kept = {name: peak.bytes_by_use["actor kept cache"] for name, peak in check.by_call.items()}

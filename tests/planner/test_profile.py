@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -114,7 +115,7 @@ def test_rates_answer_from_the_tables():
     r = rates()
     assert r.block(ROLE, ONE, ONE, tokens=300, squared=300 * 30).seconds == 4
     assert r.block(ROLE, ONE, ONE, tokens=300, squared=300 * 20, backward=True).seconds == 3
-    assert r.head(ROLE, ONE, tokens=20, output="logprobs").seconds == 2
+    assert r.head(ROLE, ONE, tokens=20, output=Output.LOGPROBS).seconds == 2
     rows, context = np.array([1.0, 2.0]), np.array([10.0, 15.0])
     compute, communication = r.decode_block(ROLE, ONE, ONE, rows=rows, context=context)
     assert compute.tolist() == [1, 2.5] and communication.tolist() == [0, 0]
@@ -145,7 +146,7 @@ def test_what_was_not_measured_comes_from_the_roofline_and_is_said():
         assert r.block(role, ONE, ONE, **sizes) == roof.block(role, ONE, ONE, **sizes)
         assert r.update(role, owned=5) == roof.update(role, owned=5)
     assert "not measured: block forward of qwen2 of width 896 in float32 with tp=1: its roofline" in r.notes
-    head = {"tokens": 5.0, "output": "logprobs", "backward": True}
+    head = {"tokens": 5.0, "output": Output.LOGPROBS, "backward": True}
     assert r.head(ROLE, ONE, **head) == roof.head(ROLE, ONE, **head)
     assert r.all_gather(1000, Span(4, 4)) == roof.all_gather(1000, Span(4, 4))
     assert "not measured: all-gather among 4 ranks of 1 host: the figures of the cluster's links" in r.notes

@@ -16,14 +16,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from realhf.calls import OPTIMIZER_STATE, kept_state, learning_rate
 from realhf.calls import OptimizerConfig as AdamWConfig
-from realhf.calls import learning_rate
 from realhf.distributed.pieces import Piece, Shards
 from realhf.engine.megatron.model import MegatronModel
 from realhf.engine.megatron.pieces import MatrixBlock, by_name
 from realhf.engine.optimizer import count_skipped
 
-_KINDS = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_KINDS = {kind: "param" if kind == "master" else kind for kind in OPTIMIZER_STATE}
 """Kind of tensor in our checkpoints -> its name in Megatron-Core's optimizer."""
 
 
@@ -127,13 +127,8 @@ class MegatronTrainer:
     @property
     def state_bytes(self) -> int:
         """Bytes of the moments, and of the master copy unless the weights are it."""
-        kinds = self._kept_kinds
+        kinds = kept_state(is_narrow=self._chunks[0].config.params_dtype != torch.float32)
         return sum(x.nbytes for kind in kinds for boxes in self.state[kind].values() for _, x in boxes)
-
-    @property
-    def _kept_kinds(self) -> list[str]:
-        is_master = self._chunks[0].config.params_dtype == torch.float32
-        return [kind for kind in _KINDS if kind != "master" or not is_master]
 
     def hold_grads(self) -> None:
         """Allocate the gradients, unless they are there."""

@@ -264,7 +264,7 @@ def with_record(
         mask=mask, finished=finished, answer_of=_answer_of(graph), log=log)
     lengths = () if mask is None or finished is None else (mask, finished)
     keys = ("prompt", *shown, *columns, DATASET_ROW, "completion", "score", *by_reward, *lengths)
-    record = FunctionCall(RECORD, "host", keys, work=HostFunction(keep))
+    record = FunctionCall(RECORD, inputs=keys, work=HostFunction(keep))
     from_dataset = [key for key in ("prompt", *shown, DATASET_ROW) if graph.producer(key) is None]
     return graph.add(record, inputs=[key for key in from_dataset if key not in graph.inputs])
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from realhf.calls import OPTIMIZER_STATE
 from realhf.checkpoint.hf import Beside, CheckpointWriter
 from realhf.checkpoint.run_state import Saved, SavedTensors
 from realhf.distributed.pieces import Shards
@@ -32,7 +33,7 @@ from realhf.runtime.weights.engine_store import EngineStore, ParameterCatalog
 from realhf.runtime.weights.reallocations import CopyVersions, Reallocations, make_runner
 from realhf.user_input.hub import TERMS_FILES, TOKENIZER_FILES
 
-_KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
+_KINDS = {True: OPTIMIZER_STATE, False: ("weights",)}
 """Whether the set is trained -> names of the tensors that a checkpoint holds of every parameter."""
 _GENERATION = "generation_config.json"
 
