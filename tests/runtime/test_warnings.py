@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -26,7 +25,6 @@ from realhf import (
     Role,
     SamplingConfig,
     SoftOverlongPenalty,
-    TrainStep,
 )
 from realhf.algorithms.policy_loss import PolicyLoss
 from realhf.devices import half_precision
@@ -237,8 +235,8 @@ def test_a_learning_rate_a_thousand_times_too_high_for_a_pretrained_model(lora, 
 
     def warned(role, lr):
         optimizer = OptimizerConfig(lr=lr)
-        call = SimpleNamespace(work=TrainStep(PolicyLoss(PolicyLossConfig())))
-        return [*_unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, call)]
+        loss = PolicyLoss(PolicyLossConfig())
+        return [*_unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, loss)]
 
     large = Role("qwen2.5-0.5b", lora=LoraConfig(rank=8) if lora else None)
     (sentence,) = warned(large, lr)
