@@ -151,8 +151,6 @@ def _check_call(
         return
     if call.role not in roles:
         raise ValueError(f"call {call.name!r} is for role {call.role!r}: there are {', '.join(roles)}")
-    if not call.inputs:
-        raise ValueError(f"call {call.name!r} has no inputs: the first one is what the model reads")
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
         raise ValueError(
