@@ -1,7 +1,8 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
-# make test                           sets up .venv and runs the tests (3 to 6 minutes on two cores)
+# make test                           sets up .venv and runs the tests (5 to 8 minutes on two cores)
 # make test-all                       all cases of large tables and the slow tests, too (over an hour)
-# make test-tenth [PART=0..9]         a tenth of what only test-all runs; by default another one each day
+# make test-tenth [PART=0..9]         a tenth of what only test-all runs; by default another one each day;
+#                 [MINUTES=20]        tests that have not begun by then are skipped, and named
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
 # make check                          ruff, mypy and the layering test
@@ -46,9 +47,10 @@ test-all: setup
 
 # Days since 1970: ten days in a row run everything.
 PART ?= $(shell expr $$(date +%s) / 86400 % 10)
+MINUTES ?= 20
 
 test-tenth: setup
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu" --part $(PART)/10
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu" --part $(PART)/10 --minutes $(MINUTES) -rs
 
 test-families: setup
 	$(PYTEST) -m "" tests/models/test_families.py

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run part I (from 0) of N of the tests")
+    parser.addoption("--minutes", type=float, help="skip the tests that have not begun by then")
+
+
+_BEGIN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _BEGIN > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes are over")
 
 
 @pytest.hookimpl(trylast=True)  # After the slow tests have been left out.

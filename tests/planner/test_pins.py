@@ -87,7 +87,7 @@ def compare_pins(problem, rng):
 
 
 @pytest.mark.parametrize(
-    ("most_devices", "num_pins"), marked([(4, 12), (4, 500), (9, 5000)], quick=[0]))
+    ("most_devices", "num_pins"), marked([(4, 12), (4, 300), (9, 600)], quick=[0]))
 @pytest.mark.slow
 def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
     ratios = []
