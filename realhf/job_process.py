@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,8 @@ class JobProcess:
                 raise
 
     def _start(self) -> subprocess.Popen[str]:
-        start = _START.format(root=str(_ROOT), module=self._module, main=self._main)
-        command = [sys.executable, "-c", start, str(self._seconds), str(self._memory_bytes)]
-        environment = os.environ | {"PYTHONHASHSEED": "0", "RUST_BACKTRACE": "0"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True)
+        self._process = start_process(
+            self._module, self._main, str(self._seconds), str(self._memory_bytes), text=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != _READY:
             self._end(self._process)
@@ -110,14 +106,32 @@ class JobProcess:
         return f"its process {how}; it may have {format_bytes(self._memory_bytes)} of memory"
 
 
-def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer jobs until standard input ends. The limits are the last words of the command."""
-    seconds = float(sys.argv[-2])
-    memory_bytes = int(sys.argv[-1])
+def start_process(
+    module: str, main: str, *words: str, text: bool = False, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[Any]:
+    """Start a process that runs the function `main` of a module, with pipes for its input and its output.
+
+    `words` are those of its command, and `variables` are further ones of its environment.
+    """
+    start = _START.format(root=str(_ROOT), module=module, main=main)
+    environment = os.environ | {"PYTHONHASHSEED": "0", "RUST_BACKTRACE": "0", **(variables or {})}
+    return subprocess.Popen(
+        [sys.executable, "-c", start, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=text, env=environment, start_new_session=True)
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Limit what this process may allocate, and let it leave no core file."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """Answer jobs until standard input ends. The limits are the last words of the command."""
+    seconds = float(sys.argv[-2])
+    limit_memory(int(sys.argv[-1]))
     results = sys.stdout
     sys.stdout = sys.stderr
     results.write(_READY)

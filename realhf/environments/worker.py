@@ -1,0 +1,248 @@
+"""A worker: a forked process with objects of users' classes, which takes jobs and returns their answers.
+
+Jobs and answers are lines of JSON in a socket whose other end the host process has (see `worker_host`).
+Objects with `async` methods share an event loop; each of the others has a thread of its own, in which it is
+made, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import inspect
+import json
+import queue
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from realhf.data.json_form import json_form
+from realhf.environments.protocol import MAX_REPLY_BYTES, checked_start, checked_turn
+from realhf.environments.tool_calls import schema_of
+from realhf.errors import UserError, described, one_line
+from realhf.job_process import limit_memory
+from realhf.user_input.units import format_bytes
+
+Job = dict[str, Any]
+"""`do` (start, step, state, close or abandon), `id` of the rollout, and what the method gets."""
+
+
+class _Abandoned(BaseException):
+    """Raised within a method that takes too long."""
+
+
+class Worker:
+    """The objects of a process, by the rollouts that they belong to."""
+
+    def __init__(
+        self, connection: socket.socket, make: Callable[[], Any], *, isolated: bool, memory_bytes: int,
+        prompt_key: str,
+    ) -> None:
+        self.make = make
+        self.isolated = isolated
+        self.memory_bytes = memory_bytes
+        self.prompt_key = prompt_key
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._objects: dict[int, _Object] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve(self) -> None:
+        """Take jobs until the socket is closed."""
+        limit_memory(self.memory_bytes)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        with self._connection.makefile("rb") as lines:
+            for line in lines:
+                job = json.loads(line)
+                sample = job["id"]
+                if job["do"] == "abandon":
+                    if (found := self._objects.pop(sample, None)) is not None:
+                        found.abandon()
+                    continue
+                if job["do"] == "start":
+                    self._objects[sample] = _Object(self, sample)
+                self._objects[sample].take(job)
+
+    def forget(self, sample: int) -> None:
+        self._objects.pop(sample, None)
+
+    def send(self, sample: int, event: str, **more: Any) -> None:
+        """Send a line to the host."""
+        line = json.dumps({"id": sample, "event": event, **more}, allow_nan=False).encode() + b"\n"
+        with self._lock:
+            self._connection.sendall(line)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop, which runs in a thread from its first use on."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="async", daemon=True).start()
+            return self._loop
+
+
+class _Object:
+    """An object of a user's class, made with the first job."""
+
+    def __init__(self, worker: Worker, sample: int) -> None:
+        self._worker = worker
+        self._sample = sample
+        self._environment: Any = None
+        self._row: dict[str, Any] = {}
+        self._name = getattr(worker.make, "__name__", type(worker.make).__name__)
+        self._is_async = False
+        self._is_abandoned = False
+        self._in_loop = False
+        """Whether the method that runs is a task of the event loop."""
+        self._task: asyncio.Future[None] | None = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"sample {sample}", daemon=True)
+        self._thread.start()
+
+    def take(self, job: Job) -> None:
+        """Do a job in the object's thread, or in the event loop if its step is `async`."""
+        if self._is_async:
+            self._worker.loop().call_soon_threadsafe(self._do, job)
+        else:
+            self._jobs.put(job)
+
+    def abandon(self) -> None:
+        """Interrupt the method that runs. Tell the host that this process lives, and when that is over."""
+        self._is_abandoned = True
+        self._jobs.put(None)
+        if self._in_loop:
+            self._worker.loop().call_soon_threadsafe(self._cancel)
+            return
+        self._worker.send(self._sample, "alive")
+        thread = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Abandoned))
+
+    def _cancel(self) -> None:
+        self._worker.send(self._sample, "alive")
+        assert self._task is not None
+        self._task.add_done_callback(lambda _: self._worker.send(self._sample, "freed"))
+        self._task.cancel()
+
+    def _work(self) -> None:
+        """Do jobs in this thread until the object is closed, or its methods turn out to be `async`."""
+        try:
+            while not self._is_async and (job := self._jobs.get()) is not None:
+                self._do(job)
+        except _Abandoned:
+            pass
+        finally:
+            if self._is_abandoned and not self._in_loop:
+                self._worker.send(self._sample, "freed")
+
+    def _do(self, job: Job) -> None:
+        started = time.perf_counter()
+        try:
+            answer = self._call(job)
+        except BaseException as error:
+            if isinstance(error, _Abandoned):
+                raise
+            self._fail(job, error, started)
+            return
+        if not inspect.isawaitable(answer):
+            self._in_loop = False
+            self._answer(job, answer, started)
+            return
+
+        async def waits() -> None:
+            try:
+                value = await answer
+            except asyncio.CancelledError:
+                if not self._is_abandoned:
+                    self._fail(job, RuntimeError("it was cancelled"), started)
+                raise
+            except BaseException as error:
+                self._fail(job, error, started)
+            else:
+                self._answer(job, value, started)
+
+        def begin() -> None:
+            self._task = asyncio.ensure_future(waits())
+
+        self._in_loop = True
+        self._worker.loop().call_soon_threadsafe(begin)
+
+    def _call(self, job: Job) -> Any:
+        if job["do"] == "start":
+            self._row = job["row"]
+            if self._worker.isolated:
+                _seed_everything(job["seed"])
+            self._environment = self._worker.make()
+            self._name = type(self._environment).__name__
+            if not callable(getattr(self._environment, "step", None)):
+                raise UserError(f"{self._name} has no method step(message), which an environment must have")
+            self._is_async = inspect.iscoroutinefunction(self._environment.step)
+            if not hasattr(self._environment, "start"):
+                return None
+            return self._environment.start(self._row, job["seed"])
+        if job["do"] == "step":
+            return self._environment.step(job["message"])
+        close = getattr(self._environment, "close", None)
+        return None if close is None else close()
+
+    def _answer(self, job: Job, value: Any, started: float) -> None:
+        """Send what a method has returned, if it is legal."""
+        seconds = time.perf_counter() - started
+        where = f"{self._name}.{job['do']}"
+        try:
+            if job["do"] == "close":
+                self._end(seconds)
+                return
+            if job["do"] == "start":
+                start = checked_start(value, self._row, where, prompt_key=self._worker.prompt_key)
+                tools = [schema_of(tool) for tool in start.tools]
+                made = {"messages": json_form(start.messages), "tools": json_form(tools)}
+            else:
+                made = dataclasses.asdict(checked_turn(value, where))
+            length = len(json.dumps(made, allow_nan=False))
+            if length > MAX_REPLY_BYTES:
+                raise UserError(
+                    f"{where} returned {format_bytes(length)} of JSON: it must be at most "
+                    f"{format_bytes(MAX_REPLY_BYTES)}")
+        except Exception as error:
+            self._fail(job, error, started)
+            return
+        if not self._is_abandoned:
+            self._worker.send(
+                self._sample, job["do"], made=made, seconds=seconds, ends=bool(made.get("done")))
+
+    def _fail(self, job: Job, error: BaseException, started: float) -> None:
+        """Send why a method has failed."""
+        seconds = time.perf_counter() - started
+        if self._is_abandoned:
+            return
+        if isinstance(error, UserError):
+            sentence = str(error)
+        else:
+            sentence = f"{self._name}.{job['do']} raised {described(error)}"
+        if no_memory := isinstance(error, MemoryError):
+            most = format_bytes(self._worker.memory_bytes)
+            sentence += f"; a worker may have {most} of memory (environment.memory_gib)"
+        sentence = one_line(sentence)
+        if job["do"] == "close":
+            self._end(seconds, sentence)
+        else:
+            self._worker.send(
+                self._sample, "failed", sentence=sentence, seconds=seconds, no_memory=no_memory, ends=True)
+
+    def _end(self, seconds: float, sentence: str = "") -> None:
+        self._worker.forget(self._sample)
+        self._jobs.put(None)
+        self._worker.send(self._sample, "closed", sentence=sentence, seconds=seconds)
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed the random numbers that are global to the process."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)

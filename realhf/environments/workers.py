@@ -1,0 +1,204 @@
+"""EnvironmentWorkers: environments in processes of their own, as a run sees them.
+
+Each call returns at once; `poll` returns what has been answered meanwhile. Between this process and the
+objects of users stands a host process, which forks the workers (`worker_host`) and ends what takes too long.
+All messages are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from realhf.data.json_form import json_form
+from realhf.environments.protocol import Environment, Message, Start, StopReason, Turn
+from realhf.errors import UserError
+from realhf.job_process import start_process
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_SMALL = {"MALLOC_ARENA_MAX": "2", **dict.fromkeys(_THREADS, "1")}
+"""Variables that keep workers small: there are many of them, each with many threads."""
+_STOPS: dict[str, StopReason] = {"failed": "step_error", "late": "step_timeout", "lost": "worker_lost"}
+
+
+@dataclass(frozen=True)
+class EnvironmentSource:
+    """Where a host process finds an Environment: an attribute of a Python file, or of a module.
+
+    The attribute may be a path such as `experiment.environment`.
+    """
+
+    attribute: str = "experiment.environment"
+    file: str | None = None
+    module: str | None = None
+
+    @staticmethod
+    def of(make: Any) -> EnvironmentSource:
+        """Return the source of a class or function that a module defines. Raises UserError."""
+        module = getattr(make, "__module__", None)
+        name = getattr(make, "__qualname__", "<locals>")
+        if module is None or "<" in name:
+            raise UserError(f"{name} must be a class or a function that can be imported from a module")
+        if module == "__main__":
+            return EnvironmentSource(name, file=str(sys.modules["__main__"].__file__))
+        return EnvironmentSource(name, module=module)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What has become of a sample's last call.
+
+    `start` and `turn` have what the environment has returned. `end` has the reason for which the rollout ends
+    without its answer, and a sentence. `closed` has the sentence of a `close` that has failed.
+    """
+
+    sample: int
+    kind: Literal["start", "turn", "end", "closed"]
+    start: Start | None = None
+    turn: Turn | None = None
+    stop: StopReason | None = None
+    sentence: str = ""
+    seconds: float = 0.0  # How long the method took.
+
+
+class EnvironmentWorkers:
+    """The environments of the rollouts that this process generates, one for each sample.
+
+    A sample has at most one call at a time. After a turn that is done, and after an end, its object is closed
+    by itself; a sample may then start anew.
+    """
+
+    def __init__(
+        self, environment: Environment, source: EnvironmentSource, *, prompt_key: str = "prompt"
+    ) -> None:
+        self._settings = {
+            "source": {
+                "attribute": source.attribute, "file": source.file and str(Path(source.file).resolve()),
+                "module": source.module, "path": sys.path, "directory": os.getcwd()},
+            "workers": environment.workers, "isolated": environment.isolated, "prompt_key": prompt_key,
+            "start_seconds": environment.start_seconds, "step_seconds": environment.step_seconds,
+            "memory_bytes": int(environment.memory_gib * 2**30)}
+        self._where = source.file or source.module
+        self._rollouts: dict[int, int] = {}
+        """Sample -> number of its rollout, for those that go on. Each start has a number of its own."""
+        self._samples: dict[int, int] = {}
+        """Number of a rollout -> its sample."""
+        self._num_started = 0
+        self._received = bytearray()
+        self._begin()
+
+    def start(self, sample: int, row: Mapping[str, Any], seed: int) -> None:
+        """Make the object of a sample and call its `start`."""
+        assert sample not in self._rollouts, f"sample {sample} has an environment"
+        number = self._num_started
+        self._num_started += 1
+        self._rollouts[sample] = number
+        self._samples[number] = sample
+        self._send({"do": "start", "id": number, "row": json_form(row, as_text=True), "seed": seed})
+
+    def step(self, sample: int, message: Message) -> None:
+        """Call the `step` of a sample's object. If it is lost meanwhile, its end is among the replies."""
+        if sample in self._rollouts:
+            self._send({"do": "step", "id": self._rollouts[sample], "message": message})
+
+    def close(self, sample: int) -> None:
+        """End a rollout before its environment does. Nothing is answered."""
+        if sample in self._rollouts:
+            self._send({"do": "close", "id": self._rollouts.pop(sample)})
+
+    def poll(self, timeout: float | None = 0.0) -> list[Reply]:
+        """Return what has been answered; wait for it at most so long (None: for ever).
+
+        Raises UserError if the user's file cannot be executed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._selector.select(left):
+                return []
+            assert self._process.stdout is not None
+            data = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not data:
+                return self._host_lost()
+            self._received += data
+            *lines, rest = self._received.split(b"\n")
+            self._received = bytearray(rest)
+            replies = [reply for line in lines if (reply := self._reply(json.loads(line))) is not None]
+            if replies:
+                return replies
+
+    def shutdown(self) -> None:
+        """End all environments and their processes."""
+        self._selector.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._rollouts.clear()
+        self._samples.clear()
+
+    def _begin(self) -> None:
+        """Start the host process."""
+        self._is_ready = False
+        self._received.clear()
+        self._process = start_process("realhf.environments.worker_host", "main", variables=_SMALL)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
+        self._send(self._settings)
+
+    def _send(self, job: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `poll` finds out.
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _host_lost(self) -> list[Reply]:
+        """Begin again with a new host process, and end the rollouts of the one that is lost."""
+        if not self._is_ready:
+            self.shutdown()
+            raise UserError(f"{self._where}: the process with the environments does not start")
+        sentence = "the process that watches over the environments has ended"
+        lost = [
+            Reply(sample, "end", stop="worker_lost", sentence=sentence) for sample in sorted(self._rollouts)]
+        self.shutdown()
+        self._begin()
+        return lost
+
+    def _reply(self, said: Mapping[str, Any]) -> Reply | None:
+        event = said["event"]
+        if event == "ready":
+            self._is_ready = True
+            return None
+        if event == "refused":
+            self.shutdown()
+            raise UserError(f"{self._where}: {said['sentence']}")
+        sample = self._samples[said["id"]]
+        if event == "gone":
+            del self._samples[said["id"]]
+            return None
+        if event == "closed":
+            return Reply(sample, "closed", sentence=said["sentence"], seconds=said["seconds"])
+        if self._rollouts.get(sample) != said["id"]:  # It was closed while it answered.
+            return None
+        seconds = said.get("seconds", 0.0)
+        if event in _STOPS or said["ends"]:
+            del self._rollouts[sample]
+        if event in _STOPS:
+            return Reply(sample, "end", stop=_STOPS[event], sentence=said["sentence"], seconds=seconds)
+        if event == "start":
+            return Reply(sample, "start", start=Start(**said["made"]), seconds=seconds)
+        return Reply(sample, "turn", turn=Turn(**said["made"]), seconds=seconds)

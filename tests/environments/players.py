@@ -1,0 +1,145 @@
+"""Environments that tests start in workers: sound ones, and such as fail in every way."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+
+import realhf.environments.protocol as protocol
+from realhf.environments.protocol import Start, Turn
+
+HOARD = []
+
+
+class Guess:
+    """Guess a number, as a user would write it."""
+
+    def start(self, row, seed):
+        self.number = random.Random(seed).randint(1, row["most"])
+        return Start(f"Guess a number from 1 to {row['most']}.")
+
+    def step(self, message):
+        guess = int(message["content"])
+        if guess == self.number:
+            return Turn(reward=1.0, done=True, metrics={"guess": guess})
+        return Turn("Higher." if guess < self.number else "Lower.", reward={"near": -0.1, "far": 0.0})
+
+
+class AsyncGuess(Guess):
+    async def step(self, message):
+        await asyncio.sleep(0.01)
+        return Guess.step(self, message)
+
+
+class Sleeps:
+    def step(self, message):
+        time.sleep(message["seconds"])
+        return Turn(str(os.getpid()))
+
+
+class AsyncSleeps:
+    async def start(self, row, seed):
+        await asyncio.sleep(row.get("seconds", 0.0))
+
+    async def step(self, message):
+        if message.get("blocks"):
+            time.sleep(message["seconds"])
+        await asyncio.sleep(message["seconds"])
+        return Turn(str(os.getpid()))
+
+
+class Global:
+    """Draws from the random numbers of the process, as textarena does."""
+
+    def start(self, row, seed):
+        return Start(str(random.random()))
+
+    def step(self, message):
+        return Turn(f"{random.random()} {os.getpid()}")
+
+
+class Fails:
+    """Fails in the way that the message names."""
+
+    def start(self, row, seed):
+        if "start" in row:
+            raise ValueError(row["start"])
+
+    def step(self, message):
+        return getattr(self, message["content"])()
+
+    def close(self):
+        if HOARD == ["close"]:
+            raise OSError("no such door")
+
+    def works(self):
+        return Turn("On.")
+
+    def raises(self):
+        raise KeyError("door")
+
+    def leaves(self):
+        sys.exit(3)
+
+    def hangs(self):
+        while True:
+            time.sleep(0.01)
+
+    def is_stuck(self):
+        while True:  # Nothing interrupts this wait.
+            time.sleep(3600)
+
+    def closes_badly(self):
+        HOARD.append("close")
+        return Turn(done=True)
+
+    def leaks(self):
+        while True:
+            HOARD.append(bytearray(1 << 26))
+
+    def is_killed(self):
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def exits(self):
+        os._exit(7)
+
+    def is_nonsense(self):
+        return "nonsense"
+
+    def is_nan(self):
+        return Turn("x", reward=float("nan"))
+
+    def answers_itself(self):
+        return Turn([{"role": "assistant", "content": "x"}])
+
+    def is_no_json(self):
+        return Turn([{"role": "user", "content": "x", "more": {1, 2}}])
+
+    def floods(self):
+        return Turn("x" * (protocol.MAX_REPLY_BYTES + 1))
+
+    def prints(self):
+        for _ in range(3000):
+            print("y" * 1000)
+        return Turn("On.")
+
+
+class NoStep:
+    pass
+
+
+def tool_add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+TOOLS = protocol.Environment(tools=(tool_add,))
+BROKEN = 3

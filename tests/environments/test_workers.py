@@ -1,0 +1,214 @@
+"""Environments in processes of their own: what they answer, and each way in which they fail."""
+
+import random
+import re
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from realhf.environments.protocol import Environment
+from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers
+from realhf.errors import UserError
+from tests.environments import players
+
+PROMPT = {"prompt": "Hello"}
+
+
+def says(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+@contextmanager
+def started(make, **settings):
+    workers = EnvironmentWorkers(Environment(make, **settings), EnvironmentSource.of(make))
+    try:
+        yield workers
+    finally:
+        workers.shutdown()
+
+
+def replies(workers, count=1, seconds=60.0):
+    """Return the next replies, by sample."""
+    found = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        found += workers.poll(0.5)
+    assert len(found) == count, found
+    return {reply.sample: reply for reply in found}
+
+
+def reply(workers):
+    (found,) = replies(workers).values()
+    return found
+
+
+@pytest.mark.parametrize("make", [players.Guess, players.AsyncGuess])
+def test_a_game_in_a_worker_is_the_game(make):
+    with started(make) as workers:
+        for sample, seed in enumerate([5, 5, 6]):
+            workers.start(sample, {"most": 100}, seed)
+        begun = replies(workers, 3)
+        assert {r.start.messages[0]["content"] for r in begun.values()} == {"Guess a number from 1 to 100."}
+        numbers = [random.Random(seed).randint(1, 100) for seed in (5, 5, 6)]
+        for sample in range(3):
+            workers.step(sample, says("0"))
+        for found in replies(workers, 3).values():
+            assert found.turn.messages == [{"role": "user", "content": "Higher."}]
+            assert found.turn.reward == {"near": -0.1, "far": 0.0} and found.turn.total == -0.1
+        for sample, number in enumerate(numbers):
+            workers.step(sample, says(str(number)))
+        ended = replies(workers, 3)
+        assert all(r.turn.done and r.turn.total == 1.0 for r in ended.values())
+        assert [ended[i].turn.metrics for i in range(3)] == [{"guess": number} for number in numbers]
+        workers.start(1, {"most": 1}, 0)  # A sample may start anew.
+        assert reply(workers).start.messages[0]["content"] == "Guess a number from 1 to 1."
+
+
+def test_sleeping_steps_overlap_in_one_worker():
+    """64 steps of 0.3 s take little more than one, in threads and in an event loop."""
+    for make in (players.Sleeps, players.AsyncSleeps):
+        with started(make, workers=1) as workers:
+            for sample in range(64):
+                workers.start(sample, PROMPT, 0)
+            replies(workers, 64)
+            begun = time.monotonic()
+            for sample in range(64):
+                workers.step(sample, says("", seconds=0.3))
+            found = replies(workers, 64)
+            assert 0.3 <= time.monotonic() - begun < 2.5
+            assert len({r.turn.messages[0]["content"] for r in found.values()}) == 1
+            assert all(0.29 < r.seconds < 2.0 for r in found.values())
+
+
+def test_isolated_environments_have_processes_and_random_numbers_of_their_own():
+    with started(players.Global, isolated=True) as workers:
+        for sample, seed in enumerate([3, 4, 3]):
+            workers.start(sample, PROMPT, seed)
+        begun = replies(workers, 3)
+        first = [begun[i].start.messages[0]["content"] for i in range(3)]
+        for sample in (2, 0, 1):
+            workers.step(sample, says("x"))
+        found = replies(workers, 3)
+        steps = [found[i].turn.messages[0]["content"].split() for i in range(3)]
+    draws = [random.Random(seed) for seed in (3, 4, 3)]
+    assert first == [str(draw.random()) for draw in draws]
+    assert [step[0] for step in steps] == [str(draw.random()) for draw in draws]
+    assert len({step[1] for step in steps}) == 3
+
+
+def test_with_few_processes_isolated_rollouts_wait_their_turn():
+    with started(players.Sleeps, isolated=True, workers=1, start_seconds=2.0) as workers:
+        workers.start(0, PROMPT, 0)
+        workers.start(1, PROMPT, 0)
+        assert reply(workers).sample == 0
+        assert workers.poll(2.5) == []  # Waiting does not count.
+        workers.close(0)
+        assert reply(workers).sample == 1
+
+
+SENTENCES = {
+    "raises": ("step_error", r"Fails\.step raised KeyError: 'door' \(.*players\.py:\d+\)"),
+    "leaves": ("step_error", r"Fails\.step raised SystemExit: 3"),
+    "leaks": ("step_error, worker_lost", r"Fails\.step raised MemoryError.*memory_gib|SIG"),
+    "is_killed": ("worker_lost", r"ended by SIGKILL.*printed last: last words"),
+    "exits": ("worker_lost", r"ended with code 7"),
+    "is_nonsense": ("step_error", r"Fails\.step returned str 'nonsense': it must be Turn\("),
+    "is_nan": ("step_error", r"Fails\.step returned Turn\.reward nan: it must be a finite number"),
+    "answers_itself": ("step_error", r"message of the assistant: only the model writes these"),
+    "is_no_json": ("step_error", r"what is not JSON \(a value of type set\)"),
+    "floods": ("step_error", r"Fails\.step returned .*MiB of JSON: it must be at most 1\.0 MiB"),
+    "hangs": ("step_timeout", r"step has taken more than 2 s \(environment\.step_seconds\)"),
+    "is_stuck": ("step_timeout", r"step has taken more than 2 s"),
+}
+
+
+def test_every_failure_ends_its_rollout_with_its_reason_and_no_other():
+    """Another environment in the same worker goes on, unless the worker itself is lost."""
+    with started(players.Fails, workers=1, step_seconds=2.0, memory_gib=0.4) as workers:
+        for name, (stops, sentence) in SENTENCES.items():
+            workers.start(0, PROMPT, 0)
+            workers.start(1, PROMPT, 0)
+            assert replies(workers, 2)[0].start.messages == [{"role": "user", "content": "Hello"}]
+            workers.step(0, says(name))
+            found = {}
+            while 0 not in found:
+                found |= replies(workers)
+            end = found[0]
+            assert end.kind == "end" and end.stop in stops, (name, end)
+            assert re.search(sentence, end.sentence), (name, end)
+            if end.stop == "worker_lost":
+                assert (found.get(1) or reply(workers)).stop == "worker_lost"
+                continue
+            workers.step(1, says("works"))
+            assert reply(workers).turn.messages == [{"role": "user", "content": "On."}]
+            workers.close(1)
+
+
+def test_nothing_waits_longer_than_its_limit():
+    """A step that holds the interpreter's event loop is ended with its worker."""
+    with started(players.AsyncSleeps, workers=1, step_seconds=0.5) as workers:
+        workers.start(0, PROMPT, 0)
+        replies(workers)
+        begun = time.monotonic()
+        workers.step(0, says("", seconds=30.0, blocks=True))
+        assert reply(workers).stop == "step_timeout" and time.monotonic() - begun < 2.0
+        workers.start(0, PROMPT, 0)  # In a new worker.
+        assert reply(workers).kind == "start"
+        workers.step(0, says("", seconds=30.0))
+        assert reply(workers).stop == "step_timeout"
+
+
+def test_starts_fail_with_a_reason_too():
+    with started(players.Fails) as workers:
+        workers.start(0, {**PROMPT, "start": "no map"}, 0)
+        found = reply(workers)
+        assert found.stop == "step_error"
+        assert found.sentence.startswith("Fails.start raised ValueError: no map")
+        workers.start(1, {}, 0)
+        assert "the row has no 'prompt'" in reply(workers).sentence
+    with started(players.AsyncSleeps, start_seconds=0.3) as workers:
+        workers.start(0, {**PROMPT, "seconds": 30.0}, 0)
+        assert reply(workers).stop == "step_timeout"
+    with started(players.NoStep) as workers:
+        workers.start(0, PROMPT, 0)
+        assert reply(workers).sentence == "NoStep has no method step(message), which an environment must have"
+
+
+def test_much_printing_changes_nothing_and_close_may_fail():
+    with started(players.Fails, workers=1) as workers:
+        workers.start(0, PROMPT, 0)
+        replies(workers)
+        workers.step(0, says("prints"))
+        assert reply(workers).turn.messages[0]["content"] == "On."
+        workers.step(0, says("closes_badly"))
+        found = [reply(workers), reply(workers)]
+        assert [r.kind for r in found] == ["turn", "closed"]
+        assert found[1].sentence.startswith("Fails.close raised OSError: no such door")
+        workers.close(0)  # It has none.
+        assert workers.poll(0.2) == []
+
+
+def test_what_cannot_be_started_is_the_users_error(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import nowhere\n")
+    workers = EnvironmentWorkers(Environment(players.Guess), EnvironmentSource(file=str(path)))
+    with pytest.raises(UserError, match=r"mine\.py: ModuleNotFoundError: No module named 'nowhere'"):
+        workers.poll(30.0)
+    with pytest.raises(UserError, match="must be a class or a function that can be imported"):
+        EnvironmentSource.of(lambda: None)
+
+
+def test_an_experiment_file_has_environments_that_no_other_process_could_import(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from realhf.environments.protocol import Environment, Turn\n"
+        "class Mine:\n    def step(self, message):\n        return Turn(str('torch' in sys.modules))\n"
+        "experiment = SimpleNamespace(environment=Environment(lambda: Mine()))\n")
+    workers = EnvironmentWorkers(Environment(players.Guess), EnvironmentSource(file=str(path)))
+    workers.start(7, PROMPT, 0)
+    assert reply(workers).sample == 7
+    workers.step(7, says("x"))
+    assert reply(workers).turn.messages[0]["content"] == "False"
+    workers.shutdown()
