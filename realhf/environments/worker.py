@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
+import errno
 import inspect
 import json
+import os
 import queue
 import random
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,10 @@ from realhf.user_input.units import format_bytes
 
 Job = dict[str, Any]
 """`do` (start, step, state, close or abandon), `id` of the rollout, and what the method gets."""
+
+
+_RESERVE_BYTES = 1 << 25
+"""Memory that is set free when there is no more, to say so."""
 
 
 class _Abandoned(BaseException):
@@ -51,10 +58,12 @@ class Worker:
         self._lock = threading.Lock()
         self._objects: dict[int, _Object] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._reserve: bytearray | None = None
 
     def serve(self) -> None:
         """Take jobs until the socket is closed."""
         limit_memory(self.memory_bytes)
+        self._reserve = bytearray(_RESERVE_BYTES)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with self._connection.makefile("rb") as lines:
@@ -71,6 +80,10 @@ class Worker:
 
     def forget(self, sample: int) -> None:
         self._objects.pop(sample, None)
+
+    def free_reserve(self) -> None:
+        """Make room for what is to be said about the lack of memory."""
+        self._reserve = None
 
     def send(self, sample: int, event: str, **more: Any) -> None:
         """Send a line to the host."""
@@ -136,6 +149,9 @@ class _Object:
                 self._do(job)
         except _Abandoned:
             pass
+        except BaseException:  # Nothing could be said, such as for lack of memory: the host sees the end.
+            traceback.print_exc()
+            os._exit(1)
         finally:
             if self._is_abandoned and not self._in_loop:
                 self._worker.send(self._sample, "freed")
@@ -219,13 +235,16 @@ class _Object:
     def _fail(self, job: Job, error: BaseException, started: float) -> None:
         """Send why a method has failed."""
         seconds = time.perf_counter() - started
+        no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        if no_memory:
+            self._worker.free_reserve()
         if self._is_abandoned:
             return
         if isinstance(error, UserError):
             sentence = str(error)
         else:
             sentence = f"{self._name}.{job['do']} raised {described(error)}"
-        if no_memory := isinstance(error, MemoryError):
+        if no_memory:
             most = format_bytes(self._worker.memory_bytes)
             sentence += f"; a worker may have {most} of memory (environment.memory_gib)"
         sentence = one_line(sentence)

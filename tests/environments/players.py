@@ -1,6 +1,7 @@
 """Environments that tests start in workers: sound ones, and such as fail in every way."""
 
 import asyncio
+import mmap
 import os
 import random
 import signal
@@ -98,6 +99,13 @@ class Fails:
     def leaks(self):
         while True:
             HOARD.append(bytearray(1 << 26))
+
+    def maps(self):
+        while True:
+            HOARD.append(mmap.mmap(-1, 1 << 24))
+
+    def has_nothing(self):
+        return Turn(str(len(HOARD)))
 
     def is_killed(self):
         print("last words", flush=True)
