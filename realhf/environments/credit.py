@@ -1,7 +1,7 @@
 """How much of a rollout's rewards each of its turns is credited with. Pure functions on lists of numbers.
 
-Rollouts are lists of the rewards of their turns, the last of which includes the rewards of the end. A group is
-a list of rollouts that answer the same start.
+Rollouts are lists of the rewards of their turns, the last of which includes the rewards of the end. A group
+is a list of rollouts that answer the same start.
 
 Credit must be compared with a baseline that does not depend on what the turn itself decides, or the gradient
 has a bias. How many turns follow is decided by the model, too, which rules out two baselines that suggest

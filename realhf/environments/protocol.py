@@ -7,10 +7,13 @@ An environment answers the messages of the model. It is an object of a class of 
             ...
         def step(self, message):          # takes the assistant's message, returns Turn
             ...
+        def finish(self, stop):           # optional: the rollout is stopped before it is done, such as for
+            ...                           # max_turns; returns a Turn, whose reward counts for the last turn
         def close(self):                  # optional
             ...
 
-Each method may be `async`. Environments see messages and never tokens.
+Each method may be `async`. Environments see messages and never tokens. An environment whose steps cost much
+may have `state()`, which returns what JSON can hold, and `restore(state)`, which is called after `start`.
 """
 
 from __future__ import annotations

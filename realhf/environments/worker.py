@@ -21,18 +21,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from realhf.data.json_form import json_form
-from realhf.environments.protocol import MAX_REPLY_BYTES, checked_start, checked_turn
+from realhf.environments.protocol import MAX_REPLY_BYTES, Turn, checked_start, checked_turn
 from realhf.environments.tool_calls import schema_of
 from realhf.errors import UserError, described, one_line
 from realhf.job_process import limit_memory
 from realhf.user_input.units import format_bytes
 
 Job = dict[str, Any]
-"""`do` (start, step, state, close or abandon), `id` of the rollout, and what the method gets."""
+"""`do` (start, step, finish, state, close or abandon), `id` of the rollout, and what the method gets."""
 
 
 _RESERVE_BYTES = 1 << 25
@@ -200,11 +200,30 @@ class _Object:
             self._is_async = inspect.iscoroutinefunction(self._environment.step)
             if not hasattr(self._environment, "start"):
                 return None
-            return self._environment.start(self._row, job["seed"])
-        if job["do"] == "step":
-            return self._environment.step(job["message"])
-        close = getattr(self._environment, "close", None)
-        return None if close is None else close()
+            started = self._environment.start(self._row, job["seed"])
+            return started if job["state"] is None else self._restored(started, job["state"])
+        arguments = {"step": "message", "finish": "stop"}
+        method = getattr(self._environment, job["do"], None)
+        if method is None:
+            return Turn(done=True) if job["do"] == "finish" else None
+        return method(*(job[name] for do, name in arguments.items() if do == job["do"]))
+
+    def _restored(self, started: Any, state: Any) -> Any:
+        """Let the object go on from a state after its start."""
+        if not callable(getattr(self._environment, "restore", None)):
+            raise UserError(f"{self._name} has state() but no restore(state): give it both or none")
+        if not inspect.isawaitable(started):
+            restored = self._environment.restore(state)
+            return _then(restored, started) if inspect.isawaitable(restored) else started
+
+        async def both() -> Any:
+            value = await started
+            restored = self._environment.restore(state)
+            if inspect.isawaitable(restored):
+                await restored
+            return value
+
+        return both()
 
     def _answer(self, job: Job, value: Any, started: float) -> None:
         """Send what a method has returned, if it is legal."""
@@ -218,7 +237,11 @@ class _Object:
                 start = checked_start(value, self._row, where, prompt_key=self._worker.prompt_key)
                 tools = [schema_of(tool) for tool in start.tools]
                 made = {"messages": json_form(start.messages), "tools": json_form(tools)}
+            elif job["do"] == "state":
+                made = {"state": json_form(value)}
             else:
+                if job["do"] == "finish":
+                    value = dataclasses.replace(value, done=True) if isinstance(value, Turn) else value
                 made = dataclasses.asdict(checked_turn(value, where))
             length = len(json.dumps(made, allow_nan=False))
             if length > MAX_REPLY_BYTES:
@@ -258,6 +281,11 @@ class _Object:
         self._worker.forget(self._sample)
         self._jobs.put(None)
         self._worker.send(self._sample, "closed", sentence=sentence, seconds=seconds)
+
+
+async def _then(first: Awaitable[Any], value: Any) -> Any:
+    await first
+    return value
 
 
 def _seed_everything(seed: int) -> None:

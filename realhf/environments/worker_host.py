@@ -396,7 +396,7 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
     make = found.make if isinstance(found, Environment) else found
     if isinstance(found, Environment) and found.tools:
         make = partial(ToolEnvironment, found.tools, [schema_of(tool) for tool in found.tools])
-    prepare = getattr(make, "prepare", None)
+    prepare = getattr(getattr(make, "func", make), "prepare", None)
     if callable(prepare):
         prepare()
     if not callable(make):

@@ -58,16 +58,18 @@ class Reply:
     """What has become of a sample's last call.
 
     `start` and `turn` have what the environment has returned. `end` has the reason for which the rollout ends
-    without its answer, and a sentence. `closed` has the sentence of a `close` that has failed.
+    without its answer, and a sentence. `state` has what JSON can hold, or None if the class has no `state`.
+    `closed` has the sentence of a `close` that has failed.
     """
 
     sample: int
-    kind: Literal["start", "turn", "end", "closed"]
+    kind: Literal["start", "turn", "end", "state", "closed"]
     start: Start | None = None
     turn: Turn | None = None
     stop: StopReason | None = None
     sentence: str = ""
     seconds: float = 0.0  # How long the method took.
+    state: Any = None
 
 
 class EnvironmentWorkers:
@@ -96,24 +98,36 @@ class EnvironmentWorkers:
         self._received = bytearray()
         self._begin()
 
-    def start(self, sample: int, row: Mapping[str, Any], seed: int) -> None:
-        """Make the object of a sample and call its `start`."""
+    def start(self, sample: int, row: Mapping[str, Any], seed: int, *, state: Any = None) -> None:
+        """Make the object of a sample and call its `start`, and `restore` if a state is given."""
         assert sample not in self._rollouts, f"sample {sample} has an environment"
         number = self._num_started
         self._num_started += 1
         self._rollouts[sample] = number
         self._samples[number] = sample
-        self._send({"do": "start", "id": number, "row": json_form(row, as_text=True), "seed": seed})
+        row = json_form(row, as_text=True)
+        self._send({"do": "start", "id": number, "row": row, "seed": seed, "state": state})
 
     def step(self, sample: int, message: Message) -> None:
         """Call the `step` of a sample's object. If it is lost meanwhile, its end is among the replies."""
-        if sample in self._rollouts:
-            self._send({"do": "step", "id": self._rollouts[sample], "message": message})
+        self._call(sample, "step", message=message)
+
+    def finish(self, sample: int, stop: StopReason) -> None:
+        """Stop a rollout before it is done. The answer is a turn, whose rewards count for the last one."""
+        self._call(sample, "finish", stop=stop)
+
+    def state(self, sample: int) -> None:
+        """Ask for the state of a sample's object."""
+        self._call(sample, "state")
 
     def close(self, sample: int) -> None:
         """End a rollout before its environment does. Nothing is answered."""
         if sample in self._rollouts:
             self._send({"do": "close", "id": self._rollouts.pop(sample)})
+
+    def _call(self, sample: int, does: str, **arguments: Any) -> None:
+        if sample in self._rollouts:
+            self._send({"do": does, "id": self._rollouts[sample], **arguments})
 
     def poll(self, timeout: float | None = 0.0) -> list[Reply]:
         """Return what has been answered; wait for it at most so long (None: for ever).
@@ -201,4 +215,6 @@ class EnvironmentWorkers:
             return Reply(sample, "end", stop=_STOPS[event], sentence=said["sentence"], seconds=seconds)
         if event == "start":
             return Reply(sample, "start", start=Start(**said["made"]), seconds=seconds)
+        if event == "state":
+            return Reply(sample, "state", seconds=seconds, **said["made"])
         return Reply(sample, "turn", turn=Turn(**said["made"]), seconds=seconds)
