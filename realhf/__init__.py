@@ -44,6 +44,17 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.cluster import Cluster as Cluster
     from realhf.data.dataset import DatasetConfig as DatasetConfig
     from realhf.data.dataset import DatasetMixture as DatasetMixture
+    from realhf.environments.adapters import GymnasiumText as GymnasiumText
+    from realhf.environments.adapters import MessageEnvironment as MessageEnvironment
+    from realhf.environments.adapters import OpenEnvironment as OpenEnvironment
+    from realhf.environments.adapters import ReasoningGymTask as ReasoningGymTask
+    from realhf.environments.adapters import SkyRLGym as SkyRLGym
+    from realhf.environments.adapters import TextArena as TextArena
+    from realhf.environments.adapters import TRLEnvironment as TRLEnvironment
+    from realhf.environments.protocol import Environment as Environment
+    from realhf.environments.protocol import Start as Start
+    from realhf.environments.protocol import Turn as Turn
+    from realhf.environments.tool_calls import python_tool as python_tool
     from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment

@@ -31,7 +31,7 @@ LAYERS = {
     "engine": 4,
     "steps": 4.5,
     "experiment": 5,
-    **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
+    **dict.fromkeys(("algorithms", "environments", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
     **dict.fromkeys(("cli", "__main__"), 7),
 }
@@ -47,7 +47,7 @@ PLANNER_ORDER = (
     ("reasons", "make", "comparisons", "report"))
 """The modules of realhf.planner: a module imports only those before it."""
 SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for name in names]
-SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
+SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards"), ("environments", "rewards")}
 SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [
     *(("realhf.runtime", module) for module in SEARCH_MODULES), ("realhf.runtime", "realhf.algorithms"),
@@ -55,7 +55,7 @@ FORBIDDEN = [
 ]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    "realhf.scaling",
+    "realhf.environments", "realhf.scaling",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.micro_batch", "realhf.devices.chunk_sizes"),
     "realhf.user_input",

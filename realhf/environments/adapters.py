@@ -20,10 +20,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from realhf.environments.protocol import Message, Start, Turn, prompt_messages
-from realhf.environments.tool_calls import call_tools
+from realhf.environments.tool_calls import call_tools, schema_library
 from realhf.errors import UserError, shown
 
 Row = Mapping[str, Any]
+_HIGHLIGHT = re.compile(r"\x1b\[4\dm(.)\x1b\[0m")
+"""A character with a background colour, such as the place of the player."""
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def _library(name: str, package: str | None = None) -> Any:
@@ -38,9 +41,9 @@ def _library(name: str, package: str | None = None) -> Any:
 class TRLEnvironment:
     """An environment class as TRL's trainers take it.
 
-    `reset(**row)` begins, other public methods are tools, and `get_reward()` is called at the end. The rollout
-    is over with a message without a call. What `reset` returns is added to the last message of the prompt, as
-    there.
+    `reset(**row)` begins, other public methods are tools, and `get_reward()` is called at the end. The
+    rollout is over with a message without a call. What `reset` returns is added to the last message of the
+    prompt, as there.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -51,6 +54,11 @@ class TRLEnvironment:
         self._tools = {
             name: getattr(self._environment, name) for name, _ in members
             if not name.startswith("_") and name not in ("reset", "get_reward")}
+
+    @staticmethod
+    def prepare() -> None:
+        """Import what makes schemas before workers are forked."""
+        schema_library()
 
     def start(self, row: Row, seed: int) -> Start:
         random.seed(seed)  # TRL passes no seed: such classes draw from the process, see `isolated`.
@@ -118,7 +126,7 @@ class TextArena:
     def finish(self, stop: str) -> Turn:
         """Return the reward of the game, if it has ended."""
         rewards, _ = self._game.close() if self._is_done else (None, None)
-        return Turn(self._observed() if self._is_done else "", float((rewards or {}).get(0, 0.0)), True)
+        return Turn(self._observed() or (), float((rewards or {}).get(0, 0.0)), done=True)
 
     def _let_others_move(self) -> None:
         while not self._is_done and self._game.state.current_player_id != 0:
@@ -138,7 +146,7 @@ class GymnasiumText:
 
     `actions` are the names of the discrete actions in their order, such as ("left", "down", "right", "up"):
     the one that the model names last is taken; without names, the last number. `prompt` explains the task.
-    `describe` makes the text from an observation, instead of drawing.
+    `describe` makes the text from an observation, instead of drawing, in which [] stands for a background.
     """
 
     def __init__(
@@ -182,7 +190,9 @@ class GymnasiumText:
         self._environment.close()
 
     def _text(self, observation: Any) -> str:
-        return self._describe(observation) if self._describe is not None else str(self._environment.render())
+        if self._describe is not None:
+            return self._describe(observation)
+        return _COLOUR.sub("", _HIGHLIGHT.sub(r"[\1]", str(self._environment.render())))
 
 
 class ReasoningGymTask:

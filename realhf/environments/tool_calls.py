@@ -44,13 +44,8 @@ def schema_of(tool: Any) -> Schema:
     """
     if isinstance(tool, dict):
         return tool
-    # Importing it takes seconds. Without torch there is no tensor, for which it would import torch.
-    from transformers.utils import chat_template_utils
-
-    if "torch" not in sys.modules:
-        chat_template_utils.is_torch_available = _no
     try:
-        schema = chat_template_utils.get_json_schema(tool)
+        schema = schema_library().get_json_schema(tool)
     except Exception as error:  # The library has several classes of its own.
         name = getattr(tool, "__name__", shown(tool))
         raise UserError(
@@ -58,6 +53,15 @@ def schema_of(tool: Any) -> Schema:
             "describes it and, under `Args:`, each argument") from error
     function = {key: value for key, value in schema["function"].items() if key != "return"}
     return {"type": "function", "function": function}
+
+
+def schema_library() -> Any:
+    """Import the module of transformers that makes schemas, without torch. It takes seconds."""
+    from transformers.utils import chat_template_utils
+
+    if "torch" not in sys.modules:  # Then there is no tensor, for which alone it would import torch.
+        chat_template_utils.is_torch_available = _no
+    return chat_template_utils
 
 
 def _no() -> bool:
@@ -261,10 +265,9 @@ def _response_parser() -> JobProcess:
 
 def parse_responses() -> None:
     """Parse texts by response templates until standard input ends."""
-    from transformers.utils import chat_template_utils
+    schema_library()
     from transformers.utils.chat_parsing import parse_response
 
-    chat_template_utils.is_torch_available = _no
     serve(partial(_parsed, parse_response))
 
 

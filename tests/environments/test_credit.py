@@ -23,7 +23,7 @@ ROLLOUTS = [
     (1 - P_GO, [STOP], [(0, -P_GO)]),
     (P_GO * P_RIGHT, [GO, 1.0], [(0, 1 - P_GO), (1, 1 - P_RIGHT)]),
     (P_GO * (1 - P_RIGHT), [GO, 0.0], [(0, 1 - P_GO), (1, -P_RIGHT)])]
-"""Probability, rewards of the turns, and for each turn its logit and the derivative of its log-probability."""
+"""Probability, rewards of the turns, and for each turn its logit and the derivative of its log-prob."""
 
 
 def _gradient(advantages_of, size=3):
