@@ -80,11 +80,12 @@ def test_yaml_is_read_by_a_safe_loader():
 
 
 def test_files_run_only_as_the_experiment():
-    """Only the experiment is executed, and the file that `realhf eval --reward` names."""
+    """Only the experiment is executed, for its environments, too, and the file that `realhf eval --reward`
+    names."""
     runs = {str(path) for path, name, _ in calls() if name.endswith("exec_module")}
     assert runs == {"user_input/files.py"}
     users = [str(path) for path, name, _ in calls() if name == "execute_file"]
-    assert sorted(users) == ["cli/experiment_file.py", "rewards/by_name.py"]
+    assert sorted(users) == ["cli/experiment_file.py", "environments/worker_host.py", "rewards/by_name.py"]
 
 
 def test_transformers_never_loads_code_or_asks_the_network():

@@ -76,7 +76,7 @@ class EnvironmentWorkers:
     """The environments of the rollouts that this process generates, one for each sample.
 
     A sample has at most one call at a time. After a turn that is done, and after an end, its object is closed
-    by itself; a sample may then start anew.
+    by itself; a sample may then start anew. One thread uses this.
     """
 
     def __init__(
@@ -94,6 +94,8 @@ class EnvironmentWorkers:
         """Sample -> number of its rollout, for those that go on. Each start has a number of its own."""
         self._samples: dict[int, int] = {}
         """Number of a rollout -> its sample."""
+        self._busy: set[int] = set()
+        """Samples whose call has no answer yet."""
         self._num_started = 0
         self._received = bytearray()
         self._begin()
@@ -105,6 +107,7 @@ class EnvironmentWorkers:
         self._num_started += 1
         self._rollouts[sample] = number
         self._samples[number] = sample
+        self._busy.add(sample)
         row = json_form(row, as_text=True)
         self._send({"do": "start", "id": number, "row": row, "seed": seed, "state": state})
 
@@ -123,10 +126,13 @@ class EnvironmentWorkers:
     def close(self, sample: int) -> None:
         """End a rollout before its environment does. Nothing is answered."""
         if sample in self._rollouts:
+            self._busy.discard(sample)
             self._send({"do": "close", "id": self._rollouts.pop(sample)})
 
     def _call(self, sample: int, does: str, **arguments: Any) -> None:
         if sample in self._rollouts:
+            assert sample not in self._busy, f"the environment of sample {sample} has not answered yet"
+            self._busy.add(sample)
             self._send({"do": does, "id": self._rollouts[sample], **arguments})
 
     def poll(self, timeout: float | None = 0.0) -> list[Reply]:
@@ -164,6 +170,7 @@ class EnvironmentWorkers:
         self._process.stdout.close()
         self._rollouts.clear()
         self._samples.clear()
+        self._busy.clear()
 
     def _begin(self) -> None:
         """Start the host process."""
@@ -208,6 +215,7 @@ class EnvironmentWorkers:
             return Reply(sample, "closed", sentence=said["sentence"], seconds=said["seconds"])
         if self._rollouts.get(sample) != said["id"]:  # It was closed while it answered.
             return None
+        self._busy.discard(sample)
         seconds = said.get("seconds", 0.0)
         if event in _STOPS or said["ends"]:
             del self._rollouts[sample]

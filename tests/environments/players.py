@@ -135,6 +135,27 @@ class Fails:
         return Turn("On.")
 
 
+class Keeps:
+    """Counts in the row's steps, and can be kept."""
+
+    def start(self, row, seed):
+        self.count = 0
+        self.by = row.get("by", 1)
+
+    def step(self, message):
+        self.count += self.by
+        return Turn(str(self.count))
+
+    def finish(self, stop):
+        return Turn(reward={stop: self.count})
+
+    async def state(self):
+        return {"count": self.count}
+
+    def restore(self, state):
+        self.count = state["count"]
+
+
 class NoStep:
     pass
 
@@ -150,4 +171,3 @@ def tool_add(a: int, b: int) -> int:
 
 
 TOOLS = protocol.Environment(tools=(tool_add,))
-BROKEN = 3

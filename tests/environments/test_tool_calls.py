@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,28 +116,34 @@ def test_values_and_schemas():
         assert value_fault(good | change, schema, "v")
 
 
-def test_response_templates_of_tokenizers_parse_what_others_cannot():
-    """As transformers parses it: Qwen3.5 writes its calls in a form of its own."""
-    from transformers import PreTrainedTokenizerFast
-    from trl import add_response_schema
+RESPONSES = {
+    "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<function=(?P<name>\w+)>", "close_pattern": r"</function>\s*", "repeats": True,
+            "content": "json", "transform": {
+                "type": "function", "function": {"name": "{name}", "arguments": "{content}"}}},
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}}
 
-    light = tokenizer("qwen3_5_think")
+
+def test_response_templates_of_tokenizers_parse_what_others_cannot():
+    """As transformers parses it."""
+    from transformers.utils.chat_parsing import parse_response
+
     with pytest.raises(UserError, match="give its tokenizer a response_template"):
-        AnswerParser(light, SCHEMAS)
-    whole = PreTrainedTokenizerFast(tokenizer_object=light.backend, eos_token="<eos>")
-    whole.chat_template = light.chat_template
-    add_response_schema(whole)
-    text = (
-        "Two.\n</think>\n\nHm.<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n"
-        "</tool_call>")
+        AnswerParser(tokenizer("qwen3_5_think"), SCHEMAS)
+    parser = AnswerParser(SimpleNamespace(response_template=RESPONSES), SCHEMAS)
+    text = 'Two.\n</think>\n\nHm.<function=add>{"a": 2}</function>'
     prefix = "<|im_start|>assistant\n<think>\n"
-    theirs = whole.parse_response(text, prefix=prefix, tools=SCHEMAS)
-    found = AnswerParser(whole, SCHEMAS)(text, prefix=prefix)
+    theirs = parse_response(text, RESPONSES, prefix=prefix, tools=SCHEMAS)
+    found = parser(text, prefix=prefix)
     assert found.is_sound and found.message["reasoning_content"].strip() == "Two."
+    assert found.message["content"] == theirs["content"]
     (call,) = found.message["tool_calls"]
     assert call["function"] == theirs["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
-    bad = AnswerParser(whole, SCHEMAS)(text.replace(">\n2\n<", ">\ntwo\n<"), prefix=prefix)
-    assert not bad.is_sound
+    assert parser(text.replace("2", "2,"), prefix=prefix).faults[0].startswith("the tool call cannot be read")
+    assert parser(text.replace("add", "sub"), prefix=prefix).faults == (
+        "there is no tool 'sub': legal are add, later",)
 
 
 def calls(*pairs):

@@ -202,6 +202,47 @@ def test_much_printing_changes_nothing_and_close_may_fail():
         assert workers.poll(0.2) == []
 
 
+def test_a_stopped_rollout_has_a_last_reward_and_a_kept_one_goes_on():
+    with started(players.Keeps) as workers:
+        row = {**PROMPT, "by": 3}
+        workers.start(0, row, 0)
+        replies(workers)
+        workers.step(0, says("x"))
+        assert reply(workers).turn.messages[0]["content"] == "3"
+        workers.state(0)
+        kept = reply(workers).state
+        assert kept == {"count": 3}
+        workers.finish(0, "max_turns")
+        last = reply(workers).turn
+        assert last.done and last.reward == {"max_turns": 3.0}
+        workers.start(1, row, 0, state=kept)
+        assert reply(workers).start.messages == [{"role": "user", "content": "Hello"}]
+        workers.step(1, says("x"))
+        with pytest.raises(AssertionError, match="sample 1 has not answered yet"):
+            workers.step(1, says("x"))
+        assert reply(workers).turn.messages[0]["content"] == "6"
+    with started(players.Guess) as workers:  # It has neither.
+        workers.start(0, {"most": 3}, 0)
+        replies(workers)
+        workers.state(0)
+        assert reply(workers).state is None
+        workers.finish(0, "max_tokens")
+        assert reply(workers).turn.done
+
+
+def test_functions_alone_are_an_environment():
+    workers = EnvironmentWorkers(players.TOOLS, EnvironmentSource("TOOLS", module=players.__name__))
+    workers.start(0, PROMPT, 0)
+    (schema,) = reply(workers).start.tools
+    assert schema["function"]["name"] == "tool_add"
+    function = {"name": "tool_add", "arguments": {"a": 2, "b": 3}}
+    workers.step(0, says("", tool_calls=[{"id": "call00000", "type": "function", "function": function}]))
+    assert reply(workers).turn.messages[0]["content"] == "5"
+    workers.step(0, says("It is 5."))
+    assert reply(workers).turn.done
+    workers.shutdown()
+
+
 def test_what_cannot_be_started_is_the_users_error(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import nowhere\n")
