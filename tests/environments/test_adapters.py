@@ -150,15 +150,15 @@ def test_a_class_for_trl_runs_unchanged_in_a_worker():
     workers = EnvironmentWorkers(
         Environment(make), EnvironmentSource("COUNTER", module="tests.environments.test_adapters"))
     workers.start(0, {**ROW, "start": 2}, 0)
-    (reply,) = workers.poll(60.0)
+    (reply,) = workers.poll(300.0)
     (schema,) = reply.start.tools
     assert schema["function"]["parameters"]["required"] == ["step"]
     workers.step(0, says("", ("increment", {"step": 3})))
-    (reply,) = workers.poll(10.0)
+    (reply,) = workers.poll(60.0)
     assert reply.turn.messages[0] == {
         "role": "tool", "name": "increment", "tool_call_id": "call00000", "content": "5"}
     workers.finish(0, "max_turns")  # The reward counts even if the model has not ended.
-    (reply,) = workers.poll(10.0)
+    (reply,) = workers.poll(60.0)
     assert reply.turn.done and reply.turn.total == 1.0
     workers.shutdown()
 

@@ -28,7 +28,7 @@ def started(make, **settings):
         workers.shutdown()
 
 
-def replies(workers, count=1, seconds=60.0):
+def replies(workers, count=1, seconds=300.0):
     """Return the next replies, by sample."""
     found = []
     deadline = time.monotonic() + seconds
@@ -165,7 +165,7 @@ def test_nothing_waits_longer_than_its_limit():
         replies(workers)
         begun = time.monotonic()
         workers.step(0, says("", seconds=30.0, blocks=True))
-        assert reply(workers).stop == "step_timeout" and time.monotonic() - begun < 2.0
+        assert reply(workers).stop == "step_timeout" and time.monotonic() - begun < 10.0
         workers.start(0, PROMPT, 0)  # In a new worker.
         assert reply(workers).kind == "start"
         workers.step(0, says("", seconds=30.0))
@@ -248,7 +248,7 @@ def test_what_cannot_be_started_is_the_users_error(tmp_path):
     path.write_text("import nowhere\n")
     workers = EnvironmentWorkers(Environment(players.Guess), EnvironmentSource(file=str(path)))
     with pytest.raises(UserError, match=r"mine\.py: ModuleNotFoundError: No module named 'nowhere'"):
-        workers.poll(30.0)
+        workers.poll(300.0)
     with pytest.raises(UserError, match="must be a class or a function that can be imported"):
         EnvironmentSource.of(lambda: None)
 
