@@ -19,11 +19,10 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from realhf.environments.protocol import Message, Start, Turn, prompt_messages
+from realhf.environments.protocol import ChatMessage, Start, Turn, prompt_messages
 from realhf.environments.tool_calls import call_tools, schema_library
 from realhf.errors import UserError, shown
 
-Row = Mapping[str, Any]
 _HIGHLIGHT = re.compile(r"\x1b\[4\dm(.)\x1b\[0m")
 """A character with a background colour, such as the place of the player."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -60,7 +59,7 @@ class TRLEnvironment:
         """Import what makes schemas before workers are forked."""
         schema_library()
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         random.seed(seed)  # TRL passes no seed: such classes draw from the process, see `isolated`.
         observation = self._environment.reset(**row)
         messages = [dict(message) for message in prompt_messages(row)] if row.get("prompt") else []
@@ -71,7 +70,7 @@ class TRLEnvironment:
         messages[-1]["content"] = f"{messages[-1]['content']}{observation}"
         return Start(messages, list(self._tools.values()))
 
-    def step(self, message: Message) -> Turn | Awaitable[Turn]:
+    def step(self, message: ChatMessage) -> Turn | Awaitable[Turn]:
         return call_tools(message, self._tools) if message.get("tool_calls") else self.finish("done")
 
     def finish(self, stop: str) -> Turn | Awaitable[Turn]:
@@ -113,12 +112,12 @@ class TextArena:
         """Import the library before workers are forked: it takes seconds."""
         _library("textarena")
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         self._game.reset(num_players=self._num_players, seed=seed)
         self._let_others_move()
         return Start(self._observed())
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: ChatMessage) -> Turn:
         self._is_done, _ = self._game.step(action=message["content"])
         self._let_others_move()
         return self.finish("done") if self._is_done else Turn(self._observed() or "Your move.")
@@ -170,13 +169,13 @@ class GymnasiumText:
         self._invalid_reward = invalid_reward
         self._describe = describe
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         observation, _ = self._environment.reset(seed=seed)
         self._environment.action_space.seed(seed)
         asked = self._prompt or f"Answer with one of: {', '.join(self._actions)}."
         return Start(f"{asked}\n\n{self._text(observation)}")
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: ChatMessage) -> Turn:
         found = self._pattern.findall(message["content"].lower())
         if not found:
             text = f"There is no action in this. Legal are {', '.join(self._actions)}."
@@ -213,12 +212,12 @@ class ReasoningGymTask:
         """Import the library before workers are forked."""
         _library("reasoning_gym", "reasoning-gym")
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         self._tasks = self._library.create_dataset(self._name, size=1, seed=seed, **self._settings)
         self._task = self._tasks[0]
         return Start(self._task["question"])
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: ChatMessage) -> Turn:
         answer = message["content"]
         if self._pattern is not None:
             answer = (self._pattern.findall(answer) or [None])[-1]
@@ -254,14 +253,14 @@ class OpenEnvironment:
                     "give `action` a function that makes one from a message")
             self._field = names[0]
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         observation = self._environment.reset(seed=seed)
         text = self._describe(observation)
         if self._prompt or not row.get("prompt"):
             return Start(f"{self._prompt}\n\n{text}" if self._prompt else text)
         return Start([*prompt_messages(row), {"role": "user", "content": text}] if text else None)
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: ChatMessage) -> Turn:
         taken = {} if self._field is None else {self._field: message["content"]}
         action = self._action(**taken) if taken else self._action(message)
         observation = self._environment.step(action)
@@ -281,15 +280,15 @@ def _fields_as_text(observation: Any) -> str:
 class SkyRLGym:
     """An environment of SkyRL-Gym: `make(row)` returns one, such as `skyrl_gym.make("gsm8k", extras=row)`."""
 
-    def __init__(self, make: Callable[[Row], Any]) -> None:
+    def __init__(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
         self._make = make
 
-    def start(self, row: Row, seed: int) -> Start:
+    def start(self, row: Mapping[str, Any], seed: int) -> Start:
         self._environment = self._make(row)
         messages, _ = self._environment.init(prompt_messages(row))
         return Start(messages)
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: ChatMessage) -> Turn:
         made = self._environment.step(message["content"])
         metadata = made.get("metadata") or {}
         metrics = {k: float(v) for k, v in metadata.items() if isinstance(v, int | float)}
@@ -306,11 +305,11 @@ class MessageEnvironment:
     `initial_observation`, and their steps return the whole conversation, which must go on from what it was.
     """
 
-    def __init__(self, make: Callable[[Row], Any]) -> None:
+    def __init__(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
         self._make = make
-        self._said: list[Message] = []
+        self._said: list[ChatMessage] = []
 
-    async def start(self, row: Row, seed: int) -> Start:
+    async def start(self, row: Mapping[str, Any], seed: int) -> Start:
         self._environment = self._make(row)
         if hasattr(self._environment, "init"):
             begun = await self._environment.init()
@@ -318,7 +317,7 @@ class MessageEnvironment:
         self._said = _plain(await self._environment.initial_observation())
         return Start(self._said)
 
-    async def step(self, message: Message) -> Turn:
+    async def step(self, message: ChatMessage) -> Turn:
         made = await self._environment.step(message)
         if hasattr(made, "env_messages"):
             return Turn(_plain(made.env_messages), dict(made.env_rewards), bool(made.done))
@@ -326,7 +325,7 @@ class MessageEnvironment:
         done = bool(made.episode_done)
         return Turn([] if done else self._new(_plain(made.next_messages)), float(made.reward), done, metrics)
 
-    def _new(self, messages: list[Message]) -> list[Message]:
+    def _new(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Return what follows the assistant's message in a conversation."""
         known = len(self._said)
         is_assistants = len(messages) > known and messages[known]["role"] == "assistant"
@@ -338,5 +337,5 @@ class MessageEnvironment:
         return messages[known + 1 :]
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     return [dict(message) for message in messages]

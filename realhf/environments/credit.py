@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-Rollout = Sequence[float]
+TurnRewards = Sequence[float]
 
 
-def returns(rewards: Rollout, *, discount: float = 1.0) -> list[float]:
+def returns(rewards: TurnRewards, *, discount: float = 1.0) -> list[float]:
     """Return for each turn the rewards from it on, each later turn discounted once more."""
     total = 0.0
     made = []
@@ -30,7 +30,7 @@ def returns(rewards: Rollout, *, discount: float = 1.0) -> list[float]:
 
 
 def turn_advantages(
-    group: Sequence[Rollout], *, credit: Literal["trajectory", "to_go", "per_turn"], discount: float = 1.0
+    group: Sequence[TurnRewards], *, credit: Literal["trajectory", "to_go", "per_turn"], discount: float = 1.0
 ) -> list[list[float]]:
     """Return the advantage of each turn of each rollout of a group.
 

@@ -30,7 +30,7 @@ from realhf.data.json_form import json_form
 from realhf.errors import UserError, shown
 from realhf.user_input.field_types import check_types, require
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 """A chat message: `role`, `content`, and for some `tool_calls`, `name` or `tool_call_id`."""
 Rewards = float | dict[str, float]
 """A reward, or several by name, whose sum counts."""
@@ -60,7 +60,7 @@ class Start:
     row. The tools are JSON schemas, or functions, whose schemas follow from signature and docstring.
     """
 
-    messages: Sequence[Message] | Message | str | None = None
+    messages: Sequence[ChatMessage] | ChatMessage | str | None = None
     tools: Sequence[Any] = ()
 
 
@@ -72,7 +72,7 @@ class Turn:
     numbers by name, whose means are logged.
     """
 
-    messages: Sequence[Message] | Message | str = ()
+    messages: Sequence[ChatMessage] | ChatMessage | str = ()
     reward: Rewards = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def rollout_seed(run_seed: int, *, step: int, prompt: int, sample: int, own_star
     return (int.from_bytes(digest) + own) % (1 << _SEED_BITS)
 
 
-def prompt_messages(row: Mapping[str, Any], prompt_key: str = "prompt") -> list[Message]:
+def prompt_messages(row: Mapping[str, Any], prompt_key: str = "prompt") -> list[ChatMessage]:
     """Return the messages of a row's prompt; a text is the message of a user."""
     prompt = row.get(prompt_key)
     if isinstance(prompt, str):
@@ -232,7 +232,7 @@ def checked_turn(value: Any, where: str) -> Turn:
     return Turn(messages, reward, done, _numbers(value.metrics, f"{where} returned Turn.metrics"))
 
 
-def _messages(value: Any, what: str, roles: Sequence[str]) -> list[Message]:
+def _messages(value: Any, what: str, roles: Sequence[str]) -> list[ChatMessage]:
     """Return messages as a list, each with a legal role and with contents that JSON can hold."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

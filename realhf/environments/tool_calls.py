@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from realhf.environments.protocol import Message, Start, Turn
+from realhf.environments.protocol import ChatMessage, Start, Turn
 from realhf.errors import UserError, shown
 from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
 from realhf.rewards.sandbox import Sandbox
@@ -72,7 +72,7 @@ def _no() -> bool:
 class ParsedAnswer:
     """A turn of the model as a message, and what is wrong with its calls."""
 
-    message: Message
+    message: ChatMessage
     faults: tuple[str, ...] = ()
     """For each call a sentence if it is wrong, else an empty one; or one sentence if no call can be read."""
 
@@ -80,7 +80,7 @@ class ParsedAnswer:
     def is_sound(self) -> bool:
         return not any(self.faults)
 
-    def replies(self) -> list[Message]:
+    def replies(self) -> list[ChatMessage]:
         """Return the messages that tell the model what is wrong with its calls."""
         calls = self.message.get("tool_calls") or []
         if not calls:
@@ -90,7 +90,7 @@ class ParsedAnswer:
             for call, fault in zip(calls, self.faults, strict=True)]
 
 
-def _result(call: Mapping[str, Any], text: str) -> Message:
+def _result(call: Mapping[str, Any], text: str) -> ChatMessage:
     return {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}
 
 
@@ -135,17 +135,18 @@ class AnswerParser:
             faults.append(self._fault(call["function"]))
         return ParsedAnswer(message, tuple(faults))
 
-    def _by_form(self, text: str) -> Message:
+    def _by_form(self, text: str) -> ChatMessage:
         thought, found, said = text.rpartition("</think>")
         content, calls = self._find(said)
-        message: Message = {"role": "assistant", "content": content.strip() if found or calls else content}
+        content = content.strip() if found or calls else content
+        message: ChatMessage = {"role": "assistant", "content": content}
         if found:
             message["reasoning_content"] = thought.replace("<think>", "", 1).strip()
         if calls:
             message["tool_calls"] = [{"type": "function", "function": _function(call)} for call in calls]
         return message
 
-    def _by_template(self, text: str, prefix: str) -> Message:
+    def _by_template(self, text: str, prefix: str) -> ChatMessage:
         job = {"text": text, "prefix": prefix, "template": self._response_template,
                "tools": list(self._tools.values())}
         try:
@@ -292,12 +293,12 @@ class ToolEnvironment:
         """Return the prompt of the row, and the tools."""
         return Start(tools=list(self.schemas or self.tools))
 
-    def step(self, message: Message) -> Turn | Awaitable[Turn]:
+    def step(self, message: ChatMessage) -> Turn | Awaitable[Turn]:
         """Return the results of the calls."""
         return call_tools(message, {getattr(tool, "__name__", ""): tool for tool in self.tools})
 
 
-def call_tools(message: Message, functions: Mapping[str, Callable[..., Any]]) -> Turn | Awaitable[Turn]:
+def call_tools(message: ChatMessage, functions: Mapping[str, Callable[..., Any]]) -> Turn | Awaitable[Turn]:
     """Return a turn with what functions return to the calls of a message, or with the errors that they raise.
 
     It is done if there are no calls. If a function is `async`, await the turn: such calls run together.
@@ -333,7 +334,7 @@ async def _awaited(result: Any) -> Any:
         return error
 
 
-def _answer(call: Mapping[str, Any], result: Any) -> Message:
+def _answer(call: Mapping[str, Any], result: Any) -> ChatMessage:
     if isinstance(result, Exception):
         return _result(call, f"Error: {type(result).__name__}: {result}")
     return _result(call, result if isinstance(result, str) else json.dumps(result, default=str))

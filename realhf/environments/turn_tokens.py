@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from realhf.data.light_tokenizer import continuation
 from realhf.data.sequence_tokens import TurnEnds, common_length, special_texts, turn_ends
 from realhf.data.tokenizer_process import render_chat
-from realhf.environments.protocol import Message
+from realhf.environments.protocol import ChatMessage
 from realhf.errors import UserError, shown
 
 _MARK = "realhfMARK"
@@ -58,11 +58,13 @@ class TurnTokens:
         ids = [self.encode(text) for text in self._ends]
         return self._eos_token_ids | {i for [i, *more] in ids if not more}
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
+    def start(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens before the first turn of the model."""
         return self.encode(self.render([self._broken(message) for message in messages], asks=True))
 
-    def observation(self, messages: Sequence[Message], *, answer: Message, last_token: int) -> list[int]:
+    def observation(
+        self, messages: Sequence[ChatMessage], *, answer: ChatMessage, last_token: int
+    ) -> list[int]:
         """Return the tokens between a turn of the model, which is `answer`, and its next one.
 
         They are what the template adds for `messages`. If the last token of the turn does not end it, because
@@ -79,7 +81,7 @@ class TurnTokens:
         before = self.encode(text)
         return whole[len(before) :] if text and whole[: len(before)] == before else self.continued(rest)
 
-    def observation_text(self, messages: Sequence[Message], *, answer: Message) -> tuple[str, str]:
+    def observation_text(self, messages: Sequence[ChatMessage], *, answer: ChatMessage) -> tuple[str, str]:
         """Return the text that ends a turn of the model, and the text from there to the next turn."""
         calls = answer.get("tool_calls") or []
         chat = [_QUESTION, _marked(calls), *(self._broken(message) for message in messages)]
@@ -120,7 +122,7 @@ class TurnTokens:
         """Return the text of tokens, special ones included."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def render(self, messages: Sequence[Message], *, asks: bool) -> str:
+    def render(self, messages: Sequence[ChatMessage], *, asks: bool) -> str:
         """Return what the template writes for a whole conversation; `asks` adds a generation prompt."""
         how = {"tools": self._tools, "add_generation_prompt": asks, **self._arguments}
         return render_chat(self._tokenizer, messages, **how)[0]
@@ -165,7 +167,7 @@ class TurnTokens:
         return [i for piece in text.split(_BREAK) for i in continuation(self._tokenizer, piece)]
 
 
-def _marked(calls: Sequence[dict[str, Any]], *, as_text: bool = False) -> Message:
+def _marked(calls: Sequence[dict[str, Any]], *, as_text: bool = False) -> ChatMessage:
     """Return a message of the assistant with these calls, in which the mark stands for what it says last."""
     if not calls:
         return {"role": "assistant", "content": _MARK}
@@ -180,7 +182,7 @@ def _marked(calls: Sequence[dict[str, Any]], *, as_text: bool = False) -> Messag
     return {"role": "assistant", "content": "", "tool_calls": marked}
 
 
-def _refusal(messages: Sequence[Message], error: ValueError) -> UserError:
+def _refusal(messages: Sequence[ChatMessage], error: ValueError) -> UserError:
     roles = ", ".join(str(message.get("role")) for message in messages)
     return UserError(f"the chat template refuses messages of {roles} after the assistant's: {error}")
 
@@ -233,7 +235,7 @@ def _call(number: int) -> dict[str, Any]:
     return {"id": f"call{number:05d}", "type": "function", "function": function}
 
 
-def _result(number: int) -> Message:
+def _result(number: int) -> ChatMessage:
     return {"role": "tool", "name": "add", "tool_call_id": f"call{number:05d}", "content": str(2 + number)}
 
 
@@ -243,12 +245,12 @@ _ANSWER = {"role": "assistant", "content": "It is 5."}
 _THINKS = {"role": "assistant", "content": "It is 5.", "reasoning_content": _THOUGHT}
 _CALLS = {"role": "assistant", "content": "", "tool_calls": [_call(3), _call(4)]}
 _RESULTS = [_result(3), _result(4)]
-_CONVERSATIONS: dict[str, list[Message]] = {
+_CONVERSATIONS: dict[str, list[ChatMessage]] = {
     "an answer and a further question": [_ASK, _ANSWER, _AGAIN],
     "two answers": [_ASK, _ANSWER, _AGAIN, _ANSWER, _AGAIN],
     "thinking, an answer and a further question": [_ASK, _THINKS, _AGAIN],
 }
-_WITH_TOOLS: dict[str, list[Message]] = {
+_WITH_TOOLS: dict[str, list[ChatMessage]] = {
     "two calls and their results": [_ASK, _CALLS, *_RESULTS],
     "two calls, their results, an answer and a question": [_ASK, _CALLS, *_RESULTS, _ANSWER, _AGAIN],
     "thinking, two calls and their results": [_ASK, _CALLS | {"reasoning_content": _THOUGHT}, *_RESULTS],
@@ -257,7 +259,7 @@ _WITH_TOOLS: dict[str, list[Message]] = {
 }
 
 
-def _with_one_call(chat: Sequence[Message]) -> list[Message]:
+def _with_one_call(chat: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return a conversation without second calls, which some templates refuse."""
     return [
         {**message, "tool_calls": message["tool_calls"][:1]} if "tool_calls" in message else message
@@ -301,7 +303,7 @@ def prove_append_only(
 
 
 def _first_difference(
-    turns: TurnTokens, name: str, chat: Sequence[Message], template: str
+    turns: TurnTokens, name: str, chat: Sequence[ChatMessage], template: str
 ) -> Difference | None:
     """Return where the row of a conversation first differs from what the template writes.
 
@@ -339,7 +341,9 @@ def _first_difference(
     return Difference(name, "tokens", row, written, "rows keep the tokens that the model has sampled")
 
 
-def _as_last(turns: TurnTokens, before: Sequence[Message], message: Message) -> tuple[str, Message]:
+def _as_last(
+    turns: TurnTokens, before: Sequence[ChatMessage], message: ChatMessage
+) -> tuple[str, ChatMessage]:
     """Return what the template writes if a conversation ends with this message of the assistant.
 
     Also return the message in the form that the template understands: with thinking in a field or in the
@@ -353,7 +357,7 @@ def _as_last(turns: TurnTokens, before: Sequence[Message], message: Message) -> 
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in calls]
         forms += [form | {"tool_calls": as_text} for form in forms]
-    written: list[tuple[str, Message]] = []
+    written: list[tuple[str, ChatMessage]] = []
     error: ValueError | None = None
     for form in forms:
         try:

@@ -31,7 +31,7 @@ from realhf.errors import UserError, described, one_line
 from realhf.job_process import limit_memory
 from realhf.user_input.units import format_bytes
 
-Job = dict[str, Any]
+WorkerJob = dict[str, Any]
 """`do` (start, step, finish, state, close or abandon), `id` of the rollout, and what the method gets."""
 
 
@@ -114,11 +114,11 @@ class _Object:
         self._in_loop = False
         """Whether the method that runs is a task of the event loop."""
         self._task: asyncio.Future[None] | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[WorkerJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sample {sample}", daemon=True)
         self._thread.start()
 
-    def take(self, job: Job) -> None:
+    def take(self, job: WorkerJob) -> None:
         """Do a job in the object's thread, or in the event loop if its step is `async`."""
         if self._is_async:
             self._worker.loop().call_soon_threadsafe(self._do, job)
@@ -156,7 +156,7 @@ class _Object:
             if self._is_abandoned and not self._in_loop:
                 self._worker.send(self._sample, "freed")
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: WorkerJob) -> None:
         started = time.perf_counter()
         try:
             answer = self._call(job)
@@ -188,7 +188,7 @@ class _Object:
         self._in_loop = True
         self._worker.loop().call_soon_threadsafe(begin)
 
-    def _call(self, job: Job) -> Any:
+    def _call(self, job: WorkerJob) -> Any:
         if job["do"] == "start":
             self._row = job["row"]
             if self._worker.isolated:
@@ -225,7 +225,7 @@ class _Object:
 
         return both()
 
-    def _answer(self, job: Job, value: Any, started: float) -> None:
+    def _answer(self, job: WorkerJob, value: Any, started: float) -> None:
         """Send what a method has returned, if it is legal."""
         seconds = time.perf_counter() - started
         where = f"{self._name}.{job['do']}"
@@ -255,7 +255,7 @@ class _Object:
             self._worker.send(
                 self._sample, job["do"], made=made, seconds=seconds, ends=bool(made.get("done")))
 
-    def _fail(self, job: Job, error: BaseException, started: float) -> None:
+    def _fail(self, job: WorkerJob, error: BaseException, started: float) -> None:
         """Send why a method has failed."""
         seconds = time.perf_counter() - started
         no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

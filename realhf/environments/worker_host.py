@@ -40,14 +40,14 @@ _LOOK_SECONDS = 5.0
 class _Sample:
     """A sample whose object is in a worker, or will be."""
 
-    worker: _Worker
+    worker: _WorkerProcess
     does: str = ""
     deadline: float = 0.0
     """When the method that runs (`does`) has taken too long."""
 
 
-@dataclass
-class _Worker:
+@dataclass(eq=False)
+class _WorkerProcess:
     """A forked process, and what has not been sent to it or read from it yet."""
 
     pid: int
@@ -75,7 +75,7 @@ class Host:
         self._replies = replies
         self._received = bytearray()
         self._to_send = bytearray()
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._samples: dict[int, _Sample] = {}
         self._waiting: deque[dict[str, Any]] = deque()
         """Starts that wait for a free process."""
@@ -131,7 +131,7 @@ class Host:
             self._samples[job["id"]] = sample = _Sample(worker)
             self._give(sample, job)
 
-    def _free_worker(self) -> _Worker | None:
+    def _free_worker(self) -> _WorkerProcess | None:
         """Return the worker that gets the next sample; None: it must wait."""
         most = self._settings["workers"]
         if self._settings["isolated"]:
@@ -151,7 +151,7 @@ class Host:
 
     # Workers
 
-    def _fork(self) -> _Worker:
+    def _fork(self) -> _WorkerProcess:
         ours, theirs = socket.socketpair()
         output, their_output = os.pipe()
         pid = os.fork()
@@ -166,7 +166,7 @@ class Host:
         os.close(their_output)
         ours.setblocking(False)
         os.set_blocking(output, False)
-        worker = _Worker(pid, ours, output)
+        worker = _WorkerProcess(pid, ours, output)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
         self._selector.register(output, selectors.EVENT_READ, worker)
@@ -191,7 +191,7 @@ class Host:
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         """Read what a worker has sent or printed, and send it what waits."""
-        worker: _Worker = key.data
+        worker: _WorkerProcess = key.data
         if worker not in self._workers:  # It has just been lost.
             return
         if key.fd == worker.output:
@@ -214,7 +214,7 @@ class Host:
             if not data or len(rest) > 2 * MAX_REPLY_BYTES:
                 self._lose(worker)
 
-    def _send(self, worker: _Worker, job: dict[str, Any] | None = None) -> None:
+    def _send(self, worker: _WorkerProcess, job: dict[str, Any] | None = None) -> None:
         if job is not None:
             worker.to_send += json.dumps(job).encode() + b"\n"
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
@@ -223,7 +223,7 @@ class Host:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.to_send else 0)
         self._selector.modify(worker.connection, events, worker)
 
-    def _hear(self, worker: _Worker, said: dict[str, Any]) -> None:
+    def _hear(self, worker: _WorkerProcess, said: dict[str, Any]) -> None:
         """Take a worker's answer."""
         number = said["id"]
         if said["event"] in ("alive", "freed"):
@@ -266,12 +266,12 @@ class Host:
         if self._settings["isolated"]:
             worker.is_retired = True
 
-    def _retire_if_empty(self, worker: _Worker) -> None:
+    def _retire_if_empty(self, worker: _WorkerProcess) -> None:
         """End a worker that gets no new samples, or in which methods are stuck, when it has none."""
         if (worker.is_retired or worker.stuck) and not worker.samples:
             os.kill(worker.pid, signal.SIGKILL)
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: _WorkerProcess) -> None:
         """Take leave of a worker that has ended, and say so for each of its samples."""
         self._workers.remove(worker)
         self._selector.unregister(worker.connection)

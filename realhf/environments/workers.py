@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realhf.data.json_form import json_form
-from realhf.environments.protocol import Environment, Message, Start, StopReason, Turn
-from realhf.errors import UserError
+from realhf.environments.protocol import ChatMessage, Environment, Start, StopReason, Turn
+from realhf.errors import UserError, shown
 from realhf.job_process import start_process
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -45,9 +45,9 @@ class EnvironmentSource:
     def of(make: Any) -> EnvironmentSource:
         """Return the source of a class or function that a module defines. Raises UserError."""
         module = getattr(make, "__module__", None)
-        name = getattr(make, "__qualname__", "<locals>")
-        if module is None or "<" in name:
-            raise UserError(f"{name} must be a class or a function that can be imported from a module")
+        name = getattr(make, "__qualname__", None)
+        if module is None or name is None or "<" in name:
+            raise UserError(f"{shown(make)} must be a class or a function that a module has by name")
         if module == "__main__":
             return EnvironmentSource(name, file=str(sys.modules["__main__"].__file__))
         return EnvironmentSource(name, module=module)
@@ -111,7 +111,7 @@ class EnvironmentWorkers:
         row = json_form(row, as_text=True)
         self._send({"do": "start", "id": number, "row": row, "seed": seed, "state": state})
 
-    def step(self, sample: int, message: Message) -> None:
+    def step(self, sample: int, message: ChatMessage) -> None:
         """Call the `step` of a sample's object. If it is lost meanwhile, its end is among the replies."""
         self._call(sample, "step", message=message)
 

@@ -144,6 +144,18 @@ def test_every_failure_ends_its_rollout_with_its_reason_and_no_other():
             workers.close(1)
 
 
+def test_an_isolated_environment_that_hangs_or_dies_is_replaced():
+    with started(players.Fails, isolated=True, workers=1, step_seconds=0.5) as workers:
+        for name, stop in (("is_stuck", "step_timeout"), ("exits", "worker_lost"), ("raises", "step_error")):
+            workers.start(0, PROMPT, 0)
+            workers.start(1, PROMPT, 0)  # It waits for the only process.
+            assert reply(workers).sample == 0
+            workers.step(0, says(name))
+            assert reply(workers).stop == stop
+            assert reply(workers).sample == 1
+            workers.close(1)
+
+
 @pytest.mark.parametrize("name", ["leaks", "maps"])
 def test_memory_has_a_limit_and_a_worker_without_any_is_replaced(name):
     with started(players.Fails, workers=1, memory_gib=0.3) as workers:
@@ -249,7 +261,7 @@ def test_what_cannot_be_started_is_the_users_error(tmp_path):
     workers = EnvironmentWorkers(Environment(players.Guess), EnvironmentSource(file=str(path)))
     with pytest.raises(UserError, match=r"mine\.py: ModuleNotFoundError: No module named 'nowhere'"):
         workers.poll(300.0)
-    with pytest.raises(UserError, match="must be a class or a function that can be imported"):
+    with pytest.raises(UserError, match="must be a class or a function that a module has by name"):
         EnvironmentSource.of(lambda: None)
 
 
