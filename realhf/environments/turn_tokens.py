@@ -35,7 +35,7 @@ _SWITCHES = {
 
 
 class TurnTokens:
-    """Turns the messages of one rollout into tokens, with the tokenizer's chat template.
+    """Turns messages into tokens, with the tokenizer's chat template. One serves all rollouts of equal tools.
 
     `tokenizer` is a LightTokenizer or one of transformers, `arguments` are further ones of the template, and
     `tools` are schemas. `eos_token_ids` are those at which generation stops.

@@ -2,14 +2,18 @@
 
 import random
 import re
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from realhf.environments.protocol import Environment
 from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers
 from realhf.errors import UserError
+from tests.cli_tools import REPO
 from tests.environments import players
 
 PROMPT = {"prompt": "Hello"}
@@ -253,6 +257,39 @@ def test_functions_alone_are_an_environment():
     workers.step(0, says("It is 5."))
     assert reply(workers).turn.done
     workers.shutdown()
+
+
+KILLED = """
+import os, signal, sys
+from realhf.environments.workers import Environment, EnvironmentSource, EnvironmentWorkers
+from tests.environments.players import Sleeps
+workers = EnvironmentWorkers(Environment(Sleeps), EnvironmentSource.of(Sleeps))
+workers.start(0, {"prompt": "x"}, 0)
+workers.poll(300.0)
+workers.step(0, {"role": "assistant", "content": "", "seconds": 0.0})
+(reply,) = workers.poll(60.0)
+workers.step(0, {"role": "assistant", "content": "", "seconds": 600.0})
+print(workers._process.pid, reply.turn.messages[0]["content"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _runs(process_id):
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_that_is_killed_leaves_no_process():
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
+    processes = [int(word) for word in done.stdout.split()]
+    assert done.returncode == -9 and len(set(processes)) == 2, done.stderr
+    deadline = time.monotonic() + 30.0
+    while any(map(_runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, processes))
 
 
 def test_what_cannot_be_started_is_the_users_error(tmp_path):
