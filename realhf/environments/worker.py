@@ -2,7 +2,7 @@
 
 Jobs and answers are lines of JSON in a socket whose other end the host process has (see `worker_host`).
 Objects with `async` methods share an event loop; each of the others has a thread of its own, in which it is
-made, too.
+made, too. An isolated object has the main thread, as some libraries need it.
 """
 
 from __future__ import annotations
@@ -116,17 +116,23 @@ class _Object:
         self._task: asyncio.Future[None] | None = None
         self._jobs: queue.SimpleQueue[WorkerJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sample {sample}", daemon=True)
-        self._thread.start()
+        if not worker.isolated:
+            self._thread.start()
 
     def take(self, job: WorkerJob) -> None:
         """Do a job in the object's thread, or in the event loop if its step is `async`."""
-        if self._is_async:
+        if self._worker.isolated:
+            self._do(job)
+        elif self._is_async:
             self._worker.loop().call_soon_threadsafe(self._do, job)
         else:
             self._jobs.put(job)
 
     def abandon(self) -> None:
-        """Interrupt the method that runs. Tell the host that this process lives, and when that is over."""
+        """Interrupt the method that runs. Tell the host that this process lives, and when that is over.
+
+        The host ends the whole process of an isolated object instead.
+        """
         self._is_abandoned = True
         self._jobs.put(None)
         if self._in_loop:
@@ -198,13 +204,13 @@ class _Object:
             if not callable(getattr(self._environment, "step", None)):
                 raise UserError(f"{self._name} has no method step(message), which an environment must have")
             self._is_async = inspect.iscoroutinefunction(self._environment.step)
-            if not hasattr(self._environment, "start"):
+            if not callable(getattr(self._environment, "start", None)):
                 return None
             started = self._environment.start(self._row, job["seed"])
             return started if job["state"] is None else self._restored(started, job["state"])
         arguments = {"step": "message", "finish": "stop"}
         method = getattr(self._environment, job["do"], None)
-        if method is None:
+        if not callable(method):  # Users may have data of this name.
             return Turn(done=True) if job["do"] == "finish" else None
         return method(*(job[name] for do, name in arguments.items() if do == job["do"]))
 

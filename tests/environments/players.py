@@ -52,13 +52,22 @@ class AsyncSleeps:
 
 
 class Global:
-    """Draws from the random numbers of the process, as textarena does."""
+    """Draws from the random numbers of the process, as textarena does, and needs the main thread."""
+
+    state = "data of a user"
 
     def start(self, row, seed):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         return Start(str(random.random()))
 
     def step(self, message):
         return Turn(f"{random.random()} {os.getpid()}")
+
+
+class AsyncGlobal(Global):
+    async def step(self, message):
+        await asyncio.sleep(0.01)
+        return Global.step(self, message)
 
 
 class Fails:

@@ -85,8 +85,9 @@ def test_sleeping_steps_overlap_in_one_worker():
             assert all(0.29 < r.seconds < 2.0 for r in found.values())
 
 
-def test_isolated_environments_have_processes_and_random_numbers_of_their_own():
-    with started(players.Global, isolated=True) as workers:
+@pytest.mark.parametrize("make", [players.Global, players.AsyncGlobal])
+def test_isolated_environments_have_processes_and_random_numbers_of_their_own(make):
+    with started(make, isolated=True) as workers:
         for sample, seed in enumerate([3, 4, 3]):
             workers.start(sample, PROMPT, seed)
         begun = replies(workers, 3)
@@ -95,6 +96,8 @@ def test_isolated_environments_have_processes_and_random_numbers_of_their_own():
             workers.step(sample, says("x"))
         found = replies(workers, 3)
         steps = [found[i].turn.messages[0]["content"].split() for i in range(3)]
+        workers.state(1)
+        assert reply(workers).state is None
     draws = [random.Random(seed) for seed in (3, 4, 3)]
     assert first == [str(draw.random()) for draw in draws]
     assert [step[0] for step in steps] == [str(draw.random()) for draw in draws]
