@@ -1,7 +1,7 @@
 """Environments of other libraries, as ours. Each is made with what the library's user has, and imports the
 library when it is used, so that none is needed for the others.
 
-    Environment(partial(TextArena, "GuessTheNumber-v0"), isolated=True, max_turns=10)
+    Environment(partial(TextArena, "GuessTheNumber-v0"), max_turns=10)
 
 `TRLEnvironment` takes classes written for TRL, `TextArena` and `ReasoningGymTask` games and tasks by name,
 `GymnasiumText` environments that can be drawn as text, `OpenEnvironment` classes of OpenEnv, `SkyRLGym` those
@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -42,8 +41,10 @@ class TRLEnvironment:
 
     `reset(**row)` begins, other public methods are tools, and `get_reward()` is called at the end. The
     rollout is over with a message without a call. What `reset` returns is added to the last message of the
-    prompt, as there.
+    prompt, as there. TRL passes no seed, so each has a process of its own, whose random numbers are seeded.
     """
+
+    isolated = True
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._environment = make()
@@ -60,7 +61,6 @@ class TRLEnvironment:
         schema_library()
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start:
-        random.seed(seed)  # TRL passes no seed: such classes draw from the process, see `isolated`.
         observation = self._environment.reset(**row)
         messages = [dict(message) for message in prompt_messages(row)] if row.get("prompt") else []
         if observation is None:
@@ -85,11 +85,13 @@ class TRLEnvironment:
 
 
 class TextArena:
-    """A game of textarena in which the model is player 0. The games draw from the process's random numbers:
-    set `isolated`.
+    """A game of textarena in which the model is player 0.
 
-    `opponent` makes the moves of other players from what they observe.
+    `opponent` makes the moves of other players from what they observe. The games draw from the process's
+    random numbers, so each has a process of its own.
     """
+
+    isolated = True
 
     def __init__(
         self, game: str, *, num_players: int = 1, opponent: Callable[[str], str] | None = None,

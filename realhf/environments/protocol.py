@@ -120,10 +120,10 @@ class Environment:
     workers: int | None = None
     """Processes with environments, for each replica that generates; None: 2, or with `isolated` one for each
     environment. With `isolated`, rollouts wait until one of so many is free."""
-    isolated: bool = False
+    isolated: bool | None = None
     """Whether each environment has a process of its own, in which Python's and numpy's global random numbers
     begin with its seed. Otherwise those of a worker share it: `async` ones an event loop, others have a
-    thread each."""
+    thread each. None: as the class says by an attribute `isolated`, else False."""
     start_seconds: float = 60.0  # Longest time until an object is made and has returned its start.
     step_seconds: float = 60.0  # Longest time of a step, and of closing.
     memory_gib: float = 4.0  # Most GiB of memory of each worker.
@@ -135,6 +135,9 @@ class Environment:
             given = f"{shown(self.make)} and {len(self.tools)} tools"
             rule = "be a class or a function, or None with tools: give one or the other"
             require(False, "environment.make", given, rule)
+        if self.isolated is None:
+            made = getattr(self.make, "func", self.make)  # Of functools.partial.
+            object.__setattr__(self, "isolated", getattr(made, "isolated", False) is True)
         for tool in self.tools:
             require(callable(tool), "environment.tools", shown(tool), "have functions")
         require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "be at least 1")

@@ -86,7 +86,7 @@ class EnvironmentWorkers:
             "source": {
                 "attribute": source.attribute, "file": source.file and str(Path(source.file).resolve()),
                 "module": source.module, "path": sys.path, "directory": os.getcwd()},
-            "workers": environment.workers, "isolated": environment.isolated, "prompt_key": prompt_key,
+            "workers": environment.workers, "isolated": bool(environment.isolated), "prompt_key": prompt_key,
             "start_seconds": environment.start_seconds, "step_seconds": environment.step_seconds,
             "memory_bytes": int(environment.memory_gib * 2**30)}
         self._where = source.file or source.module

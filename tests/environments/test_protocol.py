@@ -1,10 +1,12 @@
 """What users write and return: legal forms, and a sentence for each that is not."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 
+from realhf.environments.adapters import TextArena
 from realhf.environments.protocol import (
     STOP_REASONS,
     Environment,
@@ -94,6 +96,12 @@ def test_each_wrong_start_has_a_sentence(value, row, sentence):
 def test_each_wrong_setting_has_a_sentence(settings, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Environment(**settings)
+
+
+def test_a_class_may_ask_for_a_process_of_its_own():
+    game = partial(TextArena, "GuessTheNumber-v0")
+    assert [Environment(make).isolated for make in (Guess, game, TextArena)] == [False, True, True]
+    assert Environment(game, isolated=False).isolated is False and Environment(Guess, isolated=True).isolated
 
 
 def test_members_of_a_group_share_a_seed_unless_they_start_on_their_own():
