@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from realhf.data.json_form import json_form
+from realhf.data.rows import json_form
 from realhf.environments.protocol import MAX_REPLY_BYTES, Turn, checked_start, checked_turn
 from realhf.environments.tool_calls import schema_of
 from realhf.errors import UserError, described, one_line

@@ -28,7 +28,7 @@ from realhf.environments.tool_calls import ToolEnvironment, schema_of
 from realhf.environments.worker import Worker
 from realhf.errors import UserError, described, one_line
 from realhf.signals import end_with_parent
-from realhf.user_input.python_files import execute_file
+from realhf.user_input.files import execute_file
 
 _TAIL_BYTES = 2048
 """How much of what a worker prints is kept."""
