@@ -35,7 +35,7 @@ WorkerJob = dict[str, Any]
 """`do` (start, step, finish, state, close or abandon), `id` of the rollout, and what the method gets."""
 
 
-_RESERVE_BYTES = 1 << 25
+_RESERVE_BYTES = 1 << 22
 """Memory that is set free when there is no more, to say so."""
 
 
