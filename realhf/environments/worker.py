@@ -24,6 +24,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from numpy import random as numpy_random
+
 from realhf.data.rows import json_form
 from realhf.environments.protocol import MAX_REPLY_BYTES, Turn, checked_start, checked_turn
 from realhf.environments.tool_calls import schema_of
@@ -297,5 +299,4 @@ async def _then(first: Awaitable[Any], value: Any) -> Any:
 def _seed_everything(seed: int) -> None:
     """Seed the random numbers that are global to the process."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+    numpy_random.seed(seed)
