@@ -107,6 +107,11 @@ _NAMES = {
         "TopLogProbs", "TrainStep", "Values"),
     "realhf.cluster": ("Cluster",),
     "realhf.data.dataset": ("DatasetConfig", "DatasetMixture"),
+    "realhf.environments.adapters": (
+        "GymnasiumText", "MessageEnvironment", "OpenEnvironment", "ReasoningGymTask", "SkyRLGym", "TextArena",
+        "TRLEnvironment"),
+    "realhf.environments.protocol": ("Environment", "Start", "Turn"),
+    "realhf.environments.tool_calls": ("python_tool",),
     "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
