@@ -378,7 +378,7 @@ def _difference(name: str, row: str, template_text: str, template: str) -> Diffe
     if ours.startswith(theirs) or theirs.startswith(ours):
         kind: Literal["thinking", "history"] = "thinking"
         switches = [f'chat_template_kwargs={{"{key}": {value}}}' for key, value in _SWITCHES.items()
-                    if key in template]  # fmt: skip
+                    if key in template]
         ways = " or ".join([*switches, "environment.keep_thinking=True, if that is wanted in use, too"])
         ways_out = f"set {ways}; or give the tokenizer a template that keeps earlier thinking"
     else:

@@ -71,7 +71,7 @@ def test_each_wrong_turn_has_a_sentence_with_class_method_and_what_is_legal(valu
     (Start("x", tools=["add"]), ROW, "Start.tools with 'add': a tool must be a function, or a schema"),
     (Start("x", tools=3), ROW, "Start.tools 3: it must be a list of functions or schemas"),
     (None, {}, "the row has no 'prompt', and the environment's start has no messages"),
-])  # fmt: skip
+])
 def test_each_wrong_start_has_a_sentence(value, row, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         checked_start(value, row, "Mine.start")
@@ -92,7 +92,7 @@ def test_each_wrong_start_has_a_sentence(value, row, sentence):
     ({"make": Guess, "discount": 0.5}, "environment.discount is 0.5: it must be 1 with environment.credit"),
     ({"make": Guess, "credit": "turn"}, "environment.credit is 'turn': it must be 'trajectory' or 'to_go'"),
     ({"make": Guess, "on_failure": "skip"}, "environment.on_failure is 'skip': it must be 'drop' or 'zero'"),
-])  # fmt: skip
+])
 def test_each_wrong_setting_has_a_sentence(settings, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Environment(**settings)
@@ -106,7 +106,7 @@ def test_a_class_may_ask_for_a_process_of_its_own():
 
 def test_members_of_a_group_share_a_seed_unless_they_start_on_their_own():
     seeds = {(step, prompt): rollout_seed(1, step=step, prompt=prompt, sample=0)
-             for step in range(20) for prompt in range(50)}  # fmt: skip
+             for step in range(20) for prompt in range(50)}
     assert len(set(seeds.values())) == 1000 and all(0 <= seed < 2**32 for seed in seeds.values())
     assert seeds[3, 4] == rollout_seed(1, step=3, prompt=4, sample=7)
     assert seeds[3, 4] != rollout_seed(2, step=3, prompt=4, sample=0)

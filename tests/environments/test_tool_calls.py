@@ -79,7 +79,7 @@ def test_thinking_is_apart_and_calls_in_it_are_none():
     ('<tool_call>{"name": "add"', "must stand in pairs"),
     ('<tool_call>[1]</tool_call>', r"\[1\] must be an object with a name and arguments"),
     ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments of add are"),
-])  # fmt: skip
+])
 def test_a_malformed_call_is_told_to_the_model(text, sentence):
     found = parsed(text)
     (reply,) = found.replies()
@@ -96,7 +96,7 @@ def test_a_malformed_call_is_told_to_the_model(text, sentence):
     ({"name": "add", "arguments": {"a": True}}, "add: a is True: it must be of type integer"),
     ({"name": "add", "arguments": {"a": 1, "c": 1}},
      "add: arguments has 'c', which is not known: legal are a, b"),
-])  # fmt: skip
+])
 def test_wrong_calls_are_answered_each_by_its_own_message(call, sentence):
     good = json.dumps({"name": "add", "arguments": {"a": 1.0}})
     found = parsed(f"<tool_call>{good}</tool_call><tool_call>{json.dumps(call)}</tool_call>")
@@ -109,7 +109,7 @@ def test_wrong_calls_are_answered_each_by_its_own_message(call, sentence):
 def test_values_and_schemas():
     schema = {"type": "object", "required": ["kind"], "properties": {
         "kind": {"enum": ["x", "y"]}, "sizes": {"type": "array", "items": {"type": "number"}},
-        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}  # fmt: skip
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
     good = {"kind": "x", "sizes": [1, 2.5], "maybe": None}
     assert value_fault(good, schema, "v") == ""
     for change in ({"kind": "z"}, {"sizes": [1, "2"]}, {"sizes": 3}, {"maybe": 3}, {"other": 1}):
@@ -149,7 +149,7 @@ def test_response_templates_of_tokenizers_parse_what_others_cannot():
 def calls(*pairs):
     return says("", tool_calls=[
         {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for i, (name, arguments) in enumerate(pairs)])  # fmt: skip
+        for i, (name, arguments) in enumerate(pairs)])
 
 
 def test_functions_answer_calls_in_order_and_errors_are_told():

@@ -81,7 +81,7 @@ def says(text, **more):
 
 CALL = says("", tool_calls=[
     {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": {"a": i}}}
-    for i in (1, 2)])  # fmt: skip
+    for i in (1, 2)])
 RESULTS = [
     {"role": "tool", "name": "add", "tool_call_id": f"call0000{i}", "content": str(i)} for i in (1, 2)]
 TOOLS = [{"type": "function", "function": {
