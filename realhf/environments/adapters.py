@@ -301,7 +301,7 @@ class SkyRLGym:
 
 
 class MessageEnvironment:
-    """A `MessageEnv` of tinker-cookbook or torchtitan: `make(row)` returns one.
+    """An environment of messages (MessageEnv) of tinker-cookbook or torchtitan: `make(row)` returns one.
 
     Those of torchtitan have `init`, and their steps return new messages. Those of tinker-cookbook have
     `initial_observation`, and their steps return the whole conversation, which must go on from what it was.
