@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -328,6 +328,65 @@ CacheOnUpdate = Annotated[
         "stealing).")]
 
 
+class NextTurn(NamedTuple):
+    """What follows a turn of a sample: the environment's tokens, or nothing if the response has ended."""
+
+    sample: int
+    tokens: list[int]
+    limit: int = 0  # Most tokens of the next turn.
+
+
+class Conversation(ABC):
+    """The environments of the samples that a replica answers in one generation."""
+
+    end_token_ids: Collection[int]
+    """The tokens that end a turn."""
+
+    @abstractmethod
+    def starts(self) -> dict[int, list[int]]:
+        """Wait until all environments have started; return the tokens before each sample's first turn."""
+
+    @abstractmethod
+    def first_limit(self, sample: int) -> int:
+        """Return the most tokens of a sample's first turn."""
+
+    @abstractmethod
+    def most_response_tokens(self) -> int:
+        """Return the most tokens that follow the start of any sample; all must have started."""
+
+    @abstractmethod
+    def said(self, sample: int, tokens: list[int]) -> None:
+        """Take the tokens of a turn that has ended."""
+
+    @abstractmethod
+    def poll(self, timeout: float) -> list[NextTurn]:
+        """Return what has arrived; wait for it at most so many seconds."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Samples whose environments have not answered yet."""
+
+    @abstractmethod
+    def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Return what each sample's environment has answered, as JSON, and whether it ended by itself."""
+
+
+class Conversations(ABC):
+    """Makes the environments of a generating call: the setting `environment` of Generate."""
+
+    @abstractmethod
+    def most_tokens(self, max_new_tokens: int) -> int:
+        """Return the most tokens of a response whose turns have at most `max_new_tokens` each."""
+
+    @abstractmethod
+    def begin(
+        self, rows: Mapping[int, Mapping[str, Any]], *, seed: int, max_new_tokens: int,
+        num_positions: int | None, eos_token_ids: Collection[int],
+    ) -> Conversation:
+        """Start an environment for each sample, given the row of each."""
+
+
 @dataclass(frozen=True)
 class Generate(ModelWork):
     """Continues prompts; see GenerateOutputs for the columns that it returns.
@@ -355,8 +414,13 @@ class Generate(ModelWork):
     interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
     tokenizer: str | None = None
     """Directory of the tokenizer, which `sampling.stop` and `sampling.bad_words` need."""
+    environment: Conversations | None = None
+    """Answers what the model says, so that a response has several turns; None: a response is one turn. The
+    inputs after the prompts are then columns of the rows, and there is one more output."""
 
     def __post_init__(self) -> None:
+        if self.environment is not None:
+            self._check_turns()
         legal = self.tokenizer is not None or not self.sampling.reads_text
         rule = "be a directory for sampling.stop and sampling.bad_words"
         require(legal, "tokenizer", self.tokenizer, rule)
@@ -377,6 +441,26 @@ class Generate(ModelWork):
         rule = "be a number of GiB with deterministic, as the memory that is free differs between runs"
         require(gib is not None or not self.deterministic, "kv_cache_gib", gib, rule)
 
+    def _check_turns(self) -> None:
+        """Raise ValueError about settings that do not go together with an environment."""
+        sampling = self.sampling
+        unsupported = {
+            "sampling.stop": sampling.stop, "sampling.ignore_eos": sampling.ignore_eos,
+            "sampling.repetition_penalty": sampling.repetition_penalty != 1,
+            "sampling.presence_penalty": sampling.presence_penalty,
+            "sampling.frequency_penalty": sampling.frequency_penalty,
+            "interruption": self.interruption, "deterministic": self.deterministic}
+        for name, value in unsupported.items():
+            if value:
+                raise ValueError(f"{name} is set, and does not work with an environment yet: leave it out")
+
+    @property
+    def most_response_tokens(self) -> int:
+        """The most tokens of a response, as far as the settings tell."""
+        if self.environment is not None:
+            return self.environment.most_tokens(self.sampling.max_new_tokens)
+        return self.sampling.max_new_tokens
+
 
 class GenerateOutputs(NamedTuple):
     """The keys of a generating call's outputs, which the call names by position."""
@@ -388,13 +472,19 @@ class GenerateOutputs(NamedTuple):
     versions: str | None = None
     """Each token's version, if wanted: the updates of the role's weights before it was sampled (int64, 0
     where the mask is 0)."""
+    rollout: str | None = None
+    """What has become of each sample's conversation with its environment, as JSON (see
+    environments/rollouts.py): the last key of a call with an environment."""
 
     @classmethod
     def of(cls, call: FunctionCall) -> GenerateOutputs:
-        return cls(*call.outputs)
+        if getattr(call.work, "environment", None) is None:
+            return cls(*call.outputs)
+        return cls(*call.outputs[:-1])._replace(rollout=call.outputs[-1])
 
 
-_USUAL_KEYS = GenerateOutputs("sequence_ids", "response_mask", "gen_logprobs", "finished", "versions")
+_USUAL_KEYS = GenerateOutputs(
+    "sequence_ids", "response_mask", "gen_logprobs", "finished", "versions", "rollout")
 """The keys of responses in the shipped algorithms."""
 
 
@@ -548,7 +638,7 @@ class HostFunction(Work):
 
 def longest_response(graph: DataflowGraph) -> int:
     """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""
-    return max((work.sampling.max_new_tokens for work in graph.works(Generate)), default=0)
+    return max((work.most_response_tokens for work in graph.works(Generate)), default=0)
 
 
 class Loss(ABC):

@@ -246,6 +246,7 @@ TEACHERS = "experiment = Distillation("
 SETS = "from realhf import DatasetConfig, Evaluation"
 SOURCES = "def number_only"
 LAST_NUMBER = "# mine/reward.py"
+GUESS = "# guess.py"
 ASK = "# ask.py"
 
 
@@ -274,7 +275,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK)
+              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -494,8 +495,8 @@ def test_claims_that_do_not_hold_are_made_nowhere():
         for claim, why in UNTRUE.items():
             before, found, _ = text.partition(claim)
             assert not found or before.endswith("in float64 and float32 "), f"{path.name}: {claim!r}: {why}"
-    readme, status = PAGES[0].read_text(), (DOCS / "status.md").read_text()
-    assert "(docs/status.md)" in "".join(readme.splitlines(keepends=True)[:40])
+    readme, status = PAGES[0].read_text(), (DOCS / "gpu.md").read_text()
+    assert "(docs/gpu.md#what-has-run-where)" in "".join(readme.splitlines(keepends=True)[:40])
     assert "Not run yet: CUDA and NCCL" in status and "network namespaces" in status
     said = "In bfloat16 the algorithm is identical, but a sampled token can flip where rounding moves a bound"
     assert said in " ".join(readme.split())

@@ -48,7 +48,7 @@ PLANNER_ORDER = (
 """The modules of realhf.planner: a module imports only those before it."""
 SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for name in names]
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards"), ("environments", "rewards")}
-SIDEWAYS |= {("__main__", "cli")}
+SIDEWAYS |= {("__main__", "cli"), ("algorithms", "environments")}
 FORBIDDEN = [
     *(("realhf.runtime", module) for module in SEARCH_MODULES), ("realhf.runtime", "realhf.algorithms"),
     ("realhf.inference", "realhf.planner"), ("realhf.nn", "realhf.realloc"),

@@ -25,6 +25,9 @@ from realhf.algorithms.responses import (
 )
 from realhf.calls import KEEP
 from realhf.data.order import prompt_of
+from realhf.environments.credit import turn_advantages
+from realhf.environments.protocol import Environment
+from realhf.environments.rollouts import ROLLOUT, turn_rewards
 from realhf.errors import UserError, warn
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.shaping import ScoreShaping, name_of
@@ -70,12 +73,37 @@ class AdvantageInputs:
     age_limit: AgeLimit | None = None
     reward_logs: tuple[str, ...] = ()  # Columns of rewards that are only for metrics.
     limits: RewardLimits = field(default_factory=RewardLimits)
+    turn_credit: Environment | None = None
+    """The environment whose turns get the credit that it says; None: all of a response gets the same."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         versions = ("versions",) if self.age_limit is not None else ()
         returns = ("token_returns",) if self.token_returns else ()
-        return (*self.reward_logs, *returns, *versions)
+        rollouts = (ROLLOUT,) if self.turn_credit is not None else ()
+        return (*self.reward_logs, *returns, *versions, *rollouts)
+
+    def turn_offsets(self, batch: Batch, scores: Tensor, group_size: int) -> Tensor:
+        """Return for every token by how much the advantage of its turn differs from that of the rollout.
+
+        Both are compared with the mean of the other samples (leave one out). What the score has beside the
+        rewards of turns counts for the last turn.
+        """
+        assert self.turn_credit is not None
+        credit, discount = self.turn_credit.credit, self.turn_credit.discount
+        offsets = batch["response_mask"].values.double().new_zeros(len(batch["response_mask"].values))
+        parts = batch["response_mask"].like(offsets).split()
+        for first in range(0, len(batch), group_size):
+            group = range(first, first + group_size)
+            if scores[list(group)].isnan().any():
+                continue
+            rewards = [turn_rewards(batch[ROLLOUT][i], scores[i].item()) for i in group]
+            whole = turn_advantages(rewards, credit="trajectory")
+            by_turn = turn_advantages(rewards, credit=credit, discount=discount)
+            for i, ours, of_rollout in zip(group, by_turn, whole, strict=True):
+                for turn, x, y in zip(batch[ROLLOUT][i]["turns"], ours, of_rollout, strict=True):
+                    parts[i][turn["start"] : turn["stop"]] = x - y
+        return offsets
 
     def shaped(self, score: Tensor, mask: Packed, finished: Tensor) -> Tensor:
         """Return the scores of responses after shaping; the score of a failed reward stays NaN."""
@@ -166,6 +194,11 @@ class SampleAdvantages:
             metrics |= spread
             if self.filters:
                 columns[KEEP] = differ
+        offset_T: Tensor | float = 0.0
+        if self.inputs.turn_credit is not None:
+            offset_T = self.inputs.turn_offsets(batch, scores, self.group_size)
+            if self.normalize == "group":
+                offset_T = offset_T / (per_token(self._deviations(scores), mask) + self.eps)
         if not self.kl_to_go:
             scores = scores - response_sums(penalties_T, mask)
         advantages = self._compared(scores, batch)
@@ -173,7 +206,7 @@ class SampleAdvantages:
             advantages = advantages.masked_fill(~differ, nan)
         if self.normalize == "batch":
             advantages = self._normalized(advantages)
-        advantage_T = per_token(advantages, mask) + self.inputs.returns_of_tokens(batch)
+        advantage_T = per_token(advantages, mask) + self.inputs.returns_of_tokens(batch) + offset_T
         if self.kl_to_go:
             advantage_T = advantage_T - _sums_to_go(penalties_T, mask)
         if left_out_T is not None:
@@ -196,6 +229,12 @@ class SampleAdvantages:
         if complete_G.any():
             metrics["reward/zero_std_groups"] = (~differ_G[complete_G]).double().mean().item()
         return differ_G.repeat_interleave(self.group_size), metrics
+
+    def _deviations(self, scores: Tensor) -> Tensor:
+        """Return for each sample the deviation of the scores of its group."""
+        score_GK = scores.view(-1, self.group_size)
+        deviation_G = standard_deviation(score_GK, correction=_CORRECTION[self.deviation])
+        return deviation_G.repeat_interleave(self.group_size)
 
     def _compared(self, scores: Tensor, batch: Batch) -> Tensor:
         """Return the differences from the baseline, divided by the deviation of the group if wanted."""

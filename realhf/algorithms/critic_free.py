@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import networkx as nx
 
@@ -20,6 +20,7 @@ from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.calls import HostFunction
+from realhf.environments.protocol import Environment
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
@@ -56,6 +57,7 @@ class CriticFree(OnPolicy):
     kl_to_go: bool = False
     """Whether a token pays for the KL from itself on, and not for that of the whole response. Then
     `normalize` divides the scores only, unless it is `tokens`."""
+    credits_turns: ClassVar[bool] = True
     filter_groups: bool = False
     """Whether prompts whose samples all have the same score are left out: their advantages are 0."""
 
@@ -90,7 +92,7 @@ class CriticFree(OnPolicy):
     def _advantages_call(self) -> FunctionCall:
         inputs = AdvantageInputs(
             self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
-            self.reward_limits)
+            self.reward_limits, self._turn_credit())
         by_prompt = self.loss.average == "prompt"
         function = SampleAdvantages(
             self.group_size, self.baseline, self.normalize, self.deviation, inputs, self.reward_kl,
@@ -100,6 +102,17 @@ class CriticFree(OnPolicy):
         outputs = ("advantages", "prompt_tokens") if by_prompt else ("advantages",)
         work = HostFunction(function, filters=self.filter_groups)
         return FunctionCall("advantages", inputs=keys, outputs=outputs, work=work)
+
+    def _turn_credit(self) -> Environment | None:
+        """Return the environment if its turns get credit of their own."""
+        environment = self.used_environment()
+        if environment is None or environment.credit == "trajectory":
+            return None
+        rule = f"be leave_one_out with environment.credit {environment.credit!r}, as a turn is compared with "
+        require(self.baseline == "leave_one_out", "baseline", self.baseline, rule + "the other samples alone")
+        rule = f"be none or group with environment.credit {environment.credit!r}"
+        require(self.normalize in ("none", "group"), "normalize", self.normalize, rule)
+        return environment
 
     def _greedy_calls(self) -> tuple[FunctionCall, FunctionCall]:
         """Return the calls that answer the prompts greedily and score the responses."""

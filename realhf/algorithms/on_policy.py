@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import networkx as nx
 
@@ -30,6 +31,8 @@ from realhf.calls import (
 )
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import extra_columns
+from realhf.environments.protocol import Environment
+from realhf.environments.rollouts import ROLLOUT, EnvironmentCalls, RolloutRewards, WorkerPool
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
@@ -70,6 +73,13 @@ class OnPolicy(Experiment):
     added to the advantages."""
     eval_function: RewardFunctions | None = None
     """Scores the responses to prompts of `eval_dataset`; None: the training reward scores them."""
+    environment: Environment | None = None
+    """Answers what the actor says, so that a response has several turns, in training and in evaluations. Its
+    rewards count beside those of `reward_function`, which may then be absent; `sampling.max_new_tokens` is
+    the limit of each turn."""
+    tools: tuple[Callable[..., Any], ...] = ()
+    """Functions that the actor may call until it answers without a call; short for an `environment` of them
+    alone."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_new_tokens_key: str | None = None
     """Column of the dataset with the most new tokens of each prompt's responses, whole numbers of at least 1;
@@ -92,7 +102,10 @@ class OnPolicy(Experiment):
 
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
         """Return the roles actor, ref (if `with_ref`) and reward (if a model scores). Raises ValueError."""
-        if (self.reward is None) == (self.reward_function is None):
+        environment = self.used_environment()
+        if environment is not None and self.reward is not None:
+            raise ValueError("reward is set, and does not work with an environment yet: leave the role out")
+        if (self.reward is None) == (self.reward_function is None) and environment is None:
             raise ValueError("give either reward_function or a reward role, and not both")
         ref = self.ref or initial_reference(self.actor)
         named = {"actor": self.actor, "ref": ref if with_ref else None, "reward": self.reward}
@@ -106,11 +119,59 @@ class OnPolicy(Experiment):
         if self.interruption is not None:
             settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
         settings["tokenizer"] = self.tokenizer_dir() if self.sampling.reads_text else None
+        settings["environment"] = conversations = self._conversations()
         work = Generate(**settings)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
-        inputs = ("prompt_ids", *limits)
-        outputs = (*RESPONSE, *self.version_keys)
+        inputs: tuple[str, ...] = ("prompt_ids", *limits)
+        outputs: tuple[str, ...] = (*RESPONSE, *self.version_keys)
+        if conversations is not None:
+            inputs = ("prompt_ids", *row_keys(self.dataset))
+            outputs = (*outputs, ROLLOUT)
         return FunctionCall("actor_generate", inputs=inputs, outputs=outputs, role="actor", work=work)
+
+    @cached_property
+    def _worker_pool(self) -> WorkerPool:
+        return WorkerPool()
+
+    credits_turns: ClassVar[bool] = False
+    """Whether the algorithm can give each turn a credit of its own."""
+
+    def used_environment(self) -> Environment | None:
+        """Return the environment, also one of `tools` alone. Raises ValueError if both are given."""
+        if self.environment is not None and self.tools:
+            raise ValueError("give either environment or tools, and not both: an environment has its own")
+        return Environment(tools=self.tools) if self.tools else self.environment
+
+    def _conversations(self) -> EnvironmentCalls | None:
+        """Return how the actor's responses get several turns; None: they have one.
+
+        Raises ValueError about settings that do not work with an environment yet.
+        """
+        environment = self.used_environment()
+        if environment is None:
+            return None
+        unsupported = {
+            "max_new_tokens_key": self.max_new_tokens_key, "token_rewards": self.token_rewards,
+            "dataset.system_prompt (return it in Start.messages)": self.dataset.system_prompt,
+            "dataset.tools (return them in Start.tools)": self.dataset.tools or self.dataset.tools_key}
+        for name, value in unsupported.items():
+            if value:
+                raise ValueError(f"{name} is set, and does not work with an environment yet: leave it out")
+        credit = environment.credit
+        rule = f"be trajectory with {type(self).__name__}, which does not compare turns of a group"
+        legal = credit == "trajectory" or self.credits_turns
+        require(legal, "environment.credit", credit, rule)
+        rule = "be 1 with an environment, whose rollouts are not continued in later rounds yet"
+        require(self.num_rounds == 1, "rounds", self.num_rounds, rule)
+        rule = "not be greedy: with an environment, a greedy rollout would need one of its own"
+        baseline = getattr(self, "baseline", None)
+        require(baseline != "greedy", "baseline", baseline, rule)
+        engine = self.actor.engine
+        rule = "be native or megatron with an environment"
+        require(engine != "transformers", "actor.engine", engine, rule)
+        return EnvironmentCalls(
+            environment, self.tokenizer_dir(), dict(self.dataset.chat_template_kwargs), self.group_size,
+            self._worker_pool)
 
     @property
     def with_versions(self) -> bool:
@@ -193,14 +254,18 @@ class OnPolicy(Experiment):
 
     def reward_forward(self) -> FunctionCall:
         """Return the call that scores the responses, by the reward function or the reward model."""
-        if self.reward_function is not None:
+        if self.reward_function is not None or self.used_environment() is not None:
             return self._reward_call(self.reward_function, self.dataset)
         return FunctionCall(
             "reward_forward", inputs=SEQUENCE[:1], outputs=("score",), role="reward", work=self.reward_scores)
 
-    def _reward_call(self, function: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
-        columns = reward_columns(function, extra_columns(dataset))
-        call = RewardCall(function, columns, self.reward_limits)
+    def _reward_call(self, function: RewardFunctions | None, dataset: DatasetConfig) -> FunctionCall:
+        columns = () if function is None else reward_columns(function, extra_columns(dataset))
+        if self.used_environment() is not None:
+            call: RewardCall = RolloutRewards(function, columns, self.reward_limits)
+        else:
+            assert function is not None, "a graph without reward functions has a reward role"
+            call = RewardCall(function, columns, self.reward_limits)
         work = HostFunction(call, splittable=True, timeout_seconds=None)  # Each reward has its own limit.
         return FunctionCall("reward_forward", inputs=call.inputs, outputs=call.outputs, work=work)
 
@@ -227,7 +292,9 @@ class OnPolicy(Experiment):
         """Return the call that trains the actor on `advantages`."""
         loss = self.loss
         if loss.average == "constant" and loss.constant_length is None:
-            loss = replace(loss, constant_length=self.sampling.max_new_tokens)
+            environment = self.used_environment()
+            most = None if environment is None else environment.max_tokens
+            loss = replace(loss, constant_length=most or self.sampling.max_new_tokens)
         work = TrainStep(
             PolicyLoss(loss), self.num_minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)
@@ -270,7 +337,7 @@ class OnPolicy(Experiment):
         held_out = self.evaluation
         function = held_out.function or self.eval_function or self.reward_function
         generating = self._generating_calls()
-        if function is not None:
+        if function is not None or self.used_environment() is not None:
             return graph_of(*generating, self._reward_call(function, held_out.dataset))
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", inputs=SEQUENCE, outputs=("completion",), work=work)
@@ -293,9 +360,13 @@ class OnPolicy(Experiment):
             tokenizer = self.tokenizer_dir() if sampling.reads_text else None
             prompts, *limits = call.inputs  # Training rows alone may have a column of limits.
             limits = [key for key in limits if key in columns or graph.producer(key) is not None]
+            work = replace(call.work_as(Generate), sampling=sampling, tokenizer=tokenizer)
+            if isinstance(work.environment, EnvironmentCalls):
+                limits = list(row_keys(held_out.dataset))
+                needed.add(ROLLOUT)
+                work = replace(work, environment=replace(work.environment, group_size=held_out.samples))
             outputs = [key for i, key in enumerate(call.outputs) if i < len(RESPONSE) or key in needed]
-            call = replace(call, inputs=(prompts, *limits), outputs=tuple(outputs))
-            return call.with_work(sampling=sampling, tokenizer=tokenizer)
+            return replace(call, inputs=(prompts, *limits), outputs=tuple(outputs), work=work)
 
         return [evaluated(call) for call in calls]
 
@@ -317,6 +388,11 @@ class TokenReturns:
         firsts = [values[0] for values in returns if values]  # The discounted sums of whole responses.
         metrics = {"reward/token_return": sum(firsts) / len(firsts)} if firsts else {}
         return {"token_returns": mask.like(returns_T)}, metrics
+
+
+def row_keys(dataset: DatasetConfig) -> tuple[str, ...]:
+    """Return the keys of the columns of a dataset that the environment of each row gets."""
+    return ("prompt", *(column_key(name) for name in extra_columns(dataset) if name != "prompt"))
 
 
 def initial_reference(actor: Role) -> Role:

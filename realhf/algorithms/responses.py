@@ -144,7 +144,8 @@ def length_metrics(batch: Batch) -> dict[str, float]:
     lengths = batch["response_mask"].response_lengths()
     interrupted = lengths > num_trained_tokens(batch["response_mask"])
     interruptions = {}
-    if interrupted.any():
+    logged = batch.fields.get("reward_metrics", [])
+    if interrupted.any() and not any("environment/turns" in metrics for metrics in logged):
         interruptions["response_length/interrupted"] = interrupted.double().mean().item()
     return interruptions | {
         "response_length/mean": lengths.double().mean().item(),

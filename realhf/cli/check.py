@@ -65,6 +65,8 @@ def main(options: Namespace, words: list[str]) -> int:
             answer["first_prompt"] = trial.first_prompt._asdict()
         if trial.first_learned is not None:
             answer["first_learned"] = trial.first_learned._asdict()
+        if trial.played is not None:
+            answer["played"] = trial.played._asdict()
         print(json.dumps(answer | ({"memory": proof.document()} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
@@ -73,7 +75,7 @@ def main(options: Namespace, words: list[str]) -> int:
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
     print("\n".join(sentences(counts)))
-    for shown in (trial.first_prompt, trial.first_learned):
+    for shown in (trial.first_prompt, trial.first_learned, trial.played):
         if shown is not None:
             print(shown)
     if unproved:

@@ -12,10 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realhf.calls import HostFunction, TrainStep, is_own
+from realhf.calls import Generate, HostFunction, TrainStep, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
+from realhf.environments.rollouts import EnvironmentCalls, play, rewards_by_name
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym
@@ -23,6 +24,7 @@ from realhf.rewards.remote_judge import RemoteJudge
 from realhf.rewards.reward import Reward, column_key, name_of
 from realhf.rewards.scoring import RewardCall, RewardScores, SamplesToScore
 from realhf.rewards.unit_tests import UnitTests
+from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
@@ -57,6 +59,7 @@ class Trial(NamedTuple):
     first_prompt: "FirstPrompt | None" = None
     first_learned: "FirstLearned | None" = None
     """None also if completions are not learned."""
+    played: "PlayedRollout | None" = None  # None also without an environment.
 
 
 class FirstPrompt(NamedTuple):
@@ -78,6 +81,22 @@ class FirstLearned(NamedTuple):
     def __str__(self) -> str:
         are = "token is" if self.tokens == 1 else "tokens are"
         return f"{self.tokens} {are} learned of the first row: {_printable(self.text)}"
+
+
+class PlayedRollout(NamedTuple):
+    """A rollout in which the model always says the same."""
+
+    said: str
+    turns: int
+    stop: str
+    rewards: dict[str, float]
+
+    def __str__(self) -> str:
+        rewards = ", ".join(f"{name} {value:g}" for name, value in self.rewards.items())
+        turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
+        return (
+            f"the chat template is append-only; a rollout that always says {self.said!r} had {turns}, "
+            f"stopped by {self.stop}, rewards: {rewards}")
 
 
 def _printable(text: str) -> str:
@@ -105,10 +124,39 @@ def try_out(program: Program) -> Trial:
     warnings = warnings_of(program, rows, held_out)
     warnings += _try_rewards(program, rows, held_out)
     warnings += _try_losses(program, rows, directory)
+    played = _play(program, rows, warnings)
     ids = rows.parts[0].rows[0]["prompt_ids"]
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
-    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned)
+    return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned, played)
+
+
+def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollout | None:
+    """Play a rollout with the environment of the graph, if there is one; add to the warnings.
+
+    Raises UserError if its chat template is not append-only, or if the environment does not start.
+    """
+    answering = [
+        (call, call.work) for call in program.graph.of_kind("generate")
+        if isinstance(call.work, Generate) and call.work.environment is not None]
+    if not answering:
+        return None
+    call, work = answering[0]
+    assert call.role is not None and isinstance(work.environment, EnvironmentCalls)
+    config = spec_of(program.roles[call.role].config()).config
+    row = rows.parts[0].rows[0]
+    said = _known_answer(row) or "1"
+    rollout = play(
+        work.environment, {key: row[key] for key in call.inputs[1:]}, said, seed=work.seed,
+        max_new_tokens=work.sampling.max_new_tokens, num_positions=config.context_tokens,
+        eos_token_ids=config.eos_token_ids)
+    failure = f"the environment has ended with {rollout['stop']}: {rollout['sentence']}"
+    if rollout["sentence"] and len(rollout["messages"]) == 0:
+        raise UserError(failure)
+    if rollout["sentence"]:
+        warnings.append(f"{failure}; check always answered {said!r}")
+    warnings.extend(rollout["notes"])
+    return PlayedRollout(said, len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout))
 
 
 def _first_learned(

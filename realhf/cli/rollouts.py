@@ -302,7 +302,8 @@ def _print_in_full(console: Console, rows: Sequence[Row], *, tokens: bool) -> No
             name = f"{printable(role, one_line=True)}: " if role else ""
             console.print(Text.assemble((name, f"bold {style}"), (printable(_content(message)), style)))
         console.print(Rule(style="dim"))
-        console.print(Text(printable(str(row.get("completion", ""))), style="green"))
+        for said in _said(row):
+            console.print(said)
         for group in ("columns", "extra"):
             for name, value in (row.get(group) or {}).items():
                 shown = f"{value:z.6g}" if isinstance(value, float) else str(value)
@@ -315,6 +316,31 @@ def _print_in_full(console: Console, rows: Sequence[Row], *, tokens: bool) -> No
                 f"{token}:{logprob:z.4g}" if is_sampled and logprob is not None else str(token)
                 for token, is_sampled, logprob in zip(ids, mask, logprobs, strict=False)]
             console.print(Text(f"token ids: {' '.join(words)}", style="blue"))
+
+
+def _said(row: Row) -> Iterator[Text]:
+    """Yield what the model has said, and in several turns also what its environment has answered."""
+    messages, turns = row.get("messages"), row.get("turns")
+    if not isinstance(messages, list) or not turns:
+        yield Text(printable(str(row.get("completion", ""))), style="green")
+        return
+    number = 0
+    for message in messages:
+        role = str(message.get("role", ""))
+        is_own = role == "assistant" and number < len(turns)
+        name = printable(role, one_line=True)
+        if is_own:
+            turn = turns[number]
+            rewards = (f"{printable(k, one_line=True)} {_shown(v)}" for k, v in turn["rewards"].items())
+            facts = [f"turn {number + 1}", f"{turn['stop'] - turn['start']} tokens", *rewards]
+            facts.append(f"environment {turn['seconds']:.3g} s")
+            name = f"{name} ({', '.join(facts)})"
+            number += 1
+        text = _content(message)
+        for call in message.get("tool_calls") or []:
+            text += f" {json.dumps(call.get('function', call), ensure_ascii=False)}"
+        style = "green" if is_own else "cyan"
+        yield Text.assemble((f"{name}: ", f"bold {style}"), (printable(text.strip()), style))
 
 
 def _print_groups(console: Console, groups: Sequence[dict[str, Any]], by: str) -> None:
@@ -361,6 +387,12 @@ def _facts(row: Row, scores: Sequence[float]) -> Text:
         facts.append(Text(f"advantage {_shown(row['advantage'])}"))
     if row.get("length") is not None:
         facts.append(Text(f"{_shown(row['length'])} tokens"))
+    if row.get("stop") is not None:
+        facts.append(Text(f"{len(row.get('turns', ()))} turns, stopped by {printable(str(row['stop']))}"))
+    if row.get("environment_seconds") is not None:
+        facts.append(Text(f"environment {row['environment_seconds']:.3g} s"))
+    if row.get("failure"):
+        facts.append(Text(printable(row["failure"], one_line=True), style="red"))
     if row.get("finished") is False:
         facts.append(Text("cut", style="yellow"))
     if versions := row.get("versions"):

@@ -392,8 +392,12 @@ def generated(call: FunctionCall, ended: Batch, unfinished: Batch, *, rank: int)
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
-    """Return the output columns in host memory, from which samples are sent; only the last stage has any."""
-    fields = dict(zip(call.outputs, columns, strict=False))
+    """Return the output columns in host memory, from which samples are sent; only the last stage has any.
+
+    The versions of tokens are added later (see Round.join).
+    """
+    versions = GenerateOutputs.of(call).versions if call.kind == "generate" else None
+    fields = dict(zip([key for key in call.outputs if key != versions], columns, strict=False))
     return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
 
 

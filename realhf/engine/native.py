@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import Generate, OptimizerConfig, TrainStep
+from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
@@ -29,12 +29,14 @@ from realhf.engine.base import (
 )
 from realhf.engine.chunked_loss import run_head
 from realhf.engine.pipeline import forward_passes
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
+from realhf.inference.shared_conversation import SharedConversation
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
@@ -109,22 +111,53 @@ class NativeEngine(GeneratingEngine):
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
-        generation.submit(self._share(prompt_groups(batch, call.inputs)))
-        generation.resume(self._share(round_.groups(call)))
-        queue = PromptQueue(self.groups, stealing=work.work_stealing and not keeps)
+        conversation = None
+        if work.environment is None:
+            generation.submit(self._share(prompt_groups(batch, call.inputs)))
+            generation.resume(self._share(round_.groups(call)))
+        else:
+            conversation = self._begin_conversation(call, batch)
+            generation.submit_starts(conversation)
+        stays = keeps or conversation is not None  # An environment is on the replica on which it began.
+        queue = PromptQueue(self.groups, stealing=work.work_stealing and not stays)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
-            generation.advance(queue, budget=round_.budget, report=report)
+            generation.advance(queue, budget=round_.budget, report=report, conversation=conversation)
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
         round_ = round_.after(held)
-        columns = output_batch(call, *generation.take())
+        taken = generation.take() if conversation is None else generation.take_turns(conversation)
+        columns = output_batch(call, *taken)
         columns = queue.collect_results(columns, [*round_.unfinished.ids, *batch.ids])
         ended, unfinished = round_.join(call, columns, batch)
         if keeps:
             self._kept[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
         return generated(call, ended, unfinished, rank=self.groups.rank)
+
+    def _begin_conversation(self, call: FunctionCall, batch: Batch) -> Conversation:
+        """Start the environments of this replica's samples, on one of its ranks."""
+        work = call.work_as(Generate)
+        assert work.environment is not None
+        if self.model.rope_boundary is not None:
+            raise UserError(
+                f"{call.name} has an environment, and a longrope model must compute its cache again at "
+                f"{self.model.rope_boundary} tokens: this does not work together yet")
+        own = range(*even_split(len(batch.ids), self.groups.cp.size, self.groups.cp.index))
+        rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in own}
+        config = self.model.config
+        groups = self.groups
+        ranks = groups.layout.grid[:, groups.at.dp, groups.at.cp, :].ravel().tolist()
+        leads = groups.is_last_stage and groups.at.tp == 0
+        conversation = None
+        if leads:
+            conversation = work.environment.begin(
+                rows, seed=work.seed, max_new_tokens=work.sampling.max_new_tokens,
+                num_positions=config.context_tokens, eos_token_ids=config.eos_token_ids)
+        if len(ranks) == 1:
+            assert conversation is not None
+            return conversation
+        return SharedConversation(groups.world.group(ranks, purpose="control"), conversation)
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
         """Return this rank's share of the prompts of its cp group."""

@@ -393,6 +393,8 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
         found = importlib.import_module(source["module"])
     for name in source["attribute"].split("."):
         found = getattr(found, name)
+    if isinstance(found, list | tuple):
+        found = Environment(tools=tuple(found))
     make = found.make if isinstance(found, Environment) else found
     if isinstance(found, Environment) and found.tools:
         make = partial(ToolEnvironment, found.tools, [schema_of(tool) for tool in found.tools])

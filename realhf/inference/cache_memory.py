@@ -42,13 +42,16 @@ class GenerationLimits:
     def __init__(
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
         cache_bytes: int | None = None, budget: int | None = None, fixed_block_size: int | None = None,
-        page_tokens: int | None = None,
+        page_tokens: int | None = None, most_response: int | None = None,
     ) -> None:
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
         `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;
-        blocks of a paged cache have a multiple of `page_tokens`."""
-        max_new = work.sampling.max_new_tokens
+        blocks of a paged cache have a multiple of `page_tokens`. `most_response` are the most tokens of a
+        response in turns, for which the caller has seen to the model's positions."""
+        self._is_in_turns = most_response is not None
+        max_new = work.sampling.max_new_tokens if most_response is None else most_response
+        self._max_new = max_new
         self.work = work
         self.num_cohorts = num_cohorts
         self.budget = budget
@@ -86,14 +89,15 @@ class GenerationLimits:
 
     def check(self, num_positions: int | None) -> None:
         """Raise UserError if a sample cannot fit in the model's positions or in the cache."""
-        max_new = self.work.sampling.max_new_tokens
-        check_positions(self._longest - max_new, max_new, num_positions)
+        if not self._is_in_turns:
+            check_positions(self._longest - self._max_new, self._max_new, num_positions)
         if self.affordable(self._least) < self._least:
             least_gib = self._least * self.num_cohorts * self.block_bytes / _GIB
             least_gib *= 1.01  # This exceeds what rounding to three digits takes away.
+            most = "the most of its turns" if self._is_in_turns else "sampling.max_new_tokens"
             raise UserError(
                 f"kv_cache_gib is {self.work.kv_cache_gib:g} GiB: one sample of {self._longest} tokens "
-                f"(prompt and sampling.max_new_tokens) needs {least_gib:.3g} GiB")
+                f"(prompt and {most}) needs {least_gib:.3g} GiB")
 
 
 class CacheSizes:

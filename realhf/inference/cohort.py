@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.calls import NextTurn
 from realhf.devices.pinned import Download, upload
 from realhf.distributed.group import Pending
 from realhf.inference.cache_memory import CacheSizes, GenerationLimits
@@ -40,7 +41,7 @@ from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
 from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import for_vocabulary, sample
-from realhf.inference.scheduler import DecodeWindows, ParkedRow, Prompt, Scheduler, Step
+from realhf.inference.scheduler import DecodeWindows, Prompt, Scheduler, Step
 from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 
@@ -88,11 +89,16 @@ class Cohort:
 
     With `kept_cache`, the unfinished samples of the round before go on from their cached tokens, all new
     groups begin here, and their pages stay leased.
+
+    With `turn_ends`, samples are answered in turns, which these tokens end. A sample whose turn has ended
+    parks, `ended_turns` tells so, and `go_on` continues or ends it. In the buffer each turn is a sample of
+    its own.
     """
 
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
         *, queue: PromptQueue, seed: int, pool: PagePool, kept_cache: KeptCache | None = None,
+        turn_ends: Collection[int] | None = None,
     ) -> None:
         self.sizes = CacheSizes(groups, limits)
         num_first = self.sizes.num_at_once(groups) if kept_cache is None else len(groups)
@@ -110,7 +116,8 @@ class Cohort:
         num_parked = 0 if kept_cache is None else len(kept_cache.rows)
         capacity = sum(len(group.ids) for group in groups) + num_parked
         self.buffer = ResponseBuffer(
-            capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
+            capacity, work=limits.work, seed=seed, device=self._device,
+            eos_ids=model.config.eos_token_ids if turn_ends is None else sorted(turn_ends),
             vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
         # Rows of a longrope model restart by their lengths, which must then be known. In a pipeline, other
         # cohorts keep the device busy.
@@ -122,13 +129,18 @@ class Cohort:
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._leased: list[int] = []
+        self._in_turns = turn_ends is not None
+        self._newly_ended: list[int] = []
+        """Turns that have ended, by their numbers in the buffer, of which `ended_turns` has not told."""
+        self._turn_of: dict[int, int] = {}
+        """Sample -> its last turn, by its number in the buffer."""
 
     def start(self, waiting: Sequence[PromptGroup]) -> None:
         """Lease pages and make the scheduler for as many rows as may run at once, within the budget.
 
         Any of the groups that are `waiting` may come out of the queue.
         """
-        rows = [] if self._kept is None else [row for row in self._kept.rows if not row.waits]
+        rows = [] if self._kept is None else self._kept.rows
         possible = [*(row.group for row in rows), *self._first_groups, *waiting]
         if not possible and self._parallel.ep.size == 1:
             return
@@ -142,15 +154,14 @@ class Cohort:
         self._tables = sizes.tables(self._pool.cache.num_blocks)
         self._decoding = DecodingSteps(self._tables)
         self._row_pages = self._pool.table_width(self._tables.blocks_per_row)
-        continued = [row.continue_in(self.buffer) for row in rows]
-        parked = [row for row in continued if isinstance(row, ParkedRow)]
+        parked = [row.continue_in(self.buffer) for row in rows]
         self.buffer.set_last_tokens([row.sample for row in parked])
-        prompts = [row for row in continued if isinstance(row, Prompt)]
-        prompts += [self.buffer.add(group) for group in self._first_groups]
+        prompts = [self.buffer.add(group) for group in self._first_groups]
         self._scheduler = Scheduler(
             prompts, tables=self._tables,
             history=self.buffer.history, prefill_tokens=self._limits.work.prefill_tokens,
-            restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked)
+            restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked,
+            gives_up=self._in_turns)
 
     @cached_property
     def _graphs(self) -> DecodeGraphs | None:
@@ -160,6 +171,32 @@ class Cohort:
     def _take_prompt(self) -> Prompt | None:
         group = self._queue.take()
         return None if group is None else self.buffer.add(group)
+
+    def ended_turns(self) -> list[tuple[int, list[int]]]:
+        """Return each sample whose turn has ended since the last call, with the tokens of the turn."""
+        ended = []
+        for number in self._newly_ended:
+            sample = int(self.buffer.ids[number])
+            self._turn_of[sample] = number
+            ended.append((sample, self.buffer.tokens[number, 1 : 1 + self.buffer.lengths[number]].tolist()))
+        self._newly_ended = []
+        return ended
+
+    def go_on(self, following: NextTurn) -> bool:
+        """Continue a sample with an environment's tokens, or end it; return whether it is of this cohort."""
+        if following.sample not in self._turn_of:
+            return False
+        number = self._turn_of.pop(following.sample)
+        assert self._scheduler is not None
+        if not following.tokens:
+            self._scheduler.drop(number)
+            return True
+        num_before = int(self.buffer.num_before[number] + self.buffer.lengths[number])
+        group = PromptGroup(
+            [*self.buffer.history(number), *following.tokens], [following.sample], limit=following.limit,
+            num_before=num_before + len(following.tokens))
+        self._scheduler.go_on(self.buffer.add(group), number)
+        return True
 
     def advance(self) -> bool:
         """Start the next step, and read the tokens of the step before; return whether there was a next one.
@@ -171,7 +208,7 @@ class Cohort:
         self._wait_for_sent()
         last = self._last
         is_read = last is None or self._receive(last)
-        if not is_read and self._scheduler.may_reclaim:
+        if not is_read and (self._scheduler.may_reclaim or self._scheduler.is_idle):
             assert last is not None
             self._read_late(last, following=None)
             is_read = True
@@ -184,8 +221,8 @@ class Cohort:
             self._pass(Step([], [], []), NO_INPUTS)
         if not is_read and last is not None:
             self._read_late(last, following=self._last)
-        if not is_running:
-            self._finish()
+        if not is_running and not self._in_turns:
+            self.finish()
         return is_running
 
     def _wait_for_sent(self) -> None:
@@ -193,7 +230,7 @@ class Cohort:
             sent.wait()
         self._sent = []
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Keep the unfinished rows of the round, or give the pages back."""
         self._wait_for_sent()
         if self._scheduler is not None and self._kept is not None:
@@ -240,14 +277,19 @@ class Cohort:
         tokens_S = last.download.wait()
         if last.ended_before:
             tokens_S = tokens_S[~np.isin(last.step.samples, list(last.ended_before))]
-        return self.buffer.finish(live, tokens_S)
+        finished = self.buffer.finish(live, tokens_S)
+        if self._in_turns:
+            have_ended = finished | (self.buffer.lengths[live] >= self.buffer.limits(live))
+            self._newly_ended += np.array(live, np.int64)[have_ended].tolist()
+        return finished
 
     def _parks(self, stopped: Collection[int]) -> set[int]:
-        """Return which of these samples keep their pages for later rounds."""
+        """Return which of these samples keep their pages for later turns or rounds."""
+        if self._in_turns:
+            return set(stopped)
         if self._kept is None:
             return set()
-        in_turns = self._kept.in_turns
-        return {sample for sample in stopped if self.buffer.may_go_on(sample, in_turns=in_turns)}
+        return {sample for sample in stopped if self.buffer.may_go_on(sample)}
 
     def _compute(self, step: Step) -> _StartedStep:
         """Compute this stage's part of a step; on the last stage also sample."""

@@ -9,26 +9,35 @@ shapes they have agreed on (DecodeWindows).
 Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 
-from realhf.calls import Generate
+from realhf.calls import Conversation, Generate
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
 from realhf.inference.cohort import Cohort
 from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.response_buffer import PromptGroup, ResponseBuffer, Size, join_equal, output_columns
+from realhf.inference.response_buffer import (
+    PromptGroup,
+    ResponseBuffer,
+    Size,
+    join_equal,
+    output_columns,
+    turn_columns,
+)
 from realhf.inference.rounds import KeptCache
 from realhf.inference.sampling import stream_seed
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 
 _GIB = 1 << 30
+_WAIT_SECONDS = 1.0
+"""Longest wait for environments after which progress is reported again."""
 
 
 class PassBytes(Protocol):
@@ -45,23 +54,16 @@ class Generation:
     stay cached, and the next call continues these samples on the cohort on which they began. Without it,
     `take` hands unfinished samples over to the caller, who brings them back by `resume`; then all their
     tokens are computed again.
-
-    With `in_turns` (which needs `keeps`), an end-of-sequence token ends a turn of its sample. The sample is
-    then parked: its tokens stay cached until an environment adds more by `append`, or ends it by `drop`.
     """
 
     def __init__(
         self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, pass_bytes: PassBytes,
-        pool: PagePool | None = None, keeps: bool = False, in_turns: bool = False,
+        pool: PagePool | None = None, keeps: bool = False,
     ) -> None:
         """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
         `work` does; `pass_bytes` tells what it must leave free. The cache consists of pages of `pool`;
         without a pool, every cohort has a cache of its own. Raises UserError if the model cannot keep its
         cache."""
-        assert keeps or not in_turns, "samples in turns need a cache that is kept"
-        assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
-        reads_response = work.sampling.stop or work.sampling.penalizes
-        assert not (reads_response and in_turns), "responses in turns have an environment's tokens in them"
         if keeps and model.rope_boundary is not None:
             raise UserError(
                 f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "
@@ -76,7 +78,6 @@ class Generation:
         self._resumed: list[PromptGroup] = []
         self._kept: list[KeptCache] | None = [] if keeps else None
         """One cache for each cohort, once there are any."""
-        self._in_turns = in_turns
         self._block_size: int | None = None
         self._last_buffers: list[ResponseBuffer] = []
         self.cache_bytes = 0
@@ -95,35 +96,30 @@ class Generation:
         """Add samples of earlier rounds, one in each group; their tokens are computed again."""
         self._resumed += begun
 
-    def append(self, sample: int, tokens: Sequence[int]) -> None:
-        """Add an environment's tokens to an unfinished sample; they are computed before its next token."""
-        is_here = any(cache.append(sample, tokens) for cache in self._kept or [])
-        assert is_here, f"sample {sample} is not kept here"
-
-    def drop(self, samples: Collection[int]) -> None:
-        """End samples, whose cached tokens are not needed any more."""
-        for cache in self._kept or []:
-            cache.drop(samples)
-
     def release(self) -> None:
         """Free the cache that is kept, and forget its samples."""
         for cache in self._kept or []:
             cache.release()
 
-    def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
+    def advance(
+        self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report,
+        conversation: Conversation | None = None,
+    ) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
+
+        In a `conversation`, a sample whose turn has ended parks until its environment has answered, while
+        others go on. All ranks of a replica get the same answers at the same time.
 
         Raises UserError if a prompt is empty, or if a sample does not fit in the model's positions or in the
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
         in a cache that is kept.
         """
-        limits = self._agree_on_limits(queue, budget)
+        limits = self._agree_on_limits(queue, budget, conversation)
         caches: Sequence[KeptCache | None] = [None] * limits.num_cohorts
         if self._kept is None:
             by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
-            self._kept = self._kept or [
-                KeptCache(self._cohort_pool(), in_turns=self._in_turns) for _ in range(limits.num_cohorts)]
+            self._kept = self._kept or [KeptCache(self._cohort_pool()) for _ in range(limits.num_cohorts)]
             by_cohort = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
             self._check_kept(by_cohort, limits)
             caches = self._kept
@@ -134,6 +130,7 @@ class Generation:
             cohorts = [
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, kept_cache=cache,
+                    turn_ends=None if conversation is None else conversation.end_token_ids,
                     pool=self._cohort_pool() if cache is None else cache.pool)
                 for groups, cache in zip(by_cohort, caches, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
@@ -147,6 +144,8 @@ class Generation:
                 cohort.start(waiting)
             if self._pool is not None and self._work.cuda_graphs:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
+            if conversation is not None:
+                _converse(conversation, cohorts, report)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
         self._last_buffers = [cohort.buffer for cohort in cohorts]
@@ -167,7 +166,26 @@ class Generation:
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
         return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
-    def _agree_on_limits(self, queue: PromptQueue, budget: int | None) -> GenerationLimits:
+    def submit_starts(self, conversation: Conversation) -> None:
+        """Add new samples, whose environments say what they begin with."""
+        self._new += [
+            PromptGroup(tokens, [sample], limit=conversation.first_limit(sample))
+            for sample, tokens in conversation.starts().items()]
+
+    def take_turns(self, conversation: Conversation) -> tuple[list[int], list]:
+        """Return the same as `take` for samples that were answered in turns; the last column has what their
+        environments have answered."""
+        buffers = self._last_buffers
+        self._last_buffers = []
+        ids, columns = turn_columns(buffers, wide=self._model.wide)
+        if not (self._model.groups.is_last_stage and self._model.groups.at.tp == 0):
+            return ids, []
+        rollouts, finished = conversation.results(ids)
+        return ids, [*columns, torch.tensor(finished, dtype=self._model.wide), rollouts]
+
+    def _agree_on_limits(
+        self, queue: PromptQueue, budget: int | None, conversation: Conversation | None
+    ) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
 
         Raises UserError on all of them when a prompt is empty or can never run.
@@ -190,7 +208,8 @@ class Generation:
         limits = GenerationLimits(
             sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts,
             cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size,
-            page_tokens=None if self._pool is None else self._pool.page_tokens)
+            page_tokens=None if self._pool is None else self._pool.page_tokens,
+            most_response=None if conversation is None else conversation.most_response_tokens())
         if sizes:
             limits.check(model.config.num_positions)
         return limits
@@ -213,6 +232,26 @@ class Generation:
                 f"{self._stream}: cache_on_update is 'keep', and the {num_rows} unfinished samples of a rank "
                 f"need {1.01 * gib:.3g} GiB for their keys and values; {limit}")
         self._block_size = limits.block_size if any(needed) else self._block_size
+
+
+def _converse(conversation: Conversation, cohorts: Sequence[Cohort], report: Report) -> None:
+    """Run cohorts until all samples have ended, with what their environments answer meanwhile."""
+    is_running = True
+    num_ended = num_turns = 0
+    while is_running or conversation.num_waiting:
+        for following in conversation.poll(0.0 if is_running else _WAIT_SECONDS):
+            is_here = any(cohort.go_on(following) for cohort in cohorts)
+            assert is_here, f"sample {following.sample} does not wait here"
+            num_turns += 1
+            num_ended += not following.tokens
+        is_running = any([cohort.advance() for cohort in cohorts])
+        for cohort in cohorts:
+            for sample, tokens in cohort.ended_turns():
+                conversation.said(sample, tokens)
+        waiting = f"{conversation.num_waiting} wait for their environments"
+        report(f"{num_ended} samples of this rank have ended after {num_turns} turns, {waiting}")
+    for cohort in cohorts:
+        cohort.finish()
 
 
 def _split(

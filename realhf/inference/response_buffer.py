@@ -41,12 +41,16 @@ class PromptGroup(NamedTuple):
 
     The tokens of samples that were begun in an earlier round are a prompt, too; `num_drawn` of them were
     drawn. Each sample may have a limit of its own for the tokens of its response, over all rounds.
+
+    The tokens of samples that go on from an earlier turn are a prompt, too, of which `num_before` follow the
+    sample's start. The limit is then that of the turn.
     """
 
     tokens: list[int]
     ids: list[int]
     num_drawn: int = 0
     limit: int | None = None
+    num_before: int = 0
 
     @property
     def size(self) -> Size:
@@ -55,9 +59,8 @@ class PromptGroup(NamedTuple):
 
 def join_equal(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     """Join adjacent groups that have equal tokens."""
-    runs = groupby(groups, key=lambda group: (group.tokens, group.num_drawn, group.limit))
-    return [
-        PromptGroup(tokens, [i for group in run for i in group.ids], *rest) for (tokens, *rest), run in runs]
+    runs = groupby(groups, key=lambda group: group._replace(ids=[]))
+    return [key._replace(ids=[i for group in run for i in group.ids]) for key, run in runs]
 
 
 class ResponseBuffer:
@@ -81,6 +84,8 @@ class ResponseBuffer:
         """Tokens drawn for each sample in this round."""
         self.num_drawn = np.zeros(capacity, np.int64)
         """Tokens drawn for each sample in earlier rounds."""
+        self.num_before = np.zeros(capacity, np.int64)
+        """Tokens of each sample's response before this turn, those of an environment included."""
         self._most_drawn = np.zeros(capacity, np.int64)
         """The most tokens that each sample may have, over all rounds."""
         self.finished = np.zeros(capacity, bool)
@@ -116,14 +121,15 @@ class ResponseBuffer:
             self._grow(max(lacking, len(self.ids) // 8))
         self.ids[first : len(self.prompts)] = group.ids
         self.num_drawn[first : len(self.prompts)] = group.num_drawn
+        self.num_before[first : len(self.prompts)] = group.num_before
         limit = self._max_new_tokens if group.limit is None else min(group.limit, self._max_new_tokens)
         self._most_drawn[first : len(self.prompts)] = limit
         return Prompt(group.tokens, list(range(first, len(self.prompts))))
 
     def _grow(self, count: int) -> None:
-        self.ids, self.lengths, self.num_drawn, self._most_drawn = (
+        self.ids, self.lengths, self.num_drawn, self.num_before, self._most_drawn = (
             np.pad(numbers, (0, count))
-            for numbers in (self.ids, self.lengths, self.num_drawn, self._most_drawn))
+            for numbers in (self.ids, self.lengths, self.num_drawn, self.num_before, self._most_drawn))
         self.finished = np.pad(self.finished, (0, count))
         self.tokens, self.logprobs, self.inserted = (
             torch.cat([x, x.new_zeros(count, x.shape[1])])
@@ -145,11 +151,10 @@ class ResponseBuffer:
             groups.append(PromptGroup(history, [int(self.ids[number])], num_drawn, limit))
         return groups
 
-    def may_go_on(self, number: int, *, in_turns: bool) -> bool:
-        """Return whether a sample may get tokens in later rounds; `in_turns`, an end-of-sequence token ends
-        only its turn."""
+    def may_go_on(self, number: int) -> bool:
+        """Return whether a sample may get tokens in later rounds."""
         drawn = self.num_drawn[number] + self.lengths[number]
-        return bool((in_turns or not self.finished[number]) and drawn < self._most_drawn[number])
+        return bool(not self.finished[number] and drawn < self._most_drawn[number])
 
     def set_last_tokens(self, numbers: Sequence[int]) -> None:
         """Write the last token before the round of these samples, which continue from a cache."""
@@ -165,7 +170,7 @@ class ResponseBuffer:
     def draws_on_host(self, numbers: Sequence[int]) -> Floats:
         """Return the same as `draws`, on the host."""
         rows = np.array(numbers, np.int64)
-        positions = self.num_drawn[rows] + self.lengths[rows]
+        positions = self.num_before[rows] + self.num_drawn[rows] + self.lengths[rows]
         return self._draws(rows, sample_ids=self.ids[rows], positions=positions)
 
     def processing(self, numbers: Sequence[int]) -> Processing | None:
@@ -293,3 +298,35 @@ def output_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> lis
         finished.append(torch.from_numpy(part.finished[:count]).to(floats))
     packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
     return [*packed, torch.cat(finished)]
+
+
+def turn_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> tuple[list[int], list]:
+    """Return the ids of samples that were answered in turns, and their sequences, response masks and
+    log-probs. A buffer has each turn as a sample of its own, in order; the mask is 1 on drawn tokens only."""
+    ids: list[int] = []
+    sequences, masks, logprobs = [], [], []
+    lengths: list[int] = []
+    for part in parts:
+        count = len(part.prompts)
+        drawn_RC, logprobs_RC = part.tokens[:count].cpu(), part.logprobs[:count].cpu()
+        turns: dict[int, list[int]] = {}
+        for number, i in enumerate(part.ids[:count].tolist()):
+            turns.setdefault(i, []).append(number)
+        for i, numbers in turns.items():
+            last = numbers[-1]
+            stop = 1 + int(part.lengths[last])
+            tokens_T = torch.cat([torch.tensor(part.prompts[last]), drawn_RC[last, 1:stop]])
+            mask_T = torch.zeros(len(tokens_T), dtype=wide)
+            logprobs_T = torch.zeros(len(tokens_T), dtype=wide)
+            for number in numbers:
+                start, length = len(part.prompts[number]), int(part.lengths[number])
+                mask_T[start : start + length] = 1
+                logprobs_T[start : start + length] = logprobs_RC[number, 1 : 1 + length].to(wide)
+            ids.append(i)
+            sequences.append(tokens_T)
+            masks.append(mask_T)
+            logprobs.append(logprobs_T)
+            lengths.append(len(tokens_T))
+    nothing = torch.zeros(0, dtype=wide)
+    columns = ([nothing.long(), *sequences], [nothing, *masks], [nothing, *logprobs])
+    return ids, [Packed(torch.cat(column), lengths) for column in columns]

@@ -6,7 +6,7 @@ drawn, or inserted, for it. KeptCache holds the keys and values of unfinished sa
 continued.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from realhf.calls import Generate, GenerateOutputs
@@ -17,7 +17,7 @@ from realhf.inference.cache_memory import GenerationLimits
 from realhf.inference.kv_cache import BlockManager
 from realhf.inference.page_pool import PagePool
 from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
-from realhf.inference.scheduler import ParkedRow, Prompt
+from realhf.inference.scheduler import ParkedRow
 from realhf.models.kv_blocks import num_blocks
 
 
@@ -129,38 +129,24 @@ class Round:
 
 @dataclass(frozen=True)
 class KeptRow:
-    """An unfinished sample with all of its tokens, and its blocks of the cache.
-
-    If it `waits`, its turn has ended, and an environment must add tokens before it is continued.
-    """
+    """An unfinished sample with all of its tokens, and its blocks of the cache."""
 
     group: PromptGroup
     parked: ParkedRow
-    waits: bool = False
 
-    def continue_in(self, buffer: ResponseBuffer) -> ParkedRow | Prompt:
-        """Add the sample to a round. Return a row if only its last token is not cached, else a prompt."""
-        prompt = buffer.add(self.group)
-        parked = self.parked
-        if parked.num_cached == len(prompt.tokens) - 1:
-            return replace(parked, sample=prompt.samples[0])
-        prompt.blocks = list(parked.blocks)
-        prompt.num_cached = parked.num_cached
-        prompt.num_shared = parked.num_shared
-        prompt.num_started = parked.ordinal
-        return prompt
+    def continue_in(self, buffer: ResponseBuffer) -> ParkedRow:
+        """Add the sample to a round, and return its row."""
+        return replace(self.parked, sample=buffer.add(self.group).samples[0])
 
 
 class KeptCache:
     """The pages of one cohort, and the rows whose pages it holds between rounds.
 
-    A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks. With
-    `in_turns`, rows whose turns have ended stay, too.
+    A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks.
     """
 
-    def __init__(self, pool: PagePool, *, in_turns: bool) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.in_turns = in_turns
         self.rows: list[KeptRow] = []
         self.blocks = BlockManager([])
 
@@ -194,23 +180,5 @@ class KeptCache:
 
     def keep(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
         """Replace the rows of a round by those that it leaves unfinished."""
-        self.rows = [row for row in self.rows if row.waits]
         groups = buffer.as_groups([row.sample for row in parked])
-        for row, group in zip(parked, groups, strict=True):
-            self.rows.append(KeptRow(group, row, waits=bool(buffer.finished[row.sample])))
-
-    def append(self, sample: int, tokens: Sequence[int]) -> bool:
-        """Add an environment's tokens to a row; return whether it is here."""
-        for i, row in enumerate(self.rows):
-            if row.group.ids == [sample]:
-                group = row.group._replace(tokens=[*row.group.tokens, *tokens])
-                self.rows[i] = replace(row, group=group, waits=False)
-                return True
-        return False
-
-    def drop(self, samples: Collection[int]) -> None:
-        """Free the blocks of rows that end without further tokens."""
-        for row in self.rows:
-            if row.group.ids[0] in samples:
-                self.blocks.release(row.parked.blocks)
-        self.rows = [row for row in self.rows if row.group.ids[0] not in samples]
+        self.rows = [KeptRow(group, row) for row, group in zip(parked, groups, strict=True)]

@@ -47,6 +47,7 @@ class Prompt:
     waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
     num_started: int = 0
     num_shared: int = 0
+    follows: bool = False  # Whether it goes on from an earlier turn.
 
     def __post_init__(self) -> None:
         # An empty prompt has no hidden state: its samples would continue the token of another prompt.
@@ -116,7 +117,7 @@ class Step:
 class ParkedRow:
     """The blocks of a sample that has no slot, and how it shares them (see BlockTables.start).
 
-    Its first `num_cached` tokens are cached: all but the last, unless an environment adds some.
+    Its first `num_cached` tokens are cached: all but the last.
     """
 
     sample: int
@@ -133,7 +134,7 @@ class Scheduler:
         self, prompts: Iterable[Prompt], *, tables: BlockTables, prefill_tokens: int,
         history: Callable[[int], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
-        parked: Iterable[ParkedRow] = (),
+        parked: Iterable[ParkedRow] = (), gives_up: bool = False,
     ) -> None:
         """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
@@ -141,7 +142,8 @@ class Scheduler:
 
         `blocks` are those of a cache that is kept, in which the rows that were `parked` have their blocks;
         None: all blocks are free. These rows go on first. There must then be enough blocks for all rows, as
-        those of parked rows are not taken away."""
+        those of parked rows are not taken away, unless they `gives_up`: then parked rows lose their blocks
+        before others do, and `go_on` has them computed again."""
         self._queue = deque(prompts)
         self._more = more
         self._history = history
@@ -155,6 +157,7 @@ class Scheduler:
         """Slot -> sample, the newest last."""
         self._free_slots = list(range(tables.num_slots))[::-1]
         self._resumed = deque(parked)
+        self._gives_up = gives_up
         self.parked: list[ParkedRow] = []
         """Rows that keep their blocks after these steps."""
         self._last: Step | None = None
@@ -181,6 +184,36 @@ class Scheduler:
         self._last_slots = self._tables.running().tolist()
         self._last = Step(copies, [self._rows[slot] for slot in self._last_slots], chunks)
         return self._last
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row runs and none can begin, but for those that are parked."""
+        return not (self._rows or self._queue or self._ready or self._resumed)
+
+    def go_on(self, prompt: Prompt, sample: int) -> None:
+        """Queue what follows the turn of a `sample`, whose cached tokens need not be computed again if it is
+        parked still. It comes before prompts that have not begun."""
+        if (row := self._unpark(sample)) is not None:
+            prompt.blocks = list(row.blocks)
+            prompt.num_cached = row.num_cached
+            prompt.num_shared = row.num_shared
+            prompt.num_started = row.ordinal
+        place = next((i for i, other in enumerate(self._queue) if not other.follows), len(self._queue))
+        first_has_begun = self._queue and self._queue[0].blocks  # It then stays first.
+        prompt.follows = True
+        self._queue.insert(max(place, int(bool(first_has_begun))), prompt)
+
+    def drop(self, sample: int) -> None:
+        """Release the blocks of a row that has been parked."""
+        if (row := self._unpark(sample)) is not None:
+            self.blocks.release(row.blocks)
+
+    def _unpark(self, sample: int) -> ParkedRow | None:
+        """Remove a row from those that are parked; None: it has given its blocks up."""
+        row = next((row for row in self.parked if row.sample == sample), None)
+        if row is not None:
+            self.parked.remove(row)
+        return row
 
     @property
     def prefilled_samples(self) -> list[int]:
@@ -284,7 +317,11 @@ class Scheduler:
     def _park_waiting(self, prompt: Prompt, parks: Collection[int]) -> list[tuple[int, int]]:
         """Give blocks of their own to samples of a cached prompt that park before they have had a slot."""
         copies = []
+        num_tail = int(len(prompt.tokens) % self._tables.block_size > 0)
         for sample in [sample for sample in prompt.waiting if sample in parks]:
+            if self._gives_up and len(prompt.waiting) > 1 and self.blocks.num_free < num_tail:
+                prompt.waiting.remove(sample)  # It gives up its blocks at once.
+                continue
             blocks, tail_copies = self._blocks_of_next_row(prompt)
             copies += tail_copies
             prompt.waiting.remove(sample)
@@ -330,16 +367,28 @@ class Scheduler:
                 self._tables.append(slot, *self.blocks.allocate(1))
 
     def _reclaim_blocks(self) -> None:
-        """Release the blocks of the prompt or row that has waited or run for the shortest time."""
-        if self._queue and self._queue[0].blocks:  # It has been prefilled in part.
-            prompt = self._queue[0]
-            self.blocks.release(prompt.blocks)
-            prompt.blocks = []
-            prompt.num_cached = 0
-        elif len(self._ready) > 1 or (self._ready and self._rows):  # Keep a last one that can start at once.
+        """Release the blocks of the prompt or row that has waited or run for the shortest time; parked rows
+        and prompts in the queue come first."""
+        if self._reclaim_idle_blocks():
+            return
+        if len(self._ready) > 1 or (self._ready and self._rows):  # Keep a last one that can start at once.
             self._restart_waiting(self._ready.pop())
         else:
             self._restart(self._stop(next(reversed(self._rows))))
+
+    def _reclaim_idle_blocks(self, *, but: Prompt | None = None) -> bool:
+        """Release the blocks of a parked row, or of a prompt in the queue: one that has been prefilled in
+        part, or that goes on from an earlier turn. Return whether there was one, `but` this prompt."""
+        if self._gives_up and self.parked:
+            self.blocks.release(self.parked.pop().blocks)
+            return True
+        prompt = next((p for p in reversed(self._queue) if p.blocks and p is not but), None)
+        if prompt is None:
+            return False
+        self.blocks.release(prompt.blocks)
+        prompt.blocks = []
+        prompt.num_cached = prompt.num_shared = prompt.num_started = 0
+        return True
 
     def _start_rows(self) -> list[tuple[int, int]]:
         """Start rows of ready prompts in the free slots; return the blocks to copy, as (from, to).
@@ -430,6 +479,8 @@ class Scheduler:
         size = self._tables.block_size
         is_shared = len(prompt.samples) > 1
         wants = needs + (min(len(prompt.samples), free_slots) if is_shared else 0)
+        while num_rows == 0 and self.blocks.num_free < wants and self._reclaim_idle_blocks(but=prompt):
+            pass
         if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
             return False
         num_shared = len(prompt.tokens) // size if is_shared else 0

@@ -255,6 +255,12 @@ class ModelConfig:
         return labelled({**self.hf, "architectures": [architecture], "model_type": self.family}, self.head)
 
     @property
+    def context_tokens(self) -> int | None:
+        """Most tokens of a sequence for which the model was made, as far as its config says."""
+        limit = self.hf.get("max_position_embeddings")
+        return self.num_positions or (limit if isinstance(limit, int) else None)
+
+    @property
     def hf_dtype(self) -> Any:
         """Return the dtype that config.json names, such as "bfloat16"; None if it names none.
 

@@ -181,7 +181,7 @@ class EngineCalls:
         prefill_tokens = max(work.prefill_tokens, rows * prompt) if in_one_pass else work.prefill_tokens
         work = dataclasses.replace(
             work, sampling=dataclasses.replace(work.sampling, max_new_tokens=new), kv_cache_gib=None,
-            prefill_tokens=prefill_tokens, interruption=None)
+            prefill_tokens=prefill_tokens, interruption=None, environment=None)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         batch = self._numbered(prompts(rows, prompt, vocab_size=self.model.config.vocab_size), engine)
         return _call(engine, work, batch, outputs=outputs)

@@ -32,7 +32,7 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
           "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
           "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "held_out_ids",
           "held_out_mask", "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
-          "reward_metrics")
+          "reward_metrics", "rollout")
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
 """Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""

@@ -180,3 +180,55 @@ def tool_add(a: int, b: int) -> int:
 
 
 TOOLS = protocol.Environment(tools=(tool_add,))
+
+
+class Talks:
+    """Answers at length or briefly, sometimes late, and is done after some answers of a certain length."""
+
+    def start(self, row, seed):
+        self.number = row["number"]
+        self.turn = 0
+        return Start("Q" * [1, 64, 75][self.number % 3])
+
+    def step(self, message):
+        length = len(message["content"])
+        time.sleep(0.004 * (length % 4))
+        self.turn += 1
+        said = "abcdefghij" * 7
+        reply = said[: [1, 7, 70][(self.number + self.turn + length) % 3]]
+        return Turn(reply, reward={"length": length}, done=length % 5 == 0, metrics={"turn": self.turn})
+
+    def finish(self, stop):
+        return Turn(reward={"stopped": 0.5})
+
+
+class Breaks:
+    """Breaks in the way that the row names, after its first answer."""
+
+    def start(self, row, seed):
+        self.way = row["number"]
+        self.turn = 0
+        if self.way == "start":
+            raise ValueError("no such game")
+        return Start("Q")
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn < 2 or self.way == "works":
+            return Turn("a", reward=0.5, done=self.turn == 3)
+        return getattr(self, self.way)()
+
+    def raises(self):
+        raise KeyError("door")
+
+    def hangs(self):
+        time.sleep(60)
+
+    def is_killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def floods(self):
+        return Turn("x" * 5000)
+
+    def is_nonsense(self):
+        return "nonsense"

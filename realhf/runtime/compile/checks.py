@@ -319,6 +319,10 @@ def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, R
     layout = plan[call.name].layout
     if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
+    if isinstance(call.work, Generate) and call.work.environment is not None and layout.ep > 1:
+        raise ValueError(
+            f"calls.{call.name}.layout {layout}: a call with an environment must have ep 1, as ranks that "
+            "share experts do not wait for environments together yet")
     if call.role is not None:
         try:
             config = roles[call.role].config()
@@ -424,7 +428,8 @@ def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
     """Return the functions by which losses and host calls say what is wrong with a row."""
     readers: list[Any] = [work.loss for work in graph.works(TrainStep)]
     readers += [work.function for work in graph.works(HostFunction)]
-    limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
+    answering = [c for c in graph.of_kind("generate") if c.work_as(Generate).environment is None]
+    limits = [key for call in answering for key in call.inputs[1:2]]
     readers += [TokenLimits(column_of(key)) for key in limits if graph.producer(key) is None]
     return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
 

@@ -74,11 +74,13 @@ def generate_flops(
 
 def sampled_tokens(call: FunctionCall, *, before: Batch, after: Sequence[Batch]) -> int:
     """Return the tokens that a round of generation has sampled; the arguments are those of generate_flops."""
-    mask = GenerateOutputs.of(call).mask
+    outputs = GenerateOutputs.of(call)
     total = 0
     for sign, samples in ((-1, before), *((1, batch) for batch in after)):
-        if samples.ids:
-            total += sign * int(samples[mask].response_lengths().sum())
+        if samples.ids and outputs.rollout is not None:  # An environment's tokens are not sampled.
+            total += sign * int(samples[outputs.mask].values.sum())
+        elif samples.ids:
+            total += sign * int(samples[outputs.mask].response_lengths().sum())
     return total
 
 

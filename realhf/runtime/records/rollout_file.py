@@ -17,7 +17,8 @@ _EASED = 0.75
 """Share of the bound to which a full file is reduced."""
 _FIELDS = (
     "sample", "prompt_number", "dataset_row", "score", "rewards", "extra", "length", "finished", "versions",
-    "advantage", "prompt", "completion", "columns", "token_ids", "response_mask", "logprobs")
+    "advantage", "stop", "turns", "environment_seconds", "failure", "prompt", "completion", "messages",
+    "columns", "token_ids", "response_mask", "logprobs")
 
 _Kind = tuple[int, bool]
 """The step of a line, and whether its row is followed."""

@@ -176,6 +176,13 @@ class RolloutCollector:
         if keys.logprobs in columns:
             rows = _packed(columns[keys.logprobs]).split()
             yield "logprobs", [[_rounded(x, _LOGPROB_DIGITS) for x in row.tolist()] for row in rows]
+        if keys.rollout is not None and keys.rollout in columns:
+            rollouts = columns[keys.rollout]
+            yield "stop", [rollout["stop"] for rollout in rollouts]
+            yield "turns", [rollout["turns"] for rollout in rollouts]
+            yield "messages", [[self._logged(message) for message in r["messages"]] for r in rollouts]
+            yield "environment_seconds", [_rounded(rollout["seconds"]) for rollout in rollouts]
+            yield "failure", [rollout["sentence"] for rollout in rollouts]
         if keys.finished in columns:
             finished = columns[keys.finished]
             values = finished if isinstance(finished, list) else finished.tolist()

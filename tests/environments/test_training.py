@@ -1,0 +1,201 @@
+"""Experiments with environments: what is trained on, checked, refused, and shown."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from realhf import GRPO, DatasetConfig, Environment, Interruption, Role, SamplingConfig
+from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.cli.main import main
+from realhf.data.batch import Batch, Packed
+from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
+from realhf.environments.rollouts import RolloutRewards
+from realhf.user_input.files import execute_file
+from tests.docs_pages import fences
+from tests.environments import players
+from tests.environments.test_turn_tokens import STRIPS
+
+REPO = Path(__file__).parent.parent.parent
+PAGE = REPO / "docs/environments.md"
+SMALL = ["--steps", "2", "--batch_size", "2", "--group_size", "4", "--eval_every", "2", "--nproc", "1"]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """A copy of the example in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "guess_number.py"
+    path.write_text((REPO / "examples/guess_number.py").read_text())
+    return path
+
+
+def _objects(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys):
+    """Rewards are those of the environment's class, replayed with the messages that the model has said."""
+    assert main(["run", str(example), "--out", "out", *SMALL, "--rollouts.tokens"]) == 0
+    steps = [row for row in _objects(Path("out/metrics.jsonl")) if row["step"] > 0]
+    assert all(step["mismatch/max"] < 3e-6 and step["environment/turns"] > 1 for step in steps)
+    assert all("response_length/interrupted" not in step for step in steps)
+    rows = _objects(Path("out/rollouts.jsonl"))
+    assert len(rows) == 16
+    game_class = execute_file(example, name="guess_number_again").GuessNumber
+    for row in rows:
+        game = game_class()
+        seed = rollout_seed(1, step=0, prompt=row["sample"] // 4, sample=row["sample"] % 4)
+        game.start({}, seed)
+        said = [message for message in row["messages"] if message["role"] == "assistant"]
+        turns = [game.step(message) for message in said]
+        assert row["score"] == pytest.approx(sum(turn.reward for turn in turns))
+        assert (row["stop"] == "done") == turns[-1].done and len(turns) == len(row["turns"])
+        sampled = [i for turn in row["turns"] for i in range(turn["start"], turn["stop"])]
+        assert [i for i, is_sampled in enumerate(row["response_mask"]) if is_sampled] == sampled
+    held_out = _objects(Path("out/eval.jsonl"))
+    assert len(held_out) == 64 and {row["score"] for row in held_out} != {0.0}
+    capsys.readouterr()
+    assert main(["rollouts", "out", "--full", "--limit", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "assistant (turn 1, " in shown and f"stopped by {rows[-1]['stop']}" in shown.replace("\n", " ")
+
+
+def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
+    assert main(["check", str(example)]) == 0
+    out = capsys.readouterr().out
+    assert "the chat template is append-only; a rollout that always says '1' had" in out
+    settings = Path("runs/guess_number/task/model")
+    (settings / "chat_template.jinja").write_text(STRIPS)
+    assert main(["check", str(example)]) == 2
+    assert "the chat template is not append-only" in capsys.readouterr().err
+
+
+def test_the_guide_says_what_holds(example, capsys):
+    """Its snippet is a sound experiment, and its table has all stop reasons."""
+    execute_file(example, name="guess_number_once")
+    (text,) = (text for language, text in fences(PAGE) if language == "python")
+    Path("guess.py").write_text(text)
+    Path("guess.jsonl").write_text('{"prompt": "?", "most": 6}\n' * 4)
+    assert main(["check", "guess.py"]) == 0, capsys.readouterr().err
+    page = PAGE.read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.M)) == STOP_REASONS
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M)[-3:] == list(FAILURES)
+
+
+def _experiment(**changes):
+    arguments = {
+        "actor": Role("runs/guess_number/task/model", random_init=True),
+        "dataset": DatasetConfig("runs/guess_number/task/prompts.jsonl"),
+        "environment": Environment(players.Talks)}
+    return GRPO(**arguments | changes)
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"environment": Environment(players.Talks, credit="to_go")}, "baseline"),
+    ({"tools": (players.tool_add,)}, "give either environment or tools"),
+    ({"max_lag": 1, "rounds": 2}, "rounds"),
+    ({"max_new_tokens_key": "number"}, "max_new_tokens_key"),
+    ({"dataset": DatasetConfig("runs/guess_number/task/prompts.jsonl", system_prompt="+")},
+     "dataset.system_prompt"),
+    ({"reward": Role("x")}, "reward is set"),
+    ({"baseline": "greedy", "group_size": 1, "normalize": "none"}, "baseline"),
+    ({"sampling": SamplingConfig(stop="+")}, "sampling.stop"),
+    ({"sampling": SamplingConfig(presence_penalty=0.5)}, "sampling.presence_penalty"),
+    ({"interruption": Interruption(4, "+", "-")}, "interruption"),
+    ({"actor": Role("x", random_init=True, engine="transformers")}, "actor.engine"),
+])  # What is named stands in the guide, too.
+def test_what_is_not_supported_is_refused(example, changes, named):
+    execute_file(example, name="guess_number_once")
+    experiment = _experiment(**changes)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        experiment.roles()
+        experiment.graph()
+
+
+def test_deterministic_runs_and_shared_experts_are_refused(example, capsys):
+    changes = ["--deterministic", "--no-work_stealing", "--kv_cache_gib", "0.1"]
+    assert main(["check", str(example), *changes]) == 2
+    assert "deterministic is set, and does not work with an environment yet" in capsys.readouterr().err
+
+
+def _rollout(rewards, **changes):
+    turns = [{"start": 1, "stop": 2, "rewards": reward, "seconds": 0.0} for reward in rewards]
+    return {"turns": turns, "stop": "done", "messages": [], "metrics": {"guess": 3.0}, "seconds": 0.5,
+            "dropped": False, "sentence": ""} | changes
+
+
+class Context:
+    class tokenizer:
+        @staticmethod
+        def decode(ids, skip_special_tokens):
+            return "x" * len(ids)
+
+    step = 1
+
+
+def length(completions):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("function", [None, length])
+def test_rewards_of_turns_and_of_functions_add_up(function):
+    tokens = [torch.tensor([5, 6, 7])] * 3
+    packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
+    mask = packed.like(torch.tensor([0.0, 1.0, 1.0] * 3))
+    rollouts = [
+        _rollout([{"near": 0.25}, {"near": 0.5, "won": 1.0}]), _rollout([{}]),
+        _rollout([{"won": 1.0}], dropped=True, stop="step_error")]
+    batch = Batch([0, 1, 2], {
+        "prompt": ["?"] * 3, "sequence_ids": packed, "response_mask": mask, "rollout": rollouts})
+    call = RolloutRewards(function, ())
+    made = call(batch, Context)
+    more = 0.0 if function is None else 2.0
+    assert made["score"].tolist()[:2] == [1.75 + more, more] and made["score"].isnan().tolist()[2]
+    named = {} if function is None else {"length": 2.0}
+    assert made["reward_scores"] == [
+        {"near": 0.75, "won": 1.0} | named, {"environment": 0.0} | named, {"won": None} | named]
+    assert made["reward_metrics"][0]["environment/guess"] == 3.0
+    assert made["reward_metrics"][2]["environment/stop/step_error"] == 1.0
+    assert set(made) == set(call.outputs) and "rollout" in call.inputs
+
+
+@pytest.mark.parametrize("normalize", ["none", "group"])
+@pytest.mark.parametrize(("credit", "discount"), [("to_go", 1.0), ("to_go", 0.5), ("per_turn", 0.5)])
+def test_each_turn_gets_its_own_credit(credit, discount, normalize):
+    """The others' means are added up here turn by turn."""
+    rewards = [[1.0, 0.5], [0.0], [2.0, -1.0, 3.0], [0.0, 0.0], [1.0], [1.0, 1.0]]
+    spans = [[(1 + 3 * k, 3 + 3 * k) for k in range(len(row))] for row in rewards]
+    masks = [torch.zeros(3 * len(row) + 1) for row in rewards]
+    for mask, pairs in zip(masks, spans, strict=True):
+        for start, stop in pairs:
+            mask[start:stop] = 1
+    rollouts = [
+        {"turns": [{"start": a, "stop": b, "rewards": {"x": r}} for (a, b), r in zip(p, row, strict=True)]}
+        for p, row in zip(spans, rewards, strict=True)]
+    scores = torch.tensor([sum(row) for row in rewards]) + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    rewards[1][-1] += 1.0  # What a reward function has given to the second one.
+    batch = Batch(list(range(6)), {
+        "score": scores, "response_mask": Packed.of(masks, empty=torch.zeros(0)),
+        "finished": torch.ones(6), "rollout": rollouts})
+    environment = Environment(players.Talks, credit=credit, discount=discount)
+    function = SampleAdvantages(
+        3, "leave_one_out", normalize, inputs=AdvantageInputs(turn_credit=environment))
+    columns, _ = function(batch, Context)
+    for i, advantages in enumerate(columns["advantages"].split()):
+        group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
+        deviation = torch.tensor([sum(row) for row in group]).double().std(correction=0).item() + 1e-6
+        for k, (start, stop) in enumerate(spans[i]):
+            def to_go(row, k):
+                return sum(r * discount**n for n, r in enumerate(row[k:]))
+
+            others = [row for j, row in enumerate(group) if j != i % 3]
+            at = k if credit == "per_turn" else 0
+            long = [row for row in others if len(row) > at] or others
+            baseline = sum(to_go(row, min(at, len(row) - 1)) for row in long) / len(long)
+            expected = to_go(rewards[i], k) - baseline
+            expected /= deviation if normalize == "group" else 1.0
+            assert advantages[start:stop].tolist() == pytest.approx([expected] * (stop - start), abs=1e-6)
