@@ -238,8 +238,16 @@ def _is_config(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
 
-def _has_defaults(kind: Any) -> bool:
-    return not any(f.default is f.default_factory is MISSING for f in fields(kind))
+def _has_defaults(kind: type[Any]) -> bool:
+    """Return whether a class can be made of its defaults alone."""
+    if any(f.default is f.default_factory is MISSING for f in fields(kind)):
+        return False
+    try:
+        kind()
+    except ValueError:  # Some of its fields must be given, one or the other.
+        return False
+    return True
+
 
 
 def _sentence(complaint: str) -> str:

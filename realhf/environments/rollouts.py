@@ -74,9 +74,12 @@ def source_of(environment: Environment) -> EnvironmentSource:
         return EnvironmentSource.of(make)
     if "<" not in name:
         return EnvironmentSource(name, file=files[module_name].__file__)
-    for module in files.values():
+    own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
+    for name, module in (files | own).items():
         if (attribute := _attribute_of(environment, module)) is not None:
-            return EnvironmentSource(attribute, file=module.__file__)
+            if name in files:
+                return EnvironmentSource(attribute, file=module.__file__)
+            return EnvironmentSource(attribute, module=name)
     raise UserError(
         "worker processes must find environment in the experiment's file: give a class of a module, or let "
         "the file have it as `experiment.environment` or as a variable of its own")

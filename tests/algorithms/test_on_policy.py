@@ -38,8 +38,8 @@ def test_every_generation_option_of_an_experiment_reaches_the_call(tmp_path):
     phrase = InsertedPhrase(3, phrase=(2 + CHARACTERS.index("1"), 2 + CHARACTERS.index("=")),
                             end=(2 + CHARACTERS.index("a"),))
     changed = CHANGED | {"interruption": phrase, "tokenizer": str(write_task(tmp_path))}
-    set_by_plans = {"takes_free_memory"}
-    assert {field.name for field in fields(Generate)} - set_by_plans == set(changed)
+    others = {"takes_free_memory", "environment"}  # Set by plans; tested with environments.
+    assert {field.name for field in fields(Generate)} - others == set(changed)
     text = Interruption(3, phrase="1=", end="a")
     experiment = OnPolicy(**CHANGED, interruption=text, tokenizer=str(tmp_path))
     assert experiment.actor_generate().work == Generate(**changed)

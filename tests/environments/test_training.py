@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
-from realhf.environments.rollouts import RolloutRewards
+from realhf.environments.rollouts import EnvironmentCalls, RolloutRewards, play, source_of
 from realhf.user_input.files import execute_file
 from tests.docs_pages import fences
 from tests.environments import players
-from tests.environments.test_turn_tokens import STRIPS
+from tests.environments.test_turn_tokens import OWN, STRIPS
+from tests.tokenizers import byte_tokenizer
 
 REPO = Path(__file__).parent.parent.parent
 PAGE = REPO / "docs/environments.md"
@@ -199,3 +201,22 @@ def test_each_turn_gets_its_own_credit(credit, discount, normalize):
             expected = to_go(rewards[i], k) - baseline
             expected /= deviation if normalize == "group" else 1.0
             assert advantages[start:stop].tolist() == pytest.approx([expected] * (stop - start), abs=1e-6)
+
+
+def test_tools_are_called_by_what_the_model_says():
+    """Functions of a module are found by workers; their results come back until the turns are over."""
+    directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), OWN["hermes"])
+    calls = EnvironmentCalls(replace(players.TOOLS, max_turns=3), str(directory))
+    said = '<tool_call>\n{"name": "tool_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    settings = {"seed": 1, "max_new_tokens": 400, "num_positions": 4000, "eos_token_ids": []}
+    rollout = play(calls, {"prompt": "Add."}, said, **settings)
+    assert rollout["stop"] == "max_turns" and len(rollout["turns"]) == 3
+    assert [m["content"] for m in rollout["messages"] if m["role"] == "tool"] == ["5", "5"]
+    rollout = play(calls, {"prompt": "Add."}, "It is 5.", **settings)
+    assert rollout["stop"] == "done" and len(rollout["turns"]) == 1
+
+
+def test_an_experiment_may_have_tools_alone():
+    experiment = _experiment(environment=None, tools=(players.tool_add,))
+    (source,) = {source_of(experiment.used_environment())}
+    assert (source.module, source.attribute) == (players.__name__, "TOOLS")
