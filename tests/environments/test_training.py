@@ -63,7 +63,8 @@ def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys
     capsys.readouterr()
     assert main(["rollouts", "out", "--full", "--limit", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "assistant (turn 1, " in shown and f"stopped by {rows[-1]['stop']}" in shown.replace("\n", " ")
+    newest = next(row for row in rows if row["step"] == max(row["step"] for row in rows))
+    assert "assistant (turn 1, " in shown and f"stopped by {newest['stop']}" in shown.replace("\n", " ")
 
 
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
