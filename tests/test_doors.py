@@ -22,7 +22,7 @@ from tests.two_hosts import two_hosts_or_skip
 
 NOBODY = 65534
 ATTACK = """
-import encodings.idna, json, os, socket, sys
+import encodings.idna, json, os, socket, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
 
@@ -30,8 +30,9 @@ user, payload, *addresses = sys.argv[1:]
 if int(user):
     os.setgid(int(user))
     os.setuid(int(user))
-answers = {}
-for address in addresses:
+answers = dict.fromkeys(addresses, "it takes the connection and never answers")
+
+def attack(address):
     host, port = address.rsplit(":", 1)
     try:
         for _ in range(50):
@@ -43,7 +44,14 @@ for address in addresses:
         answers[address] = keys
     except (RuntimeError, OSError) as error:
         answers[address] = repr(error)
-print(json.dumps(answers))
+
+threads = [threading.Thread(target=attack, args=(address,), daemon=True) for address in addresses]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(20)
+print(json.dumps(answers), flush=True)
+os._exit(0)
 """
 
 
