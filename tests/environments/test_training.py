@@ -64,7 +64,7 @@ def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys
     assert main(["rollouts", "out", "--full", "--limit", "1"]) == 0
     shown = capsys.readouterr().out
     newest = next(row for row in rows if row["step"] == max(row["step"] for row in rows))
-    assert "assistant (turn 1, " in shown and f"stopped by {newest['stop']}" in shown.replace("\n", " ")
+    assert "assistant (turn 1, " in shown and f"stopped by {newest['stop']}" in " ".join(shown.split())
 
 
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
