@@ -269,7 +269,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Output(StrEnum):
-    """What a model computes for a loss or a call. Log-probs come with `entropy` if the loss asks for it."""
+    """A kind of result of a model. Log-probs come with `entropy` if the loss asks for it."""
 
     LOGPROBS = "logprobs"
     VALUES = "values"
@@ -296,7 +296,7 @@ class ModelWork(Work):
 
     @property
     def output(self) -> Output:
-        """What the model computes."""
+        """Return the kind of result that the model computes."""
         raise NotImplementedError
 
     @property
@@ -329,7 +329,7 @@ CacheOnUpdate = Annotated[
 
 
 class NextTurn(NamedTuple):
-    """What follows a turn of a sample: the environment's tokens, or nothing if the response has ended."""
+    """The environment's tokens after a turn of a sample, or nothing if the response has ended."""
 
     sample: int
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""How long the calls of a plan take beside calls on other ranks, if processes share the cores of a host.
+"""Computes how long calls take beside calls on other ranks, if processes share the cores of a host.
 
 Plans are priced without this. It is for comparing the predicted seconds of calls with those of a run.
 """

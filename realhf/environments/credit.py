@@ -1,4 +1,4 @@
-"""How much of a rollout's rewards each of its turns is credited with. Pure functions on lists of numbers.
+"""Computes how much of a rollout's rewards is credited to each turn. Pure functions on lists of numbers.
 
 Rollouts are lists of the rewards of their turns, the last of which includes the rewards of the end. A group
 is a list of rollouts that answer the same start.

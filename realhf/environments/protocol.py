@@ -66,7 +66,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a message of the model.
+    """The answer of an environment to a message of the model.
 
     `messages` has the same forms as in Start, and may be empty if the rollout is `done`. `metrics` are
     numbers by name, whose means are logged.

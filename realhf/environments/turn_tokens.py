@@ -209,7 +209,7 @@ class Difference:
 
 
 class TemplateProof(NamedTuple):
-    """What trying a chat template has shown. It is append-only if there is no difference."""
+    """The result of trying a chat template. It is append-only if there is no difference."""
 
     differences: tuple[Difference, ...]
     refused: tuple[str, ...]

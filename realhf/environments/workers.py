@@ -32,7 +32,7 @@ _STOPS: dict[str, StopReason] = {"failed": "step_error", "late": "step_timeout",
 
 @dataclass(frozen=True)
 class EnvironmentSource:
-    """Where a host process finds an Environment: an attribute of a Python file, or of a module.
+    """The place where a host process finds an Environment: an attribute of a Python file, or of a module.
 
     The attribute may be a path such as `experiment.environment`.
     """
@@ -55,7 +55,7 @@ class EnvironmentSource:
 
 @dataclass(frozen=True)
 class Reply:
-    """What has become of a sample's last call.
+    """The outcome of a sample's last call.
 
     `start` and `turn` have what the environment has returned. `end` has the reason for which the rollout ends
     without its answer, and a sentence. `state` has what JSON can hold, or None if the class has no `state`.
