@@ -148,6 +148,11 @@ class DataflowGraph:
     def of_kind(self, kind: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.calls if call.kind == kind)
 
+    def roles(self, *kinds: str) -> tuple[str, ...]:
+        """Return the sorted names of the roles that have calls, of these kinds if some are given."""
+        calls = [call for call in self.calls if not kinds or call.kind in kinds]
+        return tuple(sorted({call.role for call in calls if call.role is not None}))
+
     def works(self, kind: type[W], *, role: str | None = None) -> tuple[W, ...]:
         """Return the works of this class, of one role (None: of all), in the order of their calls."""
         calls = self.calls if role is None else self.of_role(role)

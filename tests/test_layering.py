@@ -36,7 +36,8 @@ LAYERS = {
     **dict.fromkeys(("cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
-RUNTIME_LAYERS = {"compile": 0, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
+RUNTIME_LAYERS = {
+    "compile": 0, "doubts": 0.5, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
 """The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
 PLANNER_ORDER = (
     ("lengths", "slowest_replica", "problem", "micro_batches"),  # The work of each call.
@@ -61,7 +62,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     "realhf.user_input",
     *("realhf.engine.hf_factory", "realhf.steps"),
     "realhf.job_process",
-    *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial", "warnings")),
+    *(f"realhf.runtime.compile.{name}" for name in ("program", "step_trial")),
+    "realhf.runtime.doubts",
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "program", "init", "eval", "launch", "rollouts")),

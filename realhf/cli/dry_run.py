@@ -28,7 +28,7 @@ from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary
 from realhf.runtime.compile.eval_program import EvaluationProgram
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.signals import time_limit
 
 _ROWS = 2000

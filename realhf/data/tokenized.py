@@ -395,6 +395,10 @@ class MixedRows:
         return sum(map(len, self.parts))
 
 
+TokenizedDataset = TokenizedRows | MixedRows
+"""The rows of a data set: of a single one, which is its own only part, or of a mixture."""
+
+
 def tokenize_parts(config: DatasetConfig, **settings: Any) -> MixedRows:
     """Return the rows of each part of a data set; `settings` are those of TokenizedRows."""
     return MixedRows([TokenizedRows(part, mixture=config, **settings) for part in config.parts])

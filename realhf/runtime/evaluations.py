@@ -25,7 +25,7 @@ from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary, row_faults_of
 from realhf.runtime.compile.eval_program import EvaluationProgram, known_values
 from realhf.runtime.compile.program import Program
-from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.records.progress import Progress

@@ -26,14 +26,9 @@ from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continua
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary, row_faults_of
 from realhf.runtime.compile.program import Program, described, to_json
-from realhf.runtime.compile.warnings import (
-    changed_fields,
-    changed_files,
-    changed_sources,
-    named_parts,
-    sources_of,
-    warnings_of,
-)
+from realhf.runtime.doubts.changes import changed_fields, changed_files, changed_sources, sources_of
+from realhf.runtime.doubts.data import named_parts
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.execute.executor import Executor, Observations, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext

@@ -30,7 +30,7 @@ from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program
-from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.evaluations import evaluate, first_and_last
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl

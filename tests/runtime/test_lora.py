@@ -20,7 +20,7 @@ from realhf.models.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import parameter_specs
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.compile.warnings import other_bases
+from realhf.runtime.doubts.models import other_bases
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights.model_store import ModelStore
 from tests.cli_tools import TIMED

@@ -26,8 +26,9 @@ from realhf.data.order import row_order
 from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
-from realhf.runtime.compile import warnings
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts.rules import warnings_of
+from realhf.runtime.doubts.training import unclear_rollouts
 from realhf.runtime.records.rollout_file import merged
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
@@ -265,14 +266,14 @@ def test_a_response_mask_of_a_host_call_keeps_rollouts_on(pool, tmp_path):
 def test_several_generating_calls_without_a_response_mask_are_a_warning(tmp_path):
     experiment = masked(write_task(tmp_path))
     program = compile_program(experiment, None, world_size=1)
-    assert not [text for text in warnings.warnings_of(program, None, {}) if "rollouts" in text]
+    assert not [text for text in warnings_of(program, None, {}) if "rollouts" in text]
     assert response_keys(program.graph)[:4] == ("sequence_ids", "response_mask", "gen_logprobs", "finished")
     generate = program.graph["actor_generate"]
     calls = [replace(generate, name=f"g{i}", outputs=tuple(f"{key}{i}" for key in "abcd")) for i in (1, 2)]
     assert response_keys(DataflowGraph((calls[0],), generate.inputs))[:4] == ("a1", "b1", "c1", "d1")
     several = DataflowGraph(tuple(calls), generate.inputs)
     assert response_keys(several) is None
-    (warning,) = warnings._no_rollouts(replace(program, graph=several))
+    (warning,) = unclear_rollouts(replace(program, graph=several))
     assert warning.startswith("rollouts are not kept: g1 and g2 generate, and no call writes response_mask")
 
 

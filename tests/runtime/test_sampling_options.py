@@ -16,7 +16,7 @@ from realhf.distributed.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.compile.warnings import warnings_of
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.trainer import Trainer
 from tests.runtime.test_lag import assert_close
 from tests.runtime.tiny import CHARACTERS, make_experiment, write_task

@@ -209,7 +209,7 @@ def test_every_field_with_a_directory_takes_a_name(tmp_path):
     code = """
 from pathlib import Path
 from realhf import SFT, LoraConfig, ModelConfig, OptimizerConfig, Role
-from realhf.runtime.compile.warnings import other_bases
+from realhf.runtime.doubts.models import other_bases
 role = Role("org/base", optimizer=OptimizerConfig(), lora=LoraConfig(adapter="org/adapter"))
 print(ModelConfig.load("org/base").hidden_size, role.config().hidden_size)
 print(role.resolved_lora().rank, role.base_name(), other_bases({"actor": role}))

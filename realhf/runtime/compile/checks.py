@@ -22,7 +22,7 @@ from realhf.data.dataset import DatasetConfig, column_of, reads_pairs
 from realhf.data.light_tokenizer import first_differing_token, token_bytes, word_tokens
 from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
-from realhf.data.tokenized import MixedRows, TokenizedRows
+from realhf.data.tokenized import TokenizedDataset
 from realhf.errors import UserError
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -387,7 +387,7 @@ def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str)
             )
 
 
-def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
+def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedDataset) -> None:
     """Raise UserError if a dataset has a sequence that is longer than a model's learned positions.
 
     Rows that are read later are checked when they are read.

@@ -32,7 +32,8 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.compile.warnings import _unusual_rate, warnings_of
+from realhf.runtime.doubts.rules import warnings_of
+from realhf.runtime.doubts.training import unusual_rate
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task
 
@@ -236,7 +237,7 @@ def test_a_learning_rate_a_thousand_times_too_high_for_a_pretrained_model(lora, 
     def warned(role, lr):
         optimizer = OptimizerConfig(lr=lr)
         loss = PolicyLoss(PolicyLossConfig())
-        return [*_unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, loss)]
+        return [*unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, loss)]
 
     large = Role("qwen2.5-0.5b", lora=LoraConfig(rank=8) if lora else None)
     (sentence,) = warned(large, lr)

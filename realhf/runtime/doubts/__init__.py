@@ -1,0 +1,1 @@
+"""Doubts about what is legal but often a mistake, by subject; `rules` lists all of them. Free of torch."""
