@@ -91,7 +91,7 @@ class Loader(TokenizedRows):
         self._order: KeptOrder | None = None
         """The order of rows of which some turn out to be left out."""
         if self.may_leave_out:
-            self._order = KeptOrder(len(self), self.keeps, seed=seed, shuffle=config.shuffle)
+            self._order = KeptOrder(len(self), self.has, seed=seed, shuffle=config.shuffle)
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""

@@ -199,7 +199,7 @@ class Evaluations:
         for eval_set in self._sets if self._world.rank == 0 else ():
             loader = self.loaders[eval_set.name]
             assert loader is not None, "rank 0 has all loaders"
-            chosen[eval_set.name] = eval_set.evaluation.chosen_rows(len(loader), loader.keeps)
+            chosen[eval_set.name] = eval_set.evaluation.chosen_rows(len(loader), loader.has)
         self._prompts = self._world.control.all_gather_json(chosen)[0]
         return {name: len(prompts) for name, prompts in self._prompts.items()}
 

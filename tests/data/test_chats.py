@@ -138,9 +138,9 @@ def test_completions_beyond_their_limit(tmp_path, tokenizers):
         return rows, [tokenizers[0].decode(row["sequence_ids"][1:]) for row in rows.rows]
 
     rows, texts = learned("keep_start")  # Only a whole completion ends with the eos token.
-    assert texts == ["abcd", "ab<|im_end|>", "abcd"] and rows.num_cut == 2
+    assert texts == ["abcd", "ab<|im_end|>", "abcd"] and rows.counts.cut == 2
     assert all(sum(row["response_mask"]) == len(row["sequence_ids"]) - 1 for row in rows.rows)
     rows, texts = learned("drop")
-    assert texts == ["ab<|im_end|>"] and rows.num_long_completions == 2
+    assert texts == ["ab<|im_end|>"] and rows.counts.long_completions == 2
     with pytest.raises(UserError, match="the completion has 7 tokens, and max_completion_tokens is 4"):
         learned("error")

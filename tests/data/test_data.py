@@ -169,7 +169,7 @@ def test_chat_messages_go_through_the_tokenizers_own_template(tmp_path, tokenize
 def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * n} for n in (1, 3, 4, 9)])
     loader = _loader(path, tokenizer, max_prompt_tokens=3, shuffle=False)
-    assert (len(loader), loader.num_too_long) == (2, 2)
+    assert (len(loader), loader.counts.long_prompts) == (2, 2)
     assert loader.batch(range(3))["prompt"] == ["1", "111", "1"]
     assert len(_loader(path, tokenizer, max_prompt_tokens=4)) == 3
     with pytest.raises(UserError, match="rows.jsonl: every prompt is longer than max_prompt_tokens 0"):

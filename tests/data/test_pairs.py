@@ -7,6 +7,7 @@ import pytest
 from realhf.data.dataset import DatasetConfig, needed_columns
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.data.rows import load_rows
+from realhf.runtime.doubts.data import equal_pairs
 from tests.runtime.tiny import write_task
 
 KEYS = ("sequence_ids", "response_mask", "is_chosen", "prompt", "level")
@@ -44,8 +45,9 @@ def test_a_prompt_becomes_a_chosen_and_a_rejected_sample(tmp_path, tokenizer):
         ("10+2=", "12<eos>"), ("10+2=", "<eos>"), ("1+1=", "2<eos>"), ("1+1=", "13<eos>"),
         ("2+2=", "4<eos>"), ("2+2=", "4<eos>"),
     ]
-    assert loader.longest == len("10+2=12") + 1 and loader.equal_pairs() == [1]
-    assert loader.place_of(1) == "line 2"
+    assert loader.longest == len("10+2=12") + 1 and loader.place_of(1) == "line 2"
+    (warning,) = equal_pairs("dataset", loader)
+    assert warning == "dataset: rejected is the same as chosen in 1 of 3 rows, first in line 2"
 
 
 def test_messages_go_through_the_template_with_both_completions(tmp_path, tokenizer):

@@ -223,7 +223,7 @@ def test_a_map_function_makes_columns_and_leaves_out_rows(tmp_path, tokenizer, p
     loader = _loader(config, tokenizer, ("prompt_ids", "prompt", "answer", "n", "dataset_row"))
     if preload:
         kept = [n for n in range(2, 11) if n % 3 != 2]
-        assert len(loader) == len(kept) == 6 and loader.num_unmapped == 3
+        assert len(loader) == len(kept) == 6 and loader.counts.unmapped == 3
         assert loader.batch(range(6))["n"] == kept
     else:
         assert loader.batch(range(4))["n"] == [3, 4, 6, 7]

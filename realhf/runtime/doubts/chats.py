@@ -80,7 +80,7 @@ def unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
 def unused_settings(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about settings of chats that change nothing, and a template that begins no answer."""
     config = rows.config
-    chats = rows.num_chats
+    chats = rows.counts.chats
     if not chats:
         return
     template = rows.tokenizer.get_chat_template(tools=list(config.tools) or None) or ""
@@ -93,9 +93,9 @@ def unused_settings(name: str, rows: TokenizedRows) -> Iterator[str]:
                 f"{name}: {setting} is the text {value!r}, which a template takes for true: give "
                 f"{value.capitalize()} without quotation marks")
     tools = "tools_key" if config.tools_key is not None else "tools" if config.tools else None
-    if tools and rows.has_tools and not re.search(r"\btools\b", template):
+    if tools and rows.counts.with_tools and not re.search(r"\btools\b", template):
         yield f"{name}: {tools} changes nothing: the chat template does not write tools"
-    if config.system_prompt is not None and rows.num_own_systems == chats:
+    if config.system_prompt is not None and rows.counts.own_systems == chats:
         yield f"{name}: system_prompt is never used: every prompt begins with a system message of its own"
     if (mark := spelled_end(rows.tokenizer, config.chat_template_kwargs)) is not None:
         size = len(rows.tokenizer.encode(mark, add_special_tokens=False))
@@ -134,7 +134,7 @@ def other_ends(
     end = end_of_turn(program.experiment.tokenizer_dir())
     eos = rows.tokenizer.eos_token_id
     trains = any(program.roles[role].head == "lm" for role in graph.roles("train_step"))
-    if not trains or "response_mask" not in rows.keys or rows.num_chats or end is None or end[0] == eos:
+    if not trains or "response_mask" not in rows.keys or rows.counts.chats or end is None or end[0] == eos:
         return
     others = [
         i for i, samples in enumerate(rows.samples)

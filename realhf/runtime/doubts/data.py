@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
-from realhf.data.light_tokenizer import normalized
+from realhf.data.light_tokenizer import normalized, unknown_token_id
 from realhf.data.tokenized import Compared, TokenizedDataset, TokenizedRows
 from realhf.graph import DataflowGraph
 from realhf.runtime.compile.program import Program
@@ -46,15 +46,15 @@ def _share_of(indices: Sequence[int], rows: TokenizedRows) -> str:
 
 def left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about rows that are left out, and prompts and completions that are cut."""
-    if count := rows.num_too_long:
+    if count := rows.counts.long_prompts:
         limit = f"max_prompt_tokens {rows.config.max_prompt_tokens}"
         yield f"{name}: {_share(count, rows)} are left out, as their prompts are longer than {limit}"
-    if count := rows.num_long_completions:
+    if count := rows.counts.long_completions:
         limit = f"max_completion_tokens {rows.config.max_completion_tokens}"
         yield f"{name}: {_share(count, rows)} are left out, as their completions are longer than {limit}"
-    if count := rows.num_cut:
+    if count := rows.counts.cut:
         yield f"{name}: {count} prompts or completions are cut, as they are longer than their limit"
-    if count := rows.num_torn_chats:
+    if count := rows.counts.torn_chats:
         lost = "end, with which answers begin" if rows.config.too_long == "keep_start" else "beginning"
         yield (
             f"{name}: too_long {rows.config.too_long!r} also cuts what the template writes at the {lost}, "
@@ -240,7 +240,10 @@ def doubtful_rows(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 def equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield a warning about pairs of the same completion twice."""
-    if equal := rows.equal_pairs():
+    if not reads_pairs(rows.keys):
+        return
+    equal = [i for i, (a, b) in enumerate(rows.samples) if a["sequence_ids"] == b["sequence_ids"]]
+    if equal:
         config = rows.config
         where = _share_of(equal, rows)
         yield f"{name}: {config.rejected_key} is the same as {config.chosen_key} in {where}"
@@ -248,7 +251,12 @@ def equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 def unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield a warning about text that the tokenizer does not know."""
-    if unknown := rows.unknown():
+    unknown_id = unknown_token_id(rows.tokenizer)
+    key = "sequence_ids" if "sequence_ids" in rows.keys else "prompt_ids"
+    unknown = [
+        i for i, samples in enumerate(rows.samples)
+        if unknown_id is not None and any(unknown_id in sample[key] for sample in samples)]
+    if unknown:
         yield (
             f"{name}: {len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know, "
             f"first {rows.file_place_of(unknown[0])}: the model reads an unknown token")

@@ -72,8 +72,8 @@ def other_prompts(
     for field in ("chat", "system_prompt", "tools", "tools_key", "chat_template_kwargs"):
         lacks = any(not getattr(part.config, field) for part in held_out.parts)
         if field == "chat":  # Rows of messages are chats without it.
-            lacks = any(part.num_chats == 0 for part in held_out.parts)
-            has = all(part.num_chats for part in rows.parts)
+            lacks = any(part.counts.chats == 0 for part in held_out.parts)
+            has = all(part.counts.chats for part in rows.parts)
         else:
             has = all(getattr(part.config, field) for part in rows.parts)
         if has and lacks:

@@ -54,7 +54,7 @@ def warnings_of(
     sets = [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     warnings = _follow(ABOUT_ROLES, program.roles)
     warnings += _follow(ABOUT_PROGRAMS, program)
-    if rows is not None and any(part.num_chats for part in rows.parts):
+    if rows is not None and any(part.counts.chats for part in rows.parts):
         warnings += _follow(ABOUT_TEMPLATES, program)
     if program.parts:  # The program trains.
         warnings += _follow(ABOUT_TRAINING, program)

@@ -123,7 +123,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def repeated_rows(program: Program, rows: TokenizedDataset) -> Iterator[str]:
     """Yield a warning about batches of more rows than there are."""
     size = program.experiment.batch_size
-    count = sum(part.num_in_file - part.num_left_out for part in rows.parts)
+    count = sum(part.num_in_file - part.counts.left_out for part in rows.parts)
     if size > count:
         yield (
             f"batch_size is {size}, and there are {count} rows in dataset: "
