@@ -223,8 +223,8 @@ OPTIMIZER_STATE = ("master", *MOMENTS)
 averages of its gradient and of the gradient's square."""
 
 
-def kept_state(*, is_narrow: bool) -> tuple[str, ...]:
-    """Return what AdamW keeps besides the weights; narrow ones are no master copy, so they need another."""
+def states_of_weights(*, is_narrow: bool) -> tuple[str, ...]:
+    """Return what AdamW has besides the weights; narrow ones are no master copy, so they need another."""
     return OPTIMIZER_STATE if is_narrow else MOMENTS
 
 

@@ -75,17 +75,17 @@ class Evaluation:
         rule = f"be above 0, as Evaluation.samples is {self.samples}"
         require(self.samples == 1 or sampling.temperature > 0, name, sampling.temperature, rule)
 
-    def chosen_rows(self, num_rows: int, keeps: Callable[[int], bool] = lambda row: True) -> list[int]:
+    def chosen_rows(self, num_rows: int, has: Callable[[int], bool] = lambda row: True) -> list[int]:
         """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly.
 
-        `keeps` says whether a row is not left out. For a row that is left out, a following one takes part:
+        `has` says whether a row is not left out. For a row that is left out, a following one takes part:
         the first rows of equal stretches of the data set are tried, then the second ones, and so on.
         """
         count = self.max_rows if 0 < self.max_rows < num_rows else num_rows
         starts = [i * num_rows // count for i in range(count + 1)]
         longest = max(stop - start for start, stop in pairwise(starts))
         tried = (start + i for i in range(longest) for start, stop in pairwise(starts) if start + i < stop)
-        return sorted(islice(filter(keeps, tried), count))
+        return sorted(islice(filter(has, tried), count))
 
 
 EvalSets = DatasetConfig | Evaluation | Mapping[str, DatasetConfig | Evaluation]
@@ -136,22 +136,22 @@ _COMPARED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class RolloutLog:
-    """Which samples of training are kept in rollouts.jsonl, and how large the file may become.
+    """Which samples of training are logged in rollouts.jsonl, and how large the file may become.
 
-    All samples of a kept prompt are kept, so that they can be compared. The choice depends on the seed, the
+    Of a chosen prompt all samples are, so that they can be compared. The choice depends on the seed, the
     step and the numbers of prompts and rows only, so it is the same under every plan.
     """
 
-    prompts_per_step: int = 4  # Prompts kept of each batch that is scored; 0: none.
+    prompts_per_step: int = 4  # Prompts logged of each batch that is scored; 0: none.
     follow_rows: int = 4
-    """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none. Rows of
+    """Rows of the dataset whose prompts are logged whenever they come up, in every epoch; 0: none. Rows of
     large files, which are read when they come up, are not followed."""
-    every: int = 1  # Keep `prompts_per_step` of every so many steps; followed rows are kept in all steps.
+    every: int = 1  # Log `prompts_per_step` of every so many steps; followed rows are logged in all steps.
     max_megabytes: int = 256
     """Most megabytes of the file. When it is full, every second of the steps in it is dropped."""
     max_characters: int = 20_000  # Longer texts lose their middle.
     tokens: bool = False
-    """Whether the token ids of each response are kept, with the response mask and the log-probs with which
+    """Whether the token ids of each response are logged, with the response mask and the log-probs with which
     the tokens were sampled, so that anyone can check them."""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class RolloutLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether any sample is kept."""
+        """Whether any sample is logged."""
         return self.prompts_per_step > 0 or self.follow_rows > 0
 
     @property
@@ -173,7 +173,7 @@ class RolloutLog:
         return self.max_megabytes * _MEGABYTE
 
     def sampled(self, prompts: Sequence[int], *, step: int, seed: int) -> set[int]:
-        """Return the numbers of those prompts of a batch that are kept in this step."""
+        """Return the numbers of those prompts of a batch that are logged in this step."""
         if step % self.every and step != 1:
             return set()
         return _chosen(prompts, self.prompts_per_step, seed)
@@ -359,7 +359,7 @@ class Experiment:
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
-    rollouts: RolloutLog = field(default_factory=RolloutLog)  # Samples that are kept to read.
+    rollouts: RolloutLog = field(default_factory=RolloutLog)  # Samples that are logged, to be read.
     max_lag: int = 0
     """The most updates between sampling a token and training on it. Above 0, generation runs ahead of
     training by that many batches."""

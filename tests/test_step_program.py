@@ -66,7 +66,7 @@ class Recorder:
     def send(self, part, prompts, producers):
         self.events.append(("send", part, tuple(prompts), frozenset(producers)))
 
-    def kept(self, call, operation):
+    def passed(self, call, operation):
         return [prompt for prompt in self.prompts[operation] if prompt % 3]
 
     def decision(self, call, operation):

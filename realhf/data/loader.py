@@ -12,8 +12,8 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
 from realhf.data.light_tokenizer import LightTokenizer, panics_as_errors
 from realhf.data.order import (
-    KeptOrder,
     NoRowError,
+    SkippingOrder,
     block_counts,
     mixture_counts,
     mixture_position,
@@ -88,10 +88,10 @@ class Loader(TokenizedRows):
         assert group_size == 2 or not reads_pairs(keys), "a pair has two samples"
         self._group_size = group_size
         self._seed = seed
-        self._order: KeptOrder | None = None
+        self._order: SkippingOrder | None = None
         """The order of rows of which some turn out to be left out."""
         if self.may_leave_out:
-            self._order = KeptOrder(len(self), self.has, seed=seed, shuffle=config.shuffle)
+            self._order = SkippingOrder(len(self), self.has, seed=seed, shuffle=config.shuffle)
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""

@@ -71,17 +71,17 @@ class NoRowError(Exception):
     """All rows of a data set are left out."""
 
 
-class KeptOrder:
+class SkippingOrder:
     """The order of the rows of a large data set in which some are left out, which turns out as they come up.
 
-    A row that is left out is skipped: the prompt gets the next row of the epoch's order. So every row that is
-    kept comes up once in each epoch. A position counts the rows of all epochs, skipped ones included.
+    A row that is left out is skipped: the prompt gets the next row of the epoch's order. So every other row
+    comes up once in each epoch. A position counts the rows of all epochs, skipped ones included.
     """
 
-    def __init__(self, num_rows: int, keeps: Callable[[int], bool], *, seed: int, shuffle: bool) -> None:
-        """`keeps` says whether a row is kept; each row is asked about once."""
+    def __init__(self, num_rows: int, has: Callable[[int], bool], *, seed: int, shuffle: bool) -> None:
+        """`has` says whether a row is not left out; each row is asked about once."""
         self._num_rows = num_rows
-        self._keeps = keeps
+        self._has = has
         self._seed = seed
         self._shuffle = shuffle
         self._first = 0
@@ -91,7 +91,7 @@ class KeptOrder:
         """The position at which the search for the next prompt's row begins."""
         self._earlier: dict[int, int] = {}
         """Prompt -> position, of the prompts before `_first` that a resumed run still uses."""
-        self._is_kept = np.full(num_rows, -1, np.int8)  # -1: not known yet.
+        self._is_there = np.full(num_rows, -1, np.int8)  # -1: not known yet.
 
     def __getitem__(self, prompt: int) -> int:
         """Return the row of a prompt, by its number. Raises NoRowError if all are left out."""
@@ -117,16 +117,16 @@ class KeptOrder:
         if prompt < self._first:
             return self._earlier[prompt]
         while self._first + len(self._positions) <= prompt:
-            self._positions.append(self._next_kept())
+            self._positions.append(self._next_position())
             self._next = self._positions[-1] + 1
         return self._positions[prompt - self._first]
 
-    def _next_kept(self) -> int:
+    def _next_position(self) -> int:
         for position in range(self._next, self._next + 2 * self._num_rows):  # A whole epoch is among these.
             row = self._row_at(position)
-            if self._is_kept[row] < 0:
-                self._is_kept[row] = self._keeps(row)
-            if self._is_kept[row]:
+            if self._is_there[row] < 0:
+                self._is_there[row] = self._has(row)
+            if self._is_there[row]:
                 return position
         raise NoRowError
 

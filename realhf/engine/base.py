@@ -184,7 +184,7 @@ class Engine(ABC):
             "adapters": 0 if adapters is None else _held_bytes(adapters.flat),
             "gradients": self._trained.grad_bytes,
             "optimizer": sum(state.nbytes for state in states if state.device == self.flat.device),
-            **self.kept,
+            **self.caches,
         }
         return {part: size for part, size in parts.items() if size}
 
@@ -198,7 +198,7 @@ class Engine(ABC):
             self._trained.release_grads()
 
     @property
-    def kept(self) -> Mapping[str, int]:
+    def caches(self) -> Mapping[str, int]:
         """The bytes that generations leave for later ones, by part: caches, and merged weights (LoRA)."""
         return {}
 

@@ -67,8 +67,8 @@ class NativeEngine(GeneratingEngine):
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._paged = paged
-        self._kept: dict[str, tuple[Generation, Batch]] = {}
-        """Call -> its generation with a cache that is kept, and on result ranks the unfinished samples."""
+        self._resting: dict[str, tuple[Generation, Batch]] = {}
+        """Call -> its generation, whose cache rests between rounds; the samples are on result ranks."""
 
     @cached_property
     def pages(self) -> PagePool | None:
@@ -101,16 +101,16 @@ class NativeEngine(GeneratingEngine):
         batch = batch.to(self.groups.world.device)
         round_ = Round.of(call, unfinished, budget, version)
         work = call.work_as(Generate)
-        keeps = work.cache_on_update == "keep" and round_.budget is not None
+        rests = work.cache_on_update == "keep" and round_.budget is not None
         limit = self.cache_limits.of(call.name)
         if limit.num_bytes is None and work.kv_cache_gib is None:
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
             self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
-            pool=self.pages, keeps=keeps)
+            pool=self.pages, keeps=rests)
         held = Batch([])
-        if keeps:
-            generation, held = self._kept.setdefault(call.name, (generation, held))
+        if rests:
+            generation, held = self._resting.setdefault(call.name, (generation, held))
         conversation = None
         if work.environment is None:
             generation.submit(self._share(prompt_groups(batch, call.inputs)))
@@ -118,7 +118,7 @@ class NativeEngine(GeneratingEngine):
         else:
             conversation = self._begin_conversation(call, batch)
             generation.submit_starts(conversation)
-        stays = keeps or conversation is not None  # An environment is on the replica on which it began.
+        stays = rests or conversation is not None  # An environment is on the replica on which it began.
         queue = PromptQueue(self.groups, stealing=work.work_stealing and not stays)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
@@ -130,8 +130,8 @@ class NativeEngine(GeneratingEngine):
         columns = output_batch(call, *taken)
         columns = queue.collect_results(columns, [*round_.unfinished.ids, *batch.ids])
         ended, unfinished = round_.join(call, columns, batch)
-        if keeps:
-            self._kept[call.name] = (generation, unfinished)
+        if rests:
+            self._resting[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
         return generated(call, ended, unfinished, rank=self.groups.rank)
 
@@ -164,8 +164,8 @@ class NativeEngine(GeneratingEngine):
         return prompts[slice(*even_split(len(prompts), self.groups.cp.size, self.groups.cp.index))]
 
     def flush_cache(self, call: str) -> None:
-        if call in self._kept:
-            generation, _ = self._kept.pop(call)
+        if call in self._resting:
+            generation, _ = self._resting.pop(call)
             generation.release()
 
     def release(self, *what: Literal["gradients", "cache"]) -> None:
@@ -174,7 +174,7 @@ class NativeEngine(GeneratingEngine):
             if self._pool is not None:
                 if self.model.merged_bytes:  # Recorded passes hold their addresses.
                     self._pool.drop_graphs()
-                if not self._kept:
+                if not self._resting:
                     self._pool.release()
             self.model.release_merged()
 
@@ -184,11 +184,11 @@ class NativeEngine(GeneratingEngine):
         return vars(self).get("pages")
 
     @property
-    def kept(self) -> Mapping[str, int]:
+    def caches(self) -> Mapping[str, int]:
         if self._pool is not None:
             cache = self._pool.num_bytes
         else:
-            cache = sum(generation.kept_bytes for generation, _ in self._kept.values())
+            cache = sum(generation.kept_bytes for generation, _ in self._resting.values())
         return {"cache": cache, "merged": self.model.merged_bytes}
 
     def _micro_batches(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from realhf.calls import OPTIMIZER_STATE, OptimizerConfig, kept_state, learning_rate
+from realhf.calls import OPTIMIZER_STATE, OptimizerConfig, learning_rate, states_of_weights
 from realhf.devices import chunk_sizes
 from realhf.devices.pinned import run_bounds
 from realhf.distributed.pieces import Shards, pieces_of
@@ -190,7 +190,7 @@ class AdamWState:
         self._means = self._zeros()
         self._squares = self._zeros()
         kinds = dict(zip(OPTIMIZER_STATE, (self._masters, self._means, self._squares), strict=True))
-        self._kinds = [kinds[kind] for kind in kept_state(is_narrow=has_own_copy)]
+        self._kinds = [kinds[kind] for kind in states_of_weights(is_narrow=has_own_copy)]
         """The kinds of tensors that are kept besides the model's parameters."""
         self.tensors = [tensor for kind in self._kinds for tensor in kind]
         self.load_parameters()

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from realhf.calls import kept_state
+from realhf.calls import states_of_weights
 from realhf.cluster import Cluster
 from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
@@ -301,4 +301,4 @@ def optimizer_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> 
 
 def num_states(role: ModelRole) -> int:
     """Return how many values the optimizer holds of a parameter."""
-    return len(kept_state(is_narrow=role.itemsize < role.wide_itemsize))
+    return len(states_of_weights(is_narrow=role.itemsize < role.wide_itemsize))

@@ -225,11 +225,11 @@ class Evaluations:
             process.step = f"evaluation{of_set}{after}"
             prompts = self._prompts[eval_set.name]
             executor = self._executors[eval_set.name]
-            self._context.kept_samples = []
+            self._context.scored_samples = []
             executor.begin_step()
             executor.run(_PART, prompts, updates=self._context.updates)
             executor.forget(prompts)
-            records.append(SetRecord(executor.take_record(), self._context.kept_samples))
+            records.append(SetRecord(executor.take_record(), self._context.scored_samples))
         return records
 
     def wait(self) -> None:

@@ -43,7 +43,7 @@ from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
 from realhf.runtime.records.trackers import Ending
-from realhf.runtime.samples.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
+from realhf.runtime.samples.rollout_collector import DATASET_KEYS, logs_rollouts, make_collector
 from realhf.runtime.weights.model_store import ModelStore, config_fields, files_beside
 from realhf.signals import StopSignals
 
@@ -179,13 +179,13 @@ class Trainer:
     def _make_loader(self) -> Loader | MixedLoader | None:
         """Return the dataset's loader on the rank that reads it, and on rank 0, which shows its size.
 
-        Its batches have the inputs of the graph and, if rollouts are kept, what these show of a row.
+        Its batches have the inputs of the graph and, if rollouts are logged, what these show of a row.
         """
         program = self._program
         experiment = program.experiment
         if not self._is_main and self._world.rank not in dataset_layout(program.graph, program.plan):
             return None
-        shown = DATASET_KEYS if self._out is not None and keeps_rollouts(program) else ()
+        shown = DATASET_KEYS if self._out is not None and logs_rollouts(program) else ()
         loader = make_loader(
             experiment.dataset, keys=tuple(dict.fromkeys((*program.graph.inputs, *shown))),
             tokenizer=self._context.tokenizer, group_size=experiment.group_size, seed=experiment.seed,
@@ -241,7 +241,7 @@ class Trainer:
         program = self._program
         recorder = Recorder(
             self._out, history=checkpoint.path / METRICS if checkpoint else None,
-            max_rollout_bytes=program.experiment.rollouts.max_bytes if keeps_rollouts(program) else 0,
+            max_rollout_bytes=program.experiment.rollouts.max_bytes if logs_rollouts(program) else 0,
             track=track)
         recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
         return recorder
@@ -390,7 +390,7 @@ class Trainer:
         is_multiple = _is_multiple(step, experiment.checkpoint_period()[0])
         if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
             self._executor.flush_caches()
-        if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
+        if decision.stops and not is_multiple and self._is_main and _has_resting_caches(self._program):
             warn(
                 "cache_on_update is 'keep' and the run was told to stop between two checkpoints: "
                 "what follows may differ in last bits")
@@ -449,10 +449,10 @@ class Trainer:
         return summary
 
 
-def _keeps_caches(program: Program) -> bool:
+def _has_resting_caches(program: Program) -> bool:
     """Return whether caches live from one round of generation to the next."""
-    keeps = any(work.cache_on_update == "keep" for work in program.graph.works(Generate))
-    return keeps and program.experiment.num_rounds > 1
+    rests = any(work.cache_on_update == "keep" for work in program.graph.works(Generate))
+    return rests and program.experiment.num_rounds > 1
 
 
 def _is_multiple(step: int, period: int) -> bool:

@@ -42,8 +42,8 @@ class PartExecutor(Protocol):
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Start to send the outputs of these calls (None: the dataset's columns) to the ranks of a part."""
 
-    def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts whose samples were all kept by a filtering call in this operation."""
+    def passed(self, call: str, operation: int) -> list[int]:
+        """Return the prompts whose samples all passed a filtering call in this operation."""
 
     def decision(self, call: str, operation: int) -> Json:
         """Return the decision of a call in this operation."""
@@ -62,7 +62,7 @@ class SampleLedger:
     """The samples that a step program may still use, by the numbers of their prompts; equal on all ranks."""
 
     def __init__(self, parts: Collection[str]) -> None:
-        self._kept_until: dict[int, int] = {}
+        self._usable_until: dict[int, int] = {}
         """Prompt -> the last step that may use its samples, unless a pool has them."""
         self._updates_before: dict[int, int] = {}
         """Prompt -> how many updates the generating role had had when the prompt's generation began."""
@@ -70,23 +70,23 @@ class SampleLedger:
         """The prompts on which each part has run to its end."""
 
     def begin(self, prompts: Collection[int], *, until: int) -> None:
-        """Add samples, and keep them up to a step."""
-        self._kept_until |= dict.fromkeys(prompts, until)
+        """Add samples that may be used up to a step."""
+        self._usable_until |= dict.fromkeys(prompts, until)
 
-    def keep(self, prompts: Collection[int], *, until: int) -> None:
-        """Keep samples at least up to a step."""
+    def prolong(self, prompts: Collection[int], *, until: int) -> None:
+        """Let samples be used at least up to a step."""
         for prompt in prompts:
-            self._kept_until[prompt] = max(self._kept_until.get(prompt, 0), until)
+            self._usable_until[prompt] = max(self._usable_until.get(prompt, 0), until)
 
     def require(self, prompts: Sequence[int], *, step: int) -> None:
         """Raise UserError unless all of these samples exist."""
-        if gone := [prompt for prompt in prompts if prompt not in self._kept_until]:
+        if gone := [prompt for prompt in prompts if prompt not in self._usable_until]:
             raise UserError(
                 f"step() uses prompt {gone[0]} in step {step}, "
                 "which was not handed out, or its samples were forgotten")
 
     def has_all(self, prompts: Collection[int]) -> bool:
-        return self._kept_until.keys() >= set(prompts)
+        return self._usable_until.keys() >= set(prompts)
 
     def start(self, prompts: Collection[int], *, updates: int) -> None:
         """Note that the generation of these prompts begins, after so many updates of the generating role."""
@@ -110,9 +110,9 @@ class SampleLedger:
 
     def forget(self, *, step: int, in_use: Collection[int]) -> list[int]:
         """Remove the samples that no later step may use, and return their prompts."""
-        gone = [p for p, last in self._kept_until.items() if last <= step and p not in in_use]
+        gone = [p for p, last in self._usable_until.items() if last <= step and p not in in_use]
         for prompt in gone:
-            del self._kept_until[prompt]
+            del self._usable_until[prompt]
             self._updates_before.pop(prompt, None)
             for done in self._done.values():
                 done.discard(prompt)
@@ -120,13 +120,13 @@ class SampleLedger:
 
     def to_json(self) -> dict[str, Json]:
         return {
-            "kept_until": list(self._kept_until.items()),
+            "kept_until": list(self._usable_until.items()),
             "updates_before": list(self._updates_before.items()),
             "done": {part: sorted(done) for part, done in self._done.items()},
         }
 
     def restore(self, saved: Mapping[str, Json]) -> None:
-        self._kept_until = {prompt: last for prompt, last in saved["kept_until"]}
+        self._usable_until = {prompt: last for prompt, last in saved["kept_until"]}
         self._updates_before = {prompt: updates for prompt, updates in saved["updates_before"]}
         self._done = {part: set(saved["done"].get(part, ())) for part in self._done}
 
@@ -155,8 +155,8 @@ class PoolOwner(Protocol):
     def generator_updates(self) -> int:
         """Updates so far of the role that generates."""
 
-    def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those prompts whose samples were all kept by a filtering host call."""
+    def passed_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
+        """Return those prompts whose samples all passed a filtering host call."""
 
     def count_operation(self, text: str) -> None:
         """Count an operation. All ranks execute the same ones."""
@@ -178,14 +178,14 @@ class Pool:
         return len(self.prompts)
 
     def add(self, samples: Samples | None, *, where: str | None = None) -> None:
-        """Add samples; with `where`, only those of prompts whose samples were all kept by this filter.
+        """Add samples; with `where`, only those of prompts whose samples all passed this filter.
 
         `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its result.
         """
         added = list(samples.prompts if samples else ())
         self._owner.ledger.require(added, step=self._owner.number)
         if where is not None and added:
-            added = self._owner.kept_by(where, added, self._name)
+            added = self._owner.passed_by(where, added, self._name)
         present = set(self.prompts)
         self.prompts += [prompt for prompt in added if prompt not in present]
         self._owner.count_operation(f"pool {self._name} adds {named(added)}")
@@ -222,4 +222,4 @@ class Pool:
     def _remove(self, prompts: set[int]) -> None:
         """Remove prompts from the pool. Later operations of the step may still use their samples."""
         self.prompts = [prompt for prompt in self.prompts if prompt not in prompts]
-        self._owner.ledger.keep(prompts, until=self._owner.number)
+        self._owner.ledger.prolong(prompts, until=self._owner.number)

@@ -339,14 +339,14 @@ class StepRunner:
         """A seed for random choices: the experiment's seed and the operation's number, as on all ranks."""
         return f"{self._seed}/{self._operation}"
 
-    def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
-        """Return those prompts whose samples were all kept by a filtering host call."""
+    def passed_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
+        """Return those prompts whose samples all passed a filtering host call."""
         run = self._last_run_of(call, "filters")
         if others := set(prompts).difference(run.prompts):
             raise UserError(
                 f"run.pool({pool!r}).add: call {call!r} has not run on prompt {min(others)} when it last ran")
-        kept_prompts = set(self._executor.kept(call, run.operation))
-        return [prompt for prompt in prompts if prompt in kept_prompts]
+        passed = set(self._executor.passed(call, run.operation))
+        return [prompt for prompt in prompts if prompt in passed]
 
     def _producer(self, key: str) -> str | None:
         producer = self._graph.producer(key)

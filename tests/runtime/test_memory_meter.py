@@ -79,31 +79,31 @@ def calls(tmp_path):
 def test_pages_stay_beside_a_call_whose_memory_is_known_from_earlier_runs(calls):
     made = calls({})
     made.generate()
-    kept = sum(made.actor.kept.values())
-    assert made.actor.kept["cache"] > 0 and made.actor.kept["merged"] > 0
+    kept = sum(made.actor.caches.values())
+    assert made.actor.caches["cache"] > 0 and made.actor.caches["merged"] > 0
     made.forward(300 << 20)  # Nobody knows what it needs.
-    assert sum(made.actor.kept.values()) == 0
+    assert sum(made.actor.caches.values()) == 0
     made.generate()
     cache = made.actor.pages.cache
     made.forward(300 << 20)
     made.generate()
     made.forward((300 << 20) + kept)
-    assert made.actor.pages.cache is cache and sum(made.actor.kept.values()) == kept
+    assert made.actor.pages.cache is cache and sum(made.actor.caches.values()) == kept
     made.forward((800 << 20) + kept)  # Longer samples: it needs more than 0.95 * 1000 - 100 MiB with a tenth.
     assert made.actor.pages.cache is cache
     made.forward(1)
-    assert sum(made.actor.kept.values()) == 0
+    assert sum(made.actor.caches.values()) == 0
 
 
 @pytest.mark.parametrize("need, stays", [(0.90, True), (0.96, False)])
 def test_predictions_decide_where_there_are_some(calls, need, stays):
     made = calls({"ref_forward": {0: {"weights": need * TOTAL / 2, "logits": need * TOTAL / 2}}})
     made.generate()
-    kept = sum(made.actor.kept.values())
+    kept = sum(made.actor.caches.values())
     assert kept < 0.04 * TOTAL
     event = made.forward(700 << 20)
     assert event["predicted_memory_bytes"] == round(need * TOTAL) and event["memory_bytes"] == 700 << 20
-    assert sum(made.actor.kept.values()) == (kept if stays else 0)
+    assert sum(made.actor.caches.values()) == (kept if stays else 0)
 
 
 def test_a_generation_keeps_its_own_pages(calls):

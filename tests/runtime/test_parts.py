@@ -127,7 +127,7 @@ class _Recorder:
     def send(self, part, prompts, producers):
         self.operations.append(("send", part, tuple(prompts), frozenset(producers), None))
 
-    def kept(self, call, operation):
+    def passed(self, call, operation):
         self.operations.append(("read", call, operation))
         return [prompt for prompt in range(1000) if prompt % 3]
 

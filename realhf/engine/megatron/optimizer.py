@@ -16,7 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from realhf.calls import OPTIMIZER_STATE, kept_state, learning_rate
+from realhf.calls import OPTIMIZER_STATE, learning_rate, states_of_weights
 from realhf.calls import OptimizerConfig as AdamWConfig
 from realhf.distributed.pieces import Piece, Shards
 from realhf.engine.megatron.model import MegatronModel
@@ -127,7 +127,7 @@ class MegatronTrainer:
     @property
     def state_bytes(self) -> int:
         """Bytes of the moments, and of the master copy unless the weights are it."""
-        kinds = kept_state(is_narrow=self._chunks[0].config.params_dtype != torch.float32)
+        kinds = states_of_weights(is_narrow=self._chunks[0].config.params_dtype != torch.float32)
         return sum(x.nbytes for kind in kinds for boxes in self.state[kind].values() for _, x in boxes)
 
     def hold_grads(self) -> None:

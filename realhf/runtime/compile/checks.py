@@ -457,21 +457,21 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
 
 def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless the experiment's parts and its step program suit the graph."""
-    _check_kept_caches(experiment, graph, roles)
+    _check_resting_caches(experiment, graph, roles)
     checked_parts(experiment, graph)
     try_step_program(experiment, graph)
 
 
-def _check_kept_caches(
+def _check_resting_caches(
     experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]
 ) -> None:
-    """Raise ValueError if caches cannot be kept between rounds, or timed checkpoints would drop them."""
-    keeping = [
+    """Raise ValueError if caches cannot rest between rounds, or timed checkpoints would drop them."""
+    resting = [
         call for call in graph.calls
         if isinstance(call.work, Generate) and call.work.cache_on_update == "keep"]
-    if not keeping or experiment.num_rounds == 1:
+    if not resting or experiment.num_rounds == 1:
         return
-    for role in (call.role for call in keeping if call.role is not None):
+    for role in (call.role for call in resting if call.role is not None):
         if roles[role].engine == "transformers":
             why = "the transformers engine keeps no cache"
             raise ValueError(f"cache_on_update is 'keep', and {why}: set it to 'recompute'")

@@ -1,4 +1,4 @@
-"""Compiles evaluations, finds their layouts, and adds the calls that keep scored samples. Free of torch."""
+"""Compiles evaluations, finds their layouts, and adds calls that collect scored samples. Free of torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _PLAN = "eval/"
 _CORRECT_ABOVE = 0.5
 """A sample is right if its reward is above this, unless the evaluation or the reward say otherwise."""
 RECORD = "eval_record"
-"""The call that keeps the samples."""
+"""The call that collects the samples."""
 SHOWN = ("prompt", "answer", "ground_truth", "completion", "score")
 """Fields of a sample that eval.jsonl has."""
 REWARD_SCORES = "reward_scores"
@@ -93,7 +93,7 @@ class EvaluationProgram:
 
 
 def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
-    """Return the sets with their graphs, extended by a call that keeps the scored samples.
+    """Return the sets with their graphs, extended by a call that collects the scored samples.
 
     Raises ValueError about the first fault of a graph, or of the rows that it reads.
     """
@@ -109,7 +109,7 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
         _check_deciding_reward(eval_set)
         rows = checks.check_rows(evaluation.dataset, eval_set.field, graph)
         recorded = with_record(
-            graph, rows, samples_per_prompt=eval_set.group_size, keeps_all=not eval_set.reads_pairs,
+            graph, rows, samples_per_prompt=eval_set.group_size, takes_all=not eval_set.reads_pairs,
             log=experiment.rollouts)
         sets.append(replace(eval_set, graph=recorded))
     return sets
@@ -244,11 +244,11 @@ def known_values(values: Iterable[float | None]) -> list[float]:
 
 def with_record(
     graph: DataflowGraph, rows: Sequence[Mapping[str, Any]],
-    *, samples_per_prompt: int, keeps_all: bool, log: RolloutLog,
+    *, samples_per_prompt: int, takes_all: bool, log: RolloutLog,
 ) -> DataflowGraph:
-    """Return the graph with a last call that keeps the samples, if it scores samples.
+    """Return the graph with a last call that collects the samples, if it scores samples.
 
-    `rows` are those of the dataset. Without `keeps_all`, only the first sample of each prompt is kept. `log`
+    `rows` are those of the dataset. Without `takes_all`, only the first sample of each prompt is taken. `log`
     says how long the values of columns may be.
     """
     if graph.producer("score") is None:
@@ -259,12 +259,12 @@ def with_record(
     mask = None if names is None or graph.producer(names.mask) is None else names.mask
     finished = None if names is None or graph.producer(names.finished) is None else names.finished
     by_reward = [key for key in _FIELD_OF_KEY if graph.producer(key) is not None]
-    keep = KeepSamples(
-        samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), columns=(*shown, *columns),
+    collect = CollectSamples(
+        samples_per_prompt, takes_all=takes_all, shown=("prompt", *shown), columns=(*shown, *columns),
         mask=mask, finished=finished, answer_of=_answer_of(graph), log=log)
     lengths = () if mask is None or finished is None else (mask, finished)
     keys = ("prompt", *shown, *columns, DATASET_ROW, "completion", "score", *by_reward, *lengths)
-    record = FunctionCall(RECORD, inputs=keys, work=HostFunction(keep))
+    record = FunctionCall(RECORD, inputs=keys, work=HostFunction(collect))
     from_dataset = [key for key in ("prompt", *shown, DATASET_ROW) if graph.producer(key) is None]
     return graph.add(record, inputs=[key for key in from_dataset if key not in graph.inputs])
 
@@ -276,8 +276,8 @@ def _answer_of(graph: DataflowGraph) -> Any:
 
 
 @dataclass(frozen=True)
-class KeepSamples:
-    """A host function that keeps the scored samples of an evaluation as `context.kept_samples`.
+class CollectSamples:
+    """A host function that hands on the scored samples of an evaluation as `context.scored_samples`.
 
     A sample is a dict: the row of its prompt in the file, the number of the sample among the prompt's, the
     prompt's columns `shown`, completion and score, and a dict of the columns that calls read. If they are
@@ -286,8 +286,8 @@ class KeepSamples:
     """
 
     samples_per_prompt: int
-    keeps_all: bool = False
-    """Whether all samples of a prompt are kept; else the first one is, as the samples of a pair have the same
+    takes_all: bool = False
+    """Whether all samples of a prompt are taken; else the first is, as the samples of a pair have the same
     prompt, and so the same greedy response."""
     shown: tuple[str, ...] = ("prompt",)
     columns: tuple[str, ...] = ()  # Keys of the columns of the dataset that calls read.
@@ -297,7 +297,7 @@ class KeepSamples:
     log: RolloutLog = RolloutLog()
 
     def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
-        indices = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
+        indices = [i for i, sample in enumerate(batch.ids) if self.takes_all or not self._number(sample)]
         batch = batch.select(indices)
         samples: list[dict[str, Any]] = [
             {"dataset_row": row, "sample": self._number(sample)}
@@ -317,7 +317,7 @@ class KeepSamples:
             final_answers = [self.answer_of(text) for text in batch["completion"]]
             texts = [None if answer is None else str(answer) for answer in final_answers]
             self._add(samples, "final_answer", texts)
-        context.kept_samples = samples
+        context.scored_samples = samples
         return {}
 
     def _number(self, sample: int) -> int:

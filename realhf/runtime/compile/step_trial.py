@@ -58,15 +58,15 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
 def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     """Run a few steps of the step program without data, up to the end of a short run; return its operations.
 
-    It runs twice: filters keep everything the first time, and nothing the second time. `agree` returns the
+    It runs twice: filters let all pass the first time, and nothing the second time. `agree` returns the
     examples of HostFunctions. Raises ValueError if the program fails, or never ends.
     """
     _check_signature(experiment)
     fields = vars(experiment).copy()
     operations: list[str] = []
     steps = min(experiment.steps, experiment.max_lag + 3)
-    for keeps in (True, False):
-        executor = _DryExecutor(graph, keeps=keeps)
+    for passes in (True, False):
+        executor = _DryExecutor(graph, passes=passes)
         runner = experiment.step_runner(graph, executor, steps=steps)
         for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
@@ -84,10 +84,10 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
 def growing_pools(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     """Yield a sentence for each pool that gets more samples in every step than are taken out of it.
 
-    Pools behind filters are left out, as these would keep less, and so are pools that keep their samples.
+    Pools behind filters are left out, as less would come through, and so are pools that keep their samples.
     """
     steps = _STEPS_OF_POOLS + experiment.max_lag
-    executor = _DryExecutor(graph, keeps=True)
+    executor = _DryExecutor(graph, passes=True)
     runner = experiment.step_runner(graph, executor, steps=steps)
     sizes: dict[str, list[int]] = {}
     for _ in range(steps):
@@ -128,12 +128,12 @@ def _endless() -> UserError:
 class _DryExecutor:
     """A PartExecutor that executes nothing."""
 
-    def __init__(self, graph: DataflowGraph, *, keeps: bool) -> None:
+    def __init__(self, graph: DataflowGraph, *, passes: bool) -> None:
         self.operations: list[str] = []
         self.num_left = 0
         self.has_filtered = False
         self._graph = graph
-        self._keeps = keeps
+        self._passes = passes
         self._prompts: dict[int, Sequence[int]] = {}
 
     def run(
@@ -145,9 +145,9 @@ class _DryExecutor:
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Send nothing, as there are no samples."""
 
-    def kept(self, call: str, operation: int) -> list[int]:
+    def passed(self, call: str, operation: int) -> list[int]:
         self.has_filtered = True
-        return list(self._prompts[operation]) if self._keeps else []
+        return list(self._prompts[operation]) if self._passes else []
 
     def decision(self, call: str, operation: int) -> Any:
         return self._graph[call].work_as(HostFunction).example

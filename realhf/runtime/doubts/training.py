@@ -146,7 +146,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def unclear_rollouts(program: Program) -> Iterator[str]:
-    """Yield a warning if answers are to be kept, and it is not clear which of the calls has them."""
+    """Yield a warning if answers are to be logged, and it is not clear which of the calls has them."""
     generating = [call.name for call in program.graph.of_kind("generate")]
     if program.experiment.rollouts.is_on and generating and response_keys(program.graph) is None:
         yield (

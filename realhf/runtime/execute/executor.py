@@ -201,11 +201,11 @@ class Executor:
             if action.producer in producers:
                 self._send(action, self._samples_of(prompts))
 
-    def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts of which a filtering call has kept all samples in this operation."""
+    def passed(self, call: str, operation: int) -> list[int]:
+        """Return the prompts whose samples have all passed a filtering call in this operation."""
         results = self._read_results(call, operation)
         group_size = self._program.group_size
-        samples = [sample for result in results for sample in result["kept"]]
+        samples = [sample for result in results for sample in result["passed"]]
         counts = Counter(prompt_of(sample, group_size) for sample in samples)
         return sorted(prompt for prompt, count in counts.items() if count == group_size)
 
@@ -224,7 +224,7 @@ class Executor:
         self._samples.forget(self._samples_of(prompts).ids)
 
     def flush_caches(self) -> None:
-        """Free the caches that generation keeps between rounds, as a resumed run begins without them."""
+        """Free the caches that rest between rounds of generation, as a resumed run begins without them."""
         for action in self._calls.values():
             call = action.call
             if call.role is not None and self._in_rounds(call):
@@ -473,7 +473,7 @@ class Executor:
             result = call_host_function(call, batch, context)
         work = call.work_as(HostFunction)
         if work.filters or work.decides:
-            agreed = {"kept": result.batch.ids, "decision": result.decision}
+            agreed = {"passed": result.batch.ids, "decision": result.decision}
             self._agreements.post(call.name, self._operation, agreed)
         if batch.ids:
             metrics = result.metrics.items()

@@ -38,8 +38,8 @@ class HostContext:
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
-    kept_samples: list[dict[str, Any]] = field(default_factory=list)
-    """The samples that an evaluation has just kept on this rank."""
+    scored_samples: list[dict[str, Any]] = field(default_factory=list)
+    """The samples that an evaluation has just scored on this rank."""
 
     @contextmanager
     def of_call(self, name: str) -> Iterator["HostContext"]:
@@ -54,7 +54,7 @@ class HostContext:
 
 
 _ANY_TIME = timedelta(days=365)
-_KEPT_STEPS = 8
+_OPEN_STEPS = 8
 """Steps for which a result stays: no rank is further behind (see Outbox and StepDecisions)."""
 
 
@@ -90,7 +90,7 @@ class Agreements:
     def next_step(self) -> None:
         """Delete this rank's oldest results, which no rank will read any more."""
         self._posted.append([])
-        if len(self._posted) > _KEPT_STEPS:
+        if len(self._posted) > _OPEN_STEPS:
             for key in self._posted.popleft():
                 del self._own[key]
                 if self._store is not None:
@@ -103,7 +103,7 @@ def _key(call: str, operation: int, rank: int) -> str:
 
 @dataclass(frozen=True)
 class HostResult:
-    """The output columns of the samples that a host call has kept, its metrics and its decision."""
+    """The output columns of the samples that have passed a host call, its metrics and its decision."""
 
     batch: Batch
     metrics: Mapping[str, float]
@@ -135,7 +135,7 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
     try:
         outputs = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
         if work.filters:
-            outputs = outputs.select(_kept(columns[KEEP], len(batch)))
+            outputs = outputs.select(_passed(columns[KEEP], len(batch)))
         decision = _decision(columns[DECISION]) if work.decides else None
         for name in metrics:
             require_own_name(name, who=f"host call {call.name!r}")
@@ -153,8 +153,8 @@ def _decision(value: Any) -> Any:
         raise TypeError(f"{DECISION!r} must be a JSON value: {error}") from error
 
 
-def _kept(column: Any, num_samples: int) -> list[int]:
-    """Return the indices of the samples that a filtering function keeps."""
+def _passed(column: Any, num_samples: int) -> list[int]:
+    """Return the indices of the samples that pass a filtering function."""
     values = column.tolist() if isinstance(column, torch.Tensor | np.ndarray) else column
     legal = isinstance(values, list | tuple) and len(values) == num_samples
     if not legal or any(value not in (0, 1) for value in values):

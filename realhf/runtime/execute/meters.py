@@ -224,12 +224,12 @@ class MemoryMeter:
             return 0
         own_engine = key if action.call.kind == "generate" else None
         need = self._need(action)
-        kept_bytes = self._engines.kept_bytes(besides=own_engine)
+        cached_bytes = self._engines.cached_bytes(besides=own_engine)
         total = torch.cuda.get_device_properties(self._device).total_memory
-        if need is None or need + kept_bytes > _USABLE * total:
+        if need is None or need + cached_bytes > _USABLE * total:
             self._engines.release("cache", besides=own_engine)
-            kept_bytes = self._engines.kept_bytes(besides=own_engine)
-        return kept_bytes
+            cached_bytes = self._engines.cached_bytes(besides=own_engine)
+        return cached_bytes
 
     def _need(self, action: Run) -> float | None:
         """Return the bytes that a call needs on CUDA, with its own cache and communicators.

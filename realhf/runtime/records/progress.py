@@ -27,7 +27,7 @@ class _Column:
 
     metric: str
     title: str
-    keep: int
+    drop_order: int
     """The order in which columns leave a terminal that is too narrow: those with the largest number first."""
     is_share: bool = False
 
@@ -224,7 +224,7 @@ class Progress:
             width = Measurement.get(self._console, unlimited, table).maximum
             if width <= self._console.width or len(columns) < 2:
                 return table
-            columns.remove(max(reversed(columns), key=lambda column: column.keep))
+            columns.remove(max(reversed(columns), key=lambda column: column.drop_order))
 
 
 def fault_of(steps: Sequence[Mapping[str, float]], *, may_end: bool = True) -> tuple[str, str] | None:

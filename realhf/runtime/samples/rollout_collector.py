@@ -41,7 +41,7 @@ class RolloutCollector:
         self, program: Program, *, rows_of: Callable[[Sequence[int]], Sequence[int | None]],
         followed: Collection[int], read: Callable[[Sequence[int]], Batch] | None,
     ) -> None:
-        """`rows_of` returns the indices of the rows of some prompts; rows in `followed` are always kept.
+        """`rows_of` returns the indices of the rows of some prompts; rows in `followed` are always logged.
 
         `read` returns the batch of some prompts, on the rank that reads the dataset.
         """
@@ -79,7 +79,7 @@ class RolloutCollector:
                 if mask not in self._keys[call.name]:
                     self._keys[call.name].append(mask)
         self._step = 0
-        self._kept: dict[int, bool] = {}
+        self._is_followed: dict[int, bool] = {}
         """Prompt that is logged in this step -> whether its row is followed."""
 
     def collect(
@@ -88,11 +88,11 @@ class RolloutCollector:
         """Return this rank's descriptions of the samples to log, after a part has run on `prompts`."""
         if context.step != self._step:
             self._step = context.step
-            self._kept = {}
+            self._is_followed = {}
         is_scored = part == self._scoring_part
         if is_scored:
             self._choose(prompts)
-        chosen = [prompt for prompt in prompts if prompt in self._kept]
+        chosen = [prompt for prompt in prompts if prompt in self._is_followed]
         if not chosen:
             return []
         described = self._describe_prompts(chosen) if is_scored and self._read is not None else []
@@ -109,7 +109,7 @@ class RolloutCollector:
         sampled = self._log.sampled(prompts, step=self._step, seed=self._seed)
         for prompt, row in zip(prompts, self._rows_of(prompts), strict=True):
             if row in self._followed or prompt in sampled:
-                self._kept[prompt] = row in self._followed
+                self._is_followed[prompt] = row in self._followed
 
     def _describe_prompts(self, prompts: Sequence[int]) -> list[dict[str, Any]]:
         assert self._read is not None
@@ -118,7 +118,7 @@ class RolloutCollector:
         for i in range(0, len(batch), self._group_size):
             prompt = prompt_of(batch.ids[i], self._group_size)
             described.append({
-                "prompt_number": prompt, "followed": self._kept[prompt],
+                "prompt_number": prompt, "followed": self._is_followed[prompt],
                 "dataset_row": batch[DATASET_ROW][i], "prompt": self._log.shortened_value(batch["prompt"][i]),
                 "columns": {column_of(key): self._log.shortened_value(batch[key][i]) for key in self._columns
                             if isinstance(batch[key], list)}})
@@ -198,7 +198,7 @@ class RolloutCollector:
         return [self._log.shortened(decode(ids, skip_special_tokens=True)) for ids in responses]
 
 
-def keeps_rollouts(program: Program) -> bool:
+def logs_rollouts(program: Program) -> bool:
     """Return whether rollouts are logged: the experiment asks for it, and its graph has responses."""
     return program.experiment.rollouts.is_on and response_keys(program.graph) is not None
 
@@ -214,7 +214,7 @@ def make_collector(
     program: Program, world: World, loader: Loader | MixedLoader | None
 ) -> RolloutCollector | None:
     """Return this rank's collector, or None if no rollouts are logged. Every rank calls this."""
-    if not keeps_rollouts(program):
+    if not logs_rollouts(program):
         return None
     experiment = program.experiment
     # Rows that are read as they come up are not followed: only the rank that reads them knows which they are.

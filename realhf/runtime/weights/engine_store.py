@@ -292,9 +292,9 @@ class EngineStore:
             if key != besides:
                 engine.release(what)
 
-    def kept_bytes(self, *, besides: EngineKey | None) -> int:
-        """Return the bytes of the caches that all engines but one keep for their next generation."""
-        return sum(sum(engine.kept.values()) for key, engine in self._engines.items() if key != besides)
+    def cached_bytes(self, *, besides: EngineKey | None) -> int:
+        """Return the bytes of the caches that all engines but one hold for their next generation."""
+        return sum(sum(engine.caches.values()) for key, engine in self._engines.items() if key != besides)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of each part on this rank, as the planner names the parts.
