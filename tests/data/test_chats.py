@@ -119,8 +119,8 @@ def test_prompts_beyond_their_limit(tmp_path, tokenizers, preload):
 
     assert prompts(tokenized("keep_end"), 3) == ["cdef", "ab", "bcde"]
     assert prompts(tokenized("keep_start"), 3) == ["abcd", "ab", "abcd"]
-    assert prompts(tokenized("drop"), 1) == ["ab"] and tokenized("drop").num_too_long == 2
-    assert tokenized("keep_end").num_cut == 2
+    assert prompts(tokenized("drop"), 1) == ["ab"] and tokenized("drop").counts.long_prompts == 2
+    assert tokenized("keep_end").counts.cut == 2
     whole = tokenized("keep_end", PAIR).batch([0])["sequence_ids"].values
     assert tokenizers[1].decode(whole) == "cdef!<|im_end|>"
     with pytest.raises(UserError, match="line 1: the prompt has 6 tokens, and max_prompt_tokens is 4"):
