@@ -683,6 +683,10 @@ class Loss(ABC):
         return None
 
 
+LOSS_FIELDS = tuple(Loss.__annotations__)
+"""What a loss says about itself: the names of its fields."""
+
+
 @dataclass(frozen=True)
 class _AdaptedLoss(Loss):
     """A loss whose class does not inherit from Loss, with the defaults of Loss for what it lacks."""
@@ -690,7 +694,7 @@ class _AdaptedLoss(Loss):
     loss: Loss
 
     def __post_init__(self) -> None:
-        for name in ("output", "entropy", "learns", "group_size", "token_ids", "summarize", "row_fault"):
+        for name in (*LOSS_FIELDS, "summarize", "row_fault"):
             if hasattr(self.loss, name):
                 vars(self)[name] = getattr(self.loss, name)
 

@@ -39,19 +39,13 @@ LAYERS = {
 RUNTIME_LAYERS = {
     "compile": 0, "doubts": 0.5, **dict.fromkeys(("records", "samples", "weights"), 1), "execute": 2}
 """The same of the subpackages of realhf.runtime, whose own modules, such as the trainer, are above them."""
-PLANNER_ORDER = (
-    ("lengths", "slowest_replica", "problem", "micro_batches"),  # The work of each call.
-    ("shard", "call_memory", "communicator_memory", "memory_account"),  # Bytes of ranks.
-    ("efficiencies", "links", "rates", "shared_cores", "call_cost", "reallocation", "step_time"),  # Seconds.
-    ("profile", "profiled_rates"),  # Measured ones.
-    ("candidates", "call_group", "memory_bounds", "search_space", "search"),
-    ("reasons", "make", "comparisons", "report"))
-"""The modules of realhf.planner: a module imports only those before it."""
-SEARCH_MODULES = [f"realhf.planner.{name}" for names in PLANNER_ORDER[4:] for name in names]
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards"), ("environments", "rewards")}
 SIDEWAYS |= {("__main__", "cli"), ("algorithms", "environments")}
 FORBIDDEN = [
-    *(("realhf.runtime", module) for module in SEARCH_MODULES), ("realhf.runtime", "realhf.algorithms"),
+    *(("realhf.runtime", f"realhf.planner.{name}") for name in (
+        "candidates", "call_group", "memory_bounds", "search_space", "search", "reasons", "make",
+        "comparisons", "report")),
+    ("realhf.runtime", "realhf.algorithms"),
     ("realhf.inference", "realhf.planner"), ("realhf.nn", "realhf.realloc"),
 ]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
@@ -148,15 +142,35 @@ def test_subpackages_are_layered_too():
     assert wrong == []
 
 
-def test_modules_of_the_planner_are_in_order():
-    order = [f"realhf.planner.{name}" for names in PLANNER_ORDER for name in names]
-    assert {*order, "realhf.planner"} == {one for one in modules() if within(one, "realhf.planner")}
+def test_modules_of_the_planner_are_in_the_order_of_its_map():
+    """The map is the docstring of the package: an indented line for each module begins with its name."""
+    names = re.findall(r"(?m)^    (\w+) ", ast.get_docstring(modules()["realhf.planner"]) or "")
+    order = [f"realhf.planner.{name}" for name in names]
+    assert sorted([*order, "realhf.planner"]) == [one for one in modules() if within(one, "realhf.planner")]
     wrong = []
     for position, module in enumerate(order):
         for name in imports(modules()[module], functions=True, type_checking=True):
             if within(name, "realhf.planner") and name not in order[:position]:
                 wrong.append(f"{module} imports {name}")
     assert wrong == []
+
+
+def test_no_code_outside_algorithms_names_an_algorithm():
+    """The public names in `realhf/__init__.py` are the exception."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for module, tree in modules().items() if within(module, "realhf.algorithms")
+        for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    algorithms: set[str] = set()
+    while more := {name for name in bases if bases[name] & {"Experiment", *algorithms}} - algorithms:
+        algorithms |= more
+    assert {"GRPO", "PPO", "SFT", "DPO", "OnPolicy"} <= algorithms
+    named = {
+        module: {getattr(node, "id", getattr(node, "name", "")) for node in ast.walk(tree)
+                 if isinstance(node, ast.Name | ast.alias)}
+        for module, tree in modules().items()
+        if module != "realhf" and not within(module, "realhf.algorithms")}
+    assert {module: names & algorithms for module, names in named.items() if names & algorithms} == {}
 
 
 def test_every_module_has_a_layer():

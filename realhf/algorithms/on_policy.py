@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -113,14 +113,15 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
-        # The experiment has each setting of Generate as a field of the same name, but for what plans set.
-        names = [setting.name for setting in fields(Generate) if setting.name != "takes_free_memory"]
-        settings = {name: getattr(self, name) for name in names}
-        if self.interruption is not None:
-            settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
-        settings["tokenizer"] = self.tokenizer_dir() if self.sampling.reads_text else None
-        settings["environment"] = conversations = self._conversations()
-        work = Generate(**settings)
+        conversations = self._conversations()
+        phrase = self.interruption
+        work = Generate(
+            sampling=self.sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
+            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
+            deterministic=self.deterministic, cuda_graphs=self.cuda_graphs,
+            cache_on_update=self.cache_on_update, environment=conversations,
+            interruption=None if phrase is None else phrase.tokenized(self.tokenizer_dir()),
+            tokenizer=self.tokenizer_dir() if self.sampling.reads_text else None)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
         inputs: tuple[str, ...] = ("prompt_ids", *limits)
         outputs: tuple[str, ...] = (*RESPONSE, *self.version_keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Loss, Output, given_loss
+from realhf.calls import LOSS_FIELDS, Loss, Output, given_loss
 from realhf.data.batch import Batch
 from realhf.data.order import groups_of
 from realhf.errors import UserError, described, shown, user_line
@@ -17,7 +17,6 @@ _TOLERANCE = 1e-3
 """Largest relative difference between a whole and the sum of its parts that rounding may explain."""
 _SMALL = 1e-5
 """A difference that is too small to matter, in a loss, a metric or a total."""
-_FIELDS = ("output", "entropy", "learns", "group_size", "token_ids")
 
 LossInputs = Mapping[str, torch.Tensor]
 
@@ -30,7 +29,7 @@ class OwnLoss(Loss):
     """
 
     def __init__(self, loss: Loss, *, key: str, warn: Callable[[str], None]) -> None:
-        for name in _FIELDS:
+        for name in LOSS_FIELDS:
             vars(self)[name] = getattr(loss, name)
         self._loss = loss
         self._key = key
