@@ -67,7 +67,8 @@ def main(options: Namespace, words: list[str]) -> int:
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
     if options.resume is not None:
-        out = _resumed_directory(options, name, out, experiment)
+        out, plan = _resumed(options, name, out, experiment)
+        options = Namespace(**vars(options) | {"plan": plan})
     program, num_ranks = compile_experiment(experiment, options)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         raise UserError(
@@ -121,22 +122,21 @@ def _warn_of_memory(experiment: Experiment, program: Program) -> None:
         warn(str(error))
 
 
-def _resumed_directory(
+def _resumed(
     options: Namespace, name: str, out: Path | None, experiment: Experiment
-) -> Path | None:
-    """Return the directory of the run to continue, and take its plan unless the user names another.
+) -> tuple[Path | None, str | None]:
+    """Return the directory of the run to continue, and its plan unless the user names another.
 
     The plan is taken only for as many ranks as it was made for.
     """
     if is_worker() and out is None and not options.resume:
-        return None  # Rank 0 looks for the newest run.
+        return None, options.plan  # Rank 0 looks for the newest run.
     source = "" if find_restarted(out, below=options.started_in) is not None else options.resume
     resumption = find_resumption(name, resume=source, out=out, below=options.started_in)
     plan = resumption.run / "plan.yaml"
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else options.nproc
-    if options.plan is None and plan.is_file():
-        saved = ExecutionPlan.load(str(plan))
-        _require_calls(experiment, saved, resumption.run)
-        needed = saved.num_ranks
-        options.plan = str(plan) if num_ranks in (None, needed) else None
-    return resumption.out
+    if options.plan is not None or not plan.is_file():
+        return resumption.out, options.plan
+    saved = ExecutionPlan.load(str(plan))
+    _require_calls(experiment, saved, resumption.run)
+    return resumption.out, str(plan) if num_ranks in (None, saved.num_ranks) else None

@@ -85,44 +85,73 @@ def train(job: Job) -> int:
     with _reporting(job) as worker:
         world = worker.connect(job.timeout_seconds)
         require_equal_programs(world, job.program)
-        directory = None
-        checkpoints: list[Path] = []
-        if world.rank == 0:
-            directory, checkpoints = _claim_directory(job)
-            if job.program.experiment.deterministic:
-                record_surroundings(job.program, directory.path)
-        out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
-        world.process.failures = out / "failures"
-        checkpoint = newest_checkpoint(world, checkpoints)
-        if checkpoint is not None and _is_finished(job, world, out, checkpoint):
+        run = _OpenRun.of(job, world)
+        if run.checkpoint is not None and _is_finished(job, world, run.out, run.checkpoint):
             return 0
-        if world.rank == 0 and checkpoint is not None:
-            step = checkpoint.manifest.step
-            restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            number = f" (restart {restart} after a failure)" if restart else ""
-            how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
-            print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
+        if run.checkpoint is not None and world.rank == 0:
+            _say(_continues(job, world, run.out, run.checkpoint))
         with StopSignals(*_stop_signals(job, world)) as stop:
             trainer = Trainer(
-                job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
-            begun = out  # Errors raised above leave nothing to resume.
-            if directory is not None:
-                directory.begin()
+                job.program, world, out=run.out, checkpoint=run.checkpoint, stop=stop, track=job.track)
+            begun = run.begin()
             result = trainer.run()
         if result.stopped_after is None:
             return 0
         if world.rank == 0:
-            steps = job.program.experiment.steps
-            ended = f"ended after step {result.stopped_after} of {steps}"
-            if LOCAL_LAUNCHER not in os.environ:  # Our own launcher prints how to continue.
-                saved = find_checkpoints(out / "checkpoints")
-                how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
-                ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
-            print(f"realhf: {ended}", file=sys.stderr, flush=True)
+            _say(_ended(job, run.out, step=result.stopped_after, by=stop.requested))
         return 1
     if begun is not None and (text := how_to_continue(begun)) is not None:
-        print(f"realhf: {text}", file=sys.stderr, flush=True)
+        _say(text)
     return worker.code
+
+
+@dataclass(frozen=True)
+class _OpenRun:
+    """The directory of a run, which rank 0 has claimed, and the checkpoint after which the run goes on."""
+
+    out: Path
+    claimed: RunDirectory | None
+    checkpoint: Checkpoint | None
+
+    @classmethod
+    def of(cls, job: Job, world: World) -> "_OpenRun":
+        claimed: RunDirectory | None = None
+        candidates: list[Path] = []
+        if world.rank == 0:
+            claimed, candidates = _claim_directory(job)
+            if job.program.experiment.deterministic:
+                record_surroundings(job.program, claimed.path)
+        out = Path(world.control.all_gather_json(str(claimed.path) if claimed is not None else "")[0])
+        world.process.failures = out / "failures"
+        return cls(out, claimed, newest_checkpoint(world, candidates))
+
+    def begin(self) -> Path:
+        """Note that the steps begin; return the directory, in which there is now something to continue."""
+        if self.claimed is not None:
+            self.claimed.begin()
+        return self.out
+
+
+def _continues(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> str:
+    """Return the sentence that a run goes on."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    number = f" (restart {restart} after a failure)" if restart else ""
+    how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
+    return f"continues {out} after step {checkpoint.manifest.step}{number}{how}"
+
+
+def _ended(job: Job, out: Path, *, step: int, by: str | None) -> str:
+    """Return the sentence that a signal has ended a run; our own launcher prints how to continue."""
+    after = f"after step {step} of {job.program.experiment.steps}"
+    if LOCAL_LAUNCHER in os.environ:
+        return f"ended {after}"
+    saved = find_checkpoints(out / "checkpoints")
+    how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
+    return f"ended by {by or 'a signal'} {after}; {how}"
+
+
+def _say(sentence: str) -> None:
+    print(f"realhf: {sentence}", file=sys.stderr, flush=True)
 
 
 def evaluate(job: Job, *, show: Callable[[Mapping[str, Any], Path], None]) -> int:
@@ -146,9 +175,9 @@ def profile(job: ProfileJob) -> int:
         measured = measure(world, job.problem)
         if world.rank == 0:
             measured.save(job.out)
-            print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
+            _say(f"wrote {job.out}: {measured.noise()[1]}")
             if disturbed := measured.disturbed():
-                print(f"realhf: {disturbed}", file=sys.stderr)
+                _say(disturbed)
     return worker.code
 
 
@@ -258,7 +287,7 @@ def share_plan(
         if os.environ["LOCAL_RANK"] == "0":
             waits = f"rank {place.rank} waits for the plan"
             searches = f"for which rank 0 searches at most {search_seconds:.0f} s"
-            print(f"realhf: {waits}, {searches}", file=sys.stderr, flush=True)
+            _say(f"{waits}, {searches}")
         store.set_timeout(timedelta(seconds=search_seconds + max(timeout_seconds, _START_SECONDS)))
         answer = json.loads(store.get(_PLAN))
     except dist.DistError as error:
@@ -297,7 +326,7 @@ def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> b
     mend = "raise --steps to train further"
     if has_summary:
         if world.rank == 0:
-            print(f"realhf: the run {out} has ended after step {step}: {mend}", file=sys.stderr, flush=True)
+            _say(f"the run {out} has ended after step {step}: {mend}")
     elif step > steps or not has_export:
         raise UserError(f"checkpoint {checkpoint.path} leaves nothing to do, as steps is {steps}: {mend}")
     return has_summary
@@ -319,7 +348,7 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     resumption = find_resumption(
         job.name, resume=resume or "", out=restarted or job.out, below=job.started_in)
     if not resumption.checkpoints:
-        print(f"realhf: {resumption.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
+        _say(f"{resumption.out} has no checkpoint: the run starts anew")
     return RunDirectory(resumption.out, stem=job.name, resumes=True), list(resumption.checkpoints.values())
 
 

@@ -456,21 +456,34 @@ def _size(journal: "Future[int] | None", seconds: float | None) -> int:
     return -1 if journal is None else journal.result(timeout=seconds)
 
 
-def restore(
-    checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner,
-    loader: Loader | MixedLoader | None,
-) -> None:
-    """Read the state of a checkpoint; every rank calls this, before the first step.
+@dataclass(frozen=True)
+class Beginning:
+    """The place at which a run begins: its first step, or the one after a checkpoint."""
 
-    Under the same plan the run continues bit for bit. Raises UserError if the state is not one that this
-    version of realhf writes.
+    step: int = 1
+    history: Path | None = None
+    """The checkpoint's file of metrics."""
+
+
+def begin(
+    checkpoint: Checkpoint | None, program: Program, state: RankState, run: StepRunner,
+    loader: Loader | MixedLoader | None,
+) -> Beginning:
+    """Read the state of a checkpoint, if there is one, and return where the run begins. Every rank calls it.
+
+    Under the same plan the run continues bit for bit. Raises UserError on all ranks if the checkpoint is of
+    other models or of another step program, or if the state is not one that this version of realhf writes.
     """
+    if checkpoint is None:
+        return Beginning()
+    _check_continuable(checkpoint, program, state, run)
     try:
         _restore(checkpoint, program, state, run, loader)
     except UserError:
         raise
     except _JUNK as error:
         raise UserError(_is_junk(checkpoint, error)) from error
+    return Beginning(checkpoint.manifest.step + 1, checkpoint.path / METRICS)
 
 
 def _is_junk(checkpoint: Checkpoint, error: Exception) -> str:
@@ -538,7 +551,7 @@ def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState)
         state.samples.deal(layouts, rank, group_size=program.experiment.group_size)
 
 
-def check_continuable(
+def _check_continuable(
     checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner
 ) -> None:
     """Raise UserError on all ranks if the checkpoint is of other models or of another step program."""

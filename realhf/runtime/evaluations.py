@@ -168,52 +168,55 @@ class EvaluationReport:
     doubts: Sequence[str] = ()
 
 
-class Evaluations:
-    """The evaluations of a program. Every rank constructs it, and runs it at the same places of the run."""
+class HeldOutRows:
+    """The rows of the evaluations of a program, on the ranks that need them. Every rank constructs it."""
 
     def __init__(self, program: Program, world: World, context: HostContext) -> None:
-        """Read the rows on the ranks that need them."""
-        self._program = program
-        self._world = world
-        self._context = context
-        self._sets = program.evaluations
-        self.loaders = {eval_set.name: self._make_loader(eval_set) for eval_set in self._sets}
+        self.loaders = {
+            eval_set.name: _make_loader(program, world, context, eval_set)
+            for eval_set in program.evaluations}
         """The rows of each set on the ranks that hold them, and on rank 0."""
-        self._prompts: dict[str, list[int]] = {}
-        self._executors: dict[str, Executor] = {}
-        self._outboxes: list[Outbox] = []
-
-    def _make_loader(self, eval_set: EvaluationProgram) -> Loader | None:
-        if self._world.rank != 0 and self._world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
-            return None
-        loader = Loader(
-            eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=self._context.tokenizer,
-            group_size=eval_set.group_size, seed=self._program.experiment.seed,
-            row_faults=row_faults_of(eval_set.graph))
-        check_lengths(self._program.roles, eval_set.graph, loader)
-        return loader
-
-    def count_prompts(self) -> dict[str, int]:
-        """Return the number of prompts of each set. All ranks call this, before `start`."""
         chosen: dict[str, list[int]] = {}
-        for eval_set in self._sets if self._world.rank == 0 else ():
+        for eval_set in program.evaluations if world.rank == 0 else ():
             loader = self.loaders[eval_set.name]
             assert loader is not None, "rank 0 has all loaders"
             chosen[eval_set.name] = eval_set.evaluation.chosen_rows(len(loader), loader.has)
-        self._prompts = self._world.control.all_gather_json(chosen)[0]
-        return {name: len(prompts) for name, prompts in self._prompts.items()}
+        self.prompts: dict[str, list[int]] = world.control.all_gather_json(chosen)[0]
+        """The prompts of each set, equal on all ranks."""
 
-    def start(self, store: ModelStore) -> None:
-        """Prepare to run on these models."""
+
+def _make_loader(
+    program: Program, world: World, context: HostContext, eval_set: EvaluationProgram
+) -> Loader | None:
+    if world.rank != 0 and world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
+        return None
+    loader = Loader(
+        eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=context.tokenizer,
+        group_size=eval_set.group_size, seed=program.experiment.seed,
+        row_faults=row_faults_of(eval_set.graph))
+    check_lengths(program.roles, eval_set.graph, loader)
+    return loader
+
+
+class Evaluations:
+    """The evaluations of a program. Every rank constructs it, and runs it at the same places of the run."""
+
+    def __init__(self, program: Program, state: RankState, rows: HeldOutRows) -> None:
+        self._world = state.world
+        self._context = state.context
+        self._sets = program.evaluations
+        self._prompts = rows.prompts
+        self._executors: dict[str, Executor] = {}
+        self._outboxes: list[Outbox] = []
         for eval_set in self._sets:
-            loader = self.loaders[eval_set.name]
+            loader = rows.loaders[eval_set.name]
             # Each set has its own outbox, so that no rank waits for one that evaluates another set.
-            state = RankState(self._world, store, self._context)
-            program = PartsProgram(
+            of_set = RankState(state.world, state.models, state.context)
+            parts = PartsProgram(
                 {_PART: eval_set.actions}, eval_set.plan, None if loader is None else loader.batch_of_rows,
                 eval_set.group_size, is_evaluation=True, prefix=eval_set.prefix)
-            self._outboxes.append(state.outbox)
-            self._executors[eval_set.name] = Executor(state, program)
+            self._outboxes.append(of_set.outbox)
+            self._executors[eval_set.name] = Executor(of_set, parts)
 
     def run(self) -> list[SetRecord]:
         """Evaluate all sets; return what this rank has of each."""
@@ -348,15 +351,13 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     started = time.time()
     experiment = program.experiment
     context = HostContext(experiment.tokenizer_dir())
-    evaluations = Evaluations(program, world, context)
+    rows = HeldOutRows(program, world, context)
     if world.rank == 0:
         largest = max(context.tokenizer.get_vocab().values())
         check_vocabulary(program.roles, largest, tokenizer=context.tokenizer_dir)
-        for sentence in warnings_of(program, None, evaluations.loaders):
+        for sentence in warnings_of(program, None, rows.loaders):
             warn(sentence)
-    prompts = evaluations.count_prompts()
-    store = ModelStore(world, program)
-    evaluations.start(store)
+    evaluations = Evaluations(program, RankState(world, ModelStore(world, program), context), rows)
     progress = Progress(program, world.process) if world.rank == 0 else None
     if progress is not None:
         progress.watch()
@@ -373,8 +374,10 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     for sentence in (*result.faults, *result.doubts):
         warn(sentence)
     sets = {
-        name: {"path": str(evaluation.dataset.path), "prompts": prompts[name], "samples": evaluation.samples}
-        for name, evaluation in ((eval_set.name, eval_set.evaluation) for eval_set in program.evaluations)}
+        eval_set.name: {
+            "path": str(eval_set.evaluation.dataset.path), "prompts": len(rows.prompts[eval_set.name]),
+            "samples": eval_set.evaluation.samples}
+        for eval_set in program.evaluations}
     summary = {
         "model": evaluated_model(next(iter(program.roles.values()))), "sets": sets,
         "metrics": dict(result.metrics),

@@ -12,7 +12,6 @@ import torch
 
 from realhf.calls import Generate
 from realhf.checkpoint.hf import Beside
-from realhf.checkpoint.names import METRICS
 from realhf.data.loader import Loader, MixedLoader, make_loader
 from realhf.devices.half_precision import needs_float32
 from realhf.distributed import tags
@@ -22,14 +21,14 @@ from realhf.engine.base import DTYPES
 from realhf.errors import UserError, warn
 from realhf.errors import described as described_error
 from realhf.experiment import Role
-from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_continuable, restore
+from realhf.runtime.checkpointer import Beginning, Checkpoint, Checkpointer, begin
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary, row_faults_of
 from realhf.runtime.compile.program import Program, described, to_json
 from realhf.runtime.doubts.changes import changed_fields, changed_files, changed_sources, sources_of
 from realhf.runtime.doubts.data import named_parts
 from realhf.runtime.doubts.rules import warnings_of
-from realhf.runtime.evaluations import Evaluations, first_and_last
+from realhf.runtime.evaluations import Evaluations, HeldOutRows, first_and_last
 from realhf.runtime.execute.executor import Executor, Observations, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.execute.meters import (
@@ -116,6 +115,63 @@ class RunResult:
     """The last step of a run that a signal has stopped early."""
 
 
+class RunData:
+    """The rows of a run on this rank, and the context of its host functions. Every rank constructs it.
+
+    Raises UserError about rows and a tokenizer that do not suit the models.
+    """
+
+    def __init__(self, program: Program, world: World, *, logs_rollouts: bool) -> None:
+        self._program = program
+        self._device = world.device
+        self.context = HostContext(program.experiment.tokenizer_dir())
+        is_main = world.rank == 0
+        if is_main:
+            largest = max(self.context.tokenizer.get_vocab().values())
+            check_vocabulary(program.roles, largest, tokenizer=self.context.tokenizer_dir)
+        self.is_reader = world.rank in dataset_layout(program.graph, program.plan)
+        """Whether this rank reads the dataset."""
+        shown = DATASET_KEYS if logs_rollouts else ()
+        self.loader = self._make_loader(shown) if is_main or self.is_reader else None
+        """The dataset's loader on the rank that reads it, and on rank 0, which shows its size."""
+        self.held_out = HeldOutRows(program, world, self.context)
+        self.files = self._fingerprints() if is_main else {}
+        """The fingerprints of the files of all data sets, by field, on rank 0."""
+        self.sources = sources_of(program) if is_main else {}
+        """The fingerprints of code and models, on rank 0."""
+
+    def _make_loader(self, shown: Sequence[str]) -> Loader | MixedLoader:
+        """Return the dataset's loader, whose batches have the inputs of the graph and what is `shown`."""
+        program = self._program
+        experiment = program.experiment
+        loader = make_loader(
+            experiment.dataset, keys=tuple(dict.fromkeys((*program.graph.inputs, *shown))),
+            tokenizer=self.context.tokenizer, group_size=experiment.group_size, seed=experiment.seed,
+            row_faults=row_faults_of(program.graph))
+        check_lengths(program.roles, program.graph, loader)
+        return loader
+
+    def _fingerprints(self) -> dict[str, list[dict[str, Any]]]:
+        loaders = {"dataset": self.loader}
+        loaders |= {eval_set.field: self.held_out.loaders[eval_set.name]
+                    for eval_set in self._program.evaluations}
+        return {
+            where: part.fingerprints
+            for name, loader in loaders.items() for where, part in named_parts(name, loader)}
+
+    def warnings(self, checkpoint: Checkpoint | None) -> list[str]:
+        """Return warnings about what the user probably did not intend, on rank 0, which has all rows."""
+        program = self._program
+        warnings = []
+        if checkpoint is not None:
+            saved = checkpoint.manifest
+            warnings += changed_fields(saved.experiment, described(program.experiment))
+            warnings += changed_files(saved.data, self.files)
+            warnings += changed_sources(saved.sources, self.sources)
+        warnings += warnings_of(program, self.loader, self.held_out.loaders)
+        return [*warnings, *_slow_dtypes(program.roles, self._device)]
+
+
 class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
@@ -128,93 +184,36 @@ class Trainer:
         *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
         quiet: bool = False, track: Sequence[str] = (),
     ) -> None:
+        """Read rows and models, then write. So faults in them leave the run directory as it was."""
         self._program = program
         self._world = world
         self._process = world.process
         self._out = out
         self._is_main = world.rank == 0
         self._stop = stop
-        self._context = HostContext(program.experiment.tokenizer_dir())
         self._configs = {name: role.config() for name, role in program.roles.items()}
-
-        # Faults of the data, the models or the checkpoint are raised before the run directory is changed.
-        if self._is_main:
-            self._check_vocabulary()
-        self._loader = self._make_loader()
-        self._evaluations = Evaluations(program, world, self._context)
-        self._fingerprints = self._files_of_data()
-        self._sources = sources_of(program) if self._is_main else {}
+        data = RunData(program, world, logs_rollouts=out is not None and logs_rollouts(program))
         if self._is_main and not quiet:
-            self._warn(checkpoint)
-        self._held_out = self._evaluations.count_prompts()
-        self._state = RankState(world, ModelStore(world, program), self._context)
+            for sentence in data.warnings(checkpoint):
+                warn(sentence)
+        self._loader = data.loader
+        self._held_out = {name: len(prompts) for name, prompts in data.held_out.prompts.items()}
+        self._context = data.context
+        self._state = RankState(world, ModelStore(world, program), data.context)
         self._executor = self._make_executor()
-        self._evaluations.start(self._state.models)
         self._runner = program.experiment.step_runner(program.graph, self._executor)
-        if checkpoint is not None:
-            check_continuable(checkpoint, program, self._state, self._runner)
-
-        # From here on rank 0 writes the run directory.
-        self._recorder = self._make_recorder(checkpoint, track)
+        self._evaluations = Evaluations(program, self._state, data.held_out)
+        beginning = begin(checkpoint, program, self._state, self._runner, data.loader)
+        self._first_step = beginning.step
+        self._recorder = self._make_recorder(beginning, track)
         self._progress = Progress(program, self._process) if self._is_main and not quiet else None
         self._journal = Journal(
             world, self._state.outbox, self._recorder, self._progress, self._make_meter(),
             program.evaluations)
-        self._checkpointer = (
-            None if out is None else Checkpointer(
-                program, self._state, self._runner, out / "checkpoints",
-                loader=self._loader if world.rank in dataset_layout(program.graph, program.plan) else None,
-                data=self._fingerprints, sources=self._sources))
+        self._checkpointer = None if out is None else Checkpointer(
+            program, self._state, self._runner, out / "checkpoints",
+            loader=data.loader if data.is_reader else None, data=data.files, sources=data.sources)
         self._decisions = self._make_decisions()
-        self._first_step = 1
-        if checkpoint is not None:
-            restore(checkpoint, program, self._state, self._runner, self._loader)
-            self._first_step = checkpoint.manifest.step + 1
-        self._executor.memory.begin()
-
-    def _check_vocabulary(self) -> None:
-        largest = max(self._context.tokenizer.get_vocab().values())
-        check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
-
-    def _make_loader(self) -> Loader | MixedLoader | None:
-        """Return the dataset's loader on the rank that reads it, and on rank 0, which shows its size.
-
-        Its batches have the inputs of the graph and, if rollouts are logged, what these show of a row.
-        """
-        program = self._program
-        experiment = program.experiment
-        if not self._is_main and self._world.rank not in dataset_layout(program.graph, program.plan):
-            return None
-        shown = DATASET_KEYS if self._out is not None and logs_rollouts(program) else ()
-        loader = make_loader(
-            experiment.dataset, keys=tuple(dict.fromkeys((*program.graph.inputs, *shown))),
-            tokenizer=self._context.tokenizer, group_size=experiment.group_size, seed=experiment.seed,
-            row_faults=row_faults_of(program.graph))
-        check_lengths(program.roles, program.graph, loader)
-        return loader
-
-    def _files_of_data(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the fingerprints of the files of all data sets, by field; rank 0 has all loaders."""
-        if not self._is_main:
-            return {}
-        loaders = {"dataset": self._loader}
-        loaders |= {eval_set.field: self._evaluations.loaders[eval_set.name]
-                    for eval_set in self._program.evaluations}
-        return {
-            where: part.fingerprints
-            for name, loader in loaders.items() for where, part in named_parts(name, loader)}
-
-    def _warn(self, checkpoint: Checkpoint | None) -> None:
-        """Print warnings about settings that the user probably did not intend."""
-        program = self._program
-        changed = []
-        if checkpoint is not None:
-            changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
-            changed += changed_files(checkpoint.manifest.data, self._fingerprints)
-            changed += changed_sources(checkpoint.manifest.sources, self._sources)
-        slow = _slow_dtypes(program.roles, self._world.device)
-        for sentence in [*changed, *warnings_of(program, self._loader, self._evaluations.loaders), *slow]:
-            warn(sentence)
 
     def _make_executor(self) -> Executor:
         """Return the executor of training.
@@ -234,13 +233,13 @@ class Trainer:
             note=self._process.operations.add if self._world.size > 1 and may_differ else None)
         return Executor(self._state, parts, observed)
 
-    def _make_recorder(self, checkpoint: Checkpoint | None, track: Sequence[str]) -> Recorder | None:
+    def _make_recorder(self, beginning: Beginning, track: Sequence[str]) -> Recorder | None:
         """Return the writer of the run directory, which goes on from a checkpoint, on rank 0."""
         if not self._is_main or self._out is None:
             return None
         program = self._program
         recorder = Recorder(
-            self._out, history=checkpoint.path / METRICS if checkpoint else None,
+            self._out, history=beginning.history,
             max_rollout_bytes=program.experiment.rollouts.max_bytes if logs_rollouts(program) else 0,
             track=track)
         recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
@@ -266,6 +265,7 @@ class Trainer:
         steps = self._program.experiment.steps
         stopped_after = None
         with self._guarded():
+            self._executor.memory.begin()
             if self._progress is not None:
                 self._progress.start(self._loader, held_out=self._held_out)
             if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:

@@ -355,49 +355,58 @@ class Executor:
     def _run_model(self, action: Run, minibatches: list[Batch]) -> None:
         """Run a call on a model; the layout's result ranks store its outputs."""
         call = action.call
-        layout = action.layout
-        rank = self._world.rank
-        samples = self._samples
         assert call.role is not None
+        key = (call.role, action.layout)
         plan = self._program.plan[call.name]
         engines = self._models.engines
         note = self._world.process.note
-        weights = self._weights(action)
-        timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
-        doing = self._world.process.doing(call.name)
-        explained = explaining(call, rank, self._context.step)
-        with doing, weights, explained, timed as event, self.memory.of_call(action, event):
-            before = samples.unfinished_of(call.name)
+        before = self._samples.unfinished_of(call.name)
+        with self._running(action) as event:
             if call.kind == "generate":
-                budget = None
-                if self._in_rounds(call):
-                    budget = -(-call.work_as(Generate).sampling.max_new_tokens // self._program.num_rounds)
-                result = engines.generating((call.role, layout)).generate(
-                    call, minibatches[0], budget=budget, version=self._context.updates.get(call.role, 0),
-                    unfinished=None if call.name in samples.held_by_engine else before, report=note)
+                is_held = call.name in self._samples.held_by_engine
+                result = engines.generating(key).generate(
+                    call, minibatches[0], unfinished=None if is_held else before, budget=self._budget(call),
+                    version=self._context.updates.get(call.role, 0), report=note)
             elif call.kind == "train_step":
-                metrics = engines[call.role, layout].train(
+                metrics = engines[key].train(
                     call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
                     gather=False, report=note)
                 result = CallResult(Batch([]), metrics)
             else:
-                outputs = engines[call.role, layout].forward(
+                outputs = engines[key].forward(
                     call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=note)
                 result = CallResult(outputs, {})
             self._arrivals.delay(event)
-            if call.kind != "forward" and rank in layout.result_ranks:
-                event["num_tokens"] = self._count_tokens(call, minibatches, before, result)
-            if call.role in self._observed.flops and rank in layout.result_ranks:
-                event["flops"] = self._count_flops(call, minibatches, before, result)
-        if self._in_rounds(call):
-            samples.unfinished[call.name] = result.unfinished
-            if call.work_as(Generate).cache_on_update == "keep":
-                samples.held_by_engine.add(call.name)
-        if rank in layout.result_ranks:
-            samples.put(call.name, result.batch)
-        if result.metrics.get("skipped_updates") and rank in layout.result_ranks:
+            if self._world.rank in action.layout.result_ranks:
+                event |= self._counts(call, minibatches, before, result)
+        self._store(action, result)
+        if result.metrics.get("skipped_updates") and self._world.rank in action.layout.result_ranks:
             self._save_samples(call.name, minibatches)
-        if rank == layout.result_ranks[0]:
+
+    @contextmanager
+    def _running(self, action: Run) -> Iterator[dict[str, Any]]:
+        """Time a call on a model and measure its memory; have its weights on the device meanwhile.
+
+        Yield the event of the call. Raises UserError with advice if memory runs out or numbers diverge.
+        """
+        call = action.call
+        rank = self._world.rank
+        timed = self._record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
+        doing = self._world.process.doing(call.name)
+        explained = explaining(call, rank, self._context.step)
+        with doing, self._weights(action), explained, timed as event, self.memory.of_call(action, event):
+            yield event
+
+    def _store(self, action: Run, result: CallResult) -> None:
+        """Store what a call on a model has returned: its outputs, unfinished samples and metrics."""
+        call = action.call
+        if self._in_rounds(call):
+            self._samples.unfinished[call.name] = result.unfinished
+            if call.work_as(Generate).cache_on_update == "keep":
+                self._samples.held_by_engine.add(call.name)
+        if self._world.rank in action.layout.result_ranks:
+            self._samples.put(call.name, result.batch)
+        if self._world.rank == action.layout.result_ranks[0]:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             self._record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
 
@@ -405,26 +414,33 @@ class Executor:
         """Return whether a call may leave samples unfinished."""
         return call.kind == "generate" and self._program.num_rounds > 1
 
-    def _count_tokens(
-        self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
-    ) -> int:
-        """Return the tokens that a call has sampled, or those that it has trained on, once for each epoch."""
-        if call.kind == "generate":
-            return sampled_tokens(call, before=before, after=[result.batch, result.unfinished])
-        num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-        return call.work_as(TrainStep).epochs * num_tokens
+    def _budget(self, call: FunctionCall) -> int | None:
+        """Return the most tokens that each sample gets in this round; None: all that are left."""
+        if not self._in_rounds(call):
+            return None
+        return -(-call.work_as(Generate).sampling.max_new_tokens // self._program.num_rounds)
 
-    def _count_flops(
+    def _counts(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
-    ) -> int:
-        """Return the FLOPs of a call on this rank's samples; `before` were unfinished when it began."""
-        assert call.role is not None
-        flops = self._observed.flops[call.role]
-        if call.kind != "generate":
-            return pass_flops(call, flops, minibatches)
-        return generate_flops(
-            call, flops, minibatches[0], group_size=self._program.group_size, before=before,
-            after=[result.batch, result.unfinished])
+    ) -> dict[str, int]:
+        """Return the tokens that a call has sampled or, once for each epoch, trained on, and its FLOPs.
+
+        They are those of this rank's samples; `before` were unfinished when the call began.
+        """
+        counts: dict[str, int] = {}
+        after = [result.batch, result.unfinished]
+        flops = self._observed.flops.get(call.role or "")
+        if call.kind == "generate":
+            counts["num_tokens"] = sampled_tokens(call, before=before, after=after)
+        elif call.kind == "train_step":
+            num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+            counts["num_tokens"] = call.work_as(TrainStep).epochs * num_tokens
+        if flops is not None and call.kind == "generate":
+            counts["flops"] = generate_flops(
+                call, flops, minibatches[0], group_size=self._program.group_size, before=before, after=after)
+        elif flops is not None:
+            counts["flops"] = pass_flops(call, flops, minibatches)
+        return counts
 
     def _take_waited(self) -> float:
         waited = self._waited
