@@ -66,17 +66,18 @@ class SamplingConfig:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         check_types(self, "sampling.")
         require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
-        legal = 0 <= self.temperature < inf
-        require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
+        require(
+            0 <= self.temperature < inf, "sampling.temperature", self.temperature,
+            "be a number of at least 0")
         require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
         require(0 <= self.min_p <= 1, "sampling.min_p", self.min_p, "be from 0 to 1")
-        rule = f"be from 0 to sampling.max_new_tokens, {self.max_new_tokens}"
-        legal = 0 <= self.min_new_tokens <= self.max_new_tokens
-        require(legal, "sampling.min_new_tokens", self.min_new_tokens, rule)
-        legal = 0 < self.repetition_penalty < inf
-        rule = "be a number above 0"
-        require(legal, "sampling.repetition_penalty", self.repetition_penalty, rule)
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens, "sampling.min_new_tokens", self.min_new_tokens,
+            f"be from 0 to sampling.max_new_tokens, {self.max_new_tokens}")
+        require(
+            0 < self.repetition_penalty < inf, "sampling.repetition_penalty", self.repetition_penalty,
+            "be a number above 0")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(-2 <= value <= 2, f"sampling.{name}", value, "be from -2 to 2")
@@ -90,10 +91,12 @@ class SamplingConfig:
         for name, token in self.token_ids:
             require(token >= 0, f"sampling.{name}", getattr(self, name), "have no negative token id")
         tokens = [token for token, _ in self.logit_bias]
-        rule = "have each token id once"
-        require(len(set(tokens)) == len(tokens), "sampling.logit_bias", self.logit_bias, rule)
-        legal = all(-inf < bias < inf for _, bias in self.logit_bias)
-        require(legal, "sampling.logit_bias", self.logit_bias, "have finite numbers")
+        require(
+            len(set(tokens)) == len(tokens), "sampling.logit_bias", self.logit_bias,
+            "have each token id once")
+        require(
+            all(-inf < bias < inf for _, bias in self.logit_bias), "sampling.logit_bias", self.logit_bias,
+            "have finite numbers")
 
     @property
     def token_ids(self) -> list[tuple[str, int]]:
@@ -212,9 +215,9 @@ class OptimizerConfig:
             require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "not be negative")
         ratio = self.warmup_ratio
         require(0 <= ratio <= 1, "optimizer.warmup_ratio", ratio, "be at least 0 and at most 1")
-        legal = not (ratio and self.warmup_steps)
-        rule = f"be 0, as optimizer.warmup_steps is {self.warmup_steps}: give one or the other"
-        require(legal, "optimizer.warmup_ratio", ratio, rule)
+        require(
+            not (ratio and self.warmup_steps), "optimizer.warmup_ratio", ratio,
+            f"be 0, as optimizer.warmup_steps is {self.warmup_steps}: give one or the other")
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -421,25 +424,28 @@ class Generate(ModelWork):
     def __post_init__(self) -> None:
         if self.environment is not None:
             self._check_turns()
-        legal = self.tokenizer is not None or not self.sampling.reads_text
-        rule = "be a directory for sampling.stop and sampling.bad_words"
-        require(legal, "tokenizer", self.tokenizer, rule)
+        require(
+            self.tokenizer is not None or not self.sampling.reads_text, "tokenizer", self.tokenizer,
+            "be a directory for sampling.stop and sampling.bad_words")
         if self.interruption is not None:
             after, size = self.interruption.after_tokens, len(self.interruption.phrase)
             most = self.sampling.max_new_tokens - size - 1
             why = f"the phrase (tokens: {size}) and an answer follow, within sampling.max_new_tokens"
             require(after <= most, "interruption.after_tokens", after, f"be at most {most}, as {why}")
         ways = ("recompute", "keep")
-        rule = f"be one of {', '.join(ways)}"
-        require(self.cache_on_update in ways, "cache_on_update", self.cache_on_update, rule)
+        require(
+            self.cache_on_update in ways, "cache_on_update", self.cache_on_update,
+            f"be one of {', '.join(ways)}")
         require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
         require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
-        rule = "be false with deterministic, as timing decides which replica takes a prompt"
-        require(not (self.deterministic and self.work_stealing), "work_stealing", "true", rule)
-        rule = "be a number of GiB with deterministic, as the memory that is free differs between runs"
-        require(gib is not None or not self.deterministic, "kv_cache_gib", gib, rule)
+        require(
+            not (self.deterministic and self.work_stealing), "work_stealing", "true",
+            "be false with deterministic, as timing decides which replica takes a prompt")
+        require(
+            gib is not None or not self.deterministic, "kv_cache_gib", gib,
+            "be a number of GiB with deterministic, as the memory that is free differs between runs")
 
     def _check_turns(self) -> None:
         """Raise ValueError about settings that do not go together with an environment."""
@@ -630,8 +636,9 @@ class HostFunction(Work):
 
     def __post_init__(self) -> None:
         if self.timeout_seconds is not None:
-            rule = "be above 0, or None for no limit"
-            require(self.timeout_seconds > 0, "HostFunction.timeout_seconds", self.timeout_seconds, rule)
+            require(
+                self.timeout_seconds > 0, "HostFunction.timeout_seconds", self.timeout_seconds,
+                "be above 0, or None for no limit")
         if self.decides and self.splittable:
             raise ValueError("a HostFunction that decides needs all samples: it cannot be splittable")
 
@@ -723,6 +730,7 @@ def as_loss(loss: Any) -> Loss:
     Raises ValueError unless it names an output of models.
     """
     output = getattr(loss, "output", None)
-    rule = f"be one of {', '.join(Output)}"
-    require(output in list(Output), f"{type(loss).__name__}.output", repr(output), rule)
+    require(
+        output in list(Output), f"{type(loss).__name__}.output", repr(output),
+        f"be one of {', '.join(Output)}")
     return loss if isinstance(loss, Loss) else _AdaptedLoss(loss)

@@ -15,7 +15,7 @@ from typing import Any
 
 from realhf.errors import shown
 from realhf.layout import MAX_RANKS
-from realhf.user_input.field_types import check_fields, is_positive
+from realhf.user_input.field_types import check_fields, is_positive, is_whole, require
 from realhf.user_input.shipped import load_yaml
 from realhf.user_input.units import parse
 
@@ -33,6 +33,10 @@ class Link:
 
     latency_seconds: float
     bandwidth_bytes_per_second: float
+
+
+LINK_CLASSES = ("intra_host", "inter_host", "host_memory")
+"""The classes of links, from near to far and beside devices: the fields of a cluster that describe them."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class Cluster:
             value = getattr(self, name)
             if name == "cores_per_host" and value is None:
                 continue
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {shown(value)}: it must be a whole number of at least 1")
+            is_legal = isinstance(value, int) and value >= 1
+            require(is_legal, name, shown(value), "be a whole number of at least 1")
         optional = [f.name for f in fields(Cluster) if f.default is None]
         values = {f.name: getattr(self, f.name) for f in fields(Cluster)}
         for name, value in values.items():
@@ -79,11 +83,9 @@ class Cluster:
             has_parts = name == "peak_flops" or isinstance(value, Link)
             parts = {f"{name}.{k}": v for k, v in inner.items()} if has_parts else {name: value}
             for where, number in parts.items():
-                if not is_positive(number):
-                    raise ValueError(f"{where} is {shown(number)}: it must be a number above 0")
-        if self.devices_per_host > _MAX_PER_HOST:
-            legal = f"it must be at most {_MAX_PER_HOST}"
-            raise ValueError(f"devices_per_host is {self.devices_per_host}: {legal}")
+                require(is_positive(number), where, shown(number), "be a number above 0")
+        per_host = self.devices_per_host
+        require(per_host <= _MAX_PER_HOST, "devices_per_host", per_host, f"be at most {_MAX_PER_HOST}")
         if self.num_devices > MAX_RANKS:
             raise ValueError(
                 f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host} is "
@@ -92,11 +94,13 @@ class Cluster:
             raise ValueError(f"rails is {shown(self.rails)}: legal are true and false")
         if (self.hosts_per_leaf is None) != (self.oversubscription is None):
             raise ValueError("hosts_per_leaf and oversubscription belong together: give both or neither")
-        if self.hosts_per_leaf is not None and not isinstance(self.hosts_per_leaf, int):
-            raise ValueError(f"hosts_per_leaf is {shown(self.hosts_per_leaf)}: it must be a whole number")
-        if self.oversubscription is not None and self.oversubscription < 1:
-            legal = "it must be at least 1 (1: links between leaves carry all that hosts send)"
-            raise ValueError(f"oversubscription is {shown(self.oversubscription)}: {legal}")
+        require(
+            isinstance(self.hosts_per_leaf, int | None), "hosts_per_leaf", shown(self.hosts_per_leaf),
+            "be a whole number")
+        require(
+            self.oversubscription is None or self.oversubscription >= 1, "oversubscription",
+            shown(self.oversubscription),
+            "be at least 1 (1: links between leaves carry all that hosts send)")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
@@ -180,7 +184,7 @@ class Cluster:
         if isinstance(document, dict) and isinstance(document.get("hosts"), list):
             return _read_kinds(document)
         values = check_fields(document, _FIELDS, optional=_OPTIONAL, whole="the cluster")
-        for name in ("intra_host", "inter_host", "host_memory"):
+        for name in LINK_CLASSES:
             if values.get(name) is not None or name == "intra_host":
                 link = check_fields(values[name], [f.name for f in fields(Link)], where=name)
                 values[name] = Link(**_plain(link, f"{name}."))
@@ -236,18 +240,17 @@ def join_kinds(kinds: Iterable[Cluster]) -> Cluster:
     ports = [kind.host_port_bytes_per_second for kind in kinds]
     dtypes = [name for name in first.peak_flops if all(name in kind.peak_flops for kind in kinds)]
     slowest = min(kinds, key=lambda kind: max(kind.peak_flops.values()))
+    links: dict[str, Any] = {
+        name: _slowest_link([getattr(kind, name) for kind in kinds]) for name in LINK_CLASSES}
     return MixedCluster(
         num_hosts=sum(kind.num_hosts for kind in kinds), devices_per_host=first.devices_per_host,
         device_memory_bytes=max(kind.device_memory_bytes for kind in kinds),
         host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
         memory_bandwidth_bytes_per_second=min(kind.memory_bandwidth_bytes_per_second for kind in kinds),
         peak_flops={name: min(kind.peak_flops[name] for kind in kinds) for name in dtypes},
-        intra_host=_slowest_link([kind.intra_host for kind in kinds]) or first.intra_host,
-        inter_host=_slowest_link([kind.inter_host for kind in kinds]),
         host_bandwidth_bytes_per_second=min(ports) if any(
             kind.host_bandwidth_bytes_per_second is not None for kind in kinds) else None,
-        device_type=first.device_type, host_memory=_slowest_link([kind.host_memory for kind in kinds]),
-        accelerator=slowest.accelerator_name, host_kinds=kinds,
+        device_type=first.device_type, accelerator=slowest.accelerator_name, host_kinds=kinds, **links,
         **{name: getattr(first, name) for name in _SWITCHES},
     )
 
@@ -281,8 +284,7 @@ def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
     optional = ["like", *(figures if has_like else (*_OPTIONAL, *common))]
     own_values = check_fields(entry, ["count", "like", *figures], optional=optional, where=where)
     count = own_values.pop("count")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{where}.count is {shown(count)}: it must be a whole number of at least 1")
+    require(is_whole(count), f"{where}.count", shown(count), "be a whole number of at least 1")
     values: dict[str, Any] = {}
     if (name := own_values.pop("like", None)) is not None:
         alike = _load_like(name, where).to_dict()
@@ -297,8 +299,8 @@ def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
 
 
 def _load_like(name: Any, where: str) -> Cluster:
-    if not isinstance(name, str):
-        raise ValueError(f"{where}.like is {shown(name)}: it must name a cluster file, such as h100-8x8")
+    require(
+        isinstance(name, str), f"{where}.like", shown(name), "name a cluster file, such as h100-8x8")
     try:
         alike = Cluster.load(name)
     except ValueError as error:

@@ -72,8 +72,9 @@ class Evaluation:
         return training
 
     def _require_random(self, sampling: SamplingConfig, name: str) -> None:
-        rule = f"be above 0, as Evaluation.samples is {self.samples}"
-        require(self.samples == 1 or sampling.temperature > 0, name, sampling.temperature, rule)
+        require(
+            self.samples == 1 or sampling.temperature > 0, name, sampling.temperature,
+            f"be above 0, as Evaluation.samples is {self.samples}")
 
     def chosen_rows(self, num_rows: int, has: Callable[[int], bool] = lambda row: True) -> list[int]:
         """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly.
@@ -468,8 +469,9 @@ class Experiment:
         lag = self.max_lag
         require(lag >= 0, "max_lag", lag, "not be negative")
         legal = sorted({max(1, lag), lag + 1})
-        rule = f"be {' or '.join(map(str, legal))} with max_lag {lag}"
-        require(self.num_rounds in legal, "rounds", self.rounds, rule)
+        require(
+            self.num_rounds in legal, "rounds", self.rounds,
+            f"be {' or '.join(map(str, legal))} with max_lag {lag}")
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call.

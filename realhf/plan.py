@@ -8,6 +8,7 @@ from typing import Any
 from realhf.errors import shown
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
+from realhf.user_input.field_types import is_whole, require
 from realhf.user_input.shipped import dump_yaml, load_yaml
 from realhf.user_input.suggest import did_you_mean
 
@@ -29,11 +30,10 @@ class CallPlan:
     def __post_init__(self) -> None:
         rows = 1 if self.max_rows is None else self.max_rows
         for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
-            if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-                raise ValueError(f"{name} is {shown(num)}: it must be a whole number of at least 1")
+            require(is_whole(num), name, shown(num), "be a whole number of at least 1")
         for name in OPTIONS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} is {shown(value)}: it must be true or false")
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, shown(value), "be true or false")
 
     @property
     def options(self) -> tuple[str, ...]:

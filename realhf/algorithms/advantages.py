@@ -304,8 +304,9 @@ class AdvantageConfig(RewardKL):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("gamma", "lam"):
-            legal = 0 <= getattr(self, name) <= 1
-            require(legal, f"advantage.{name}", getattr(self, name), "be at least 0 and at most 1")
+            require(
+                0 <= getattr(self, name) <= 1, f"advantage.{name}", getattr(self, name),
+                "be at least 0 and at most 1")
 
 
 def generalized_advantages(

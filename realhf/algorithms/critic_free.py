@@ -108,18 +108,22 @@ class CriticFree(OnPolicy):
         environment = self.used_environment()
         if environment is None or environment.credit == "trajectory":
             return None
-        rule = f"be leave_one_out with environment.credit {environment.credit!r}, as a turn is compared with "
-        require(self.baseline == "leave_one_out", "baseline", self.baseline, rule + "the other samples alone")
-        rule = f"be none or group with environment.credit {environment.credit!r}"
-        require(self.normalize in ("none", "group"), "normalize", self.normalize, rule)
+        require(
+            self.baseline == "leave_one_out", "baseline", self.baseline,
+            f"be leave_one_out with environment.credit {environment.credit!r}, as a turn is compared with "
+            "the other samples alone")
+        require(
+            self.normalize in ("none", "group"), "normalize", self.normalize,
+            f"be none or group with environment.credit {environment.credit!r}")
         return environment
 
     def _greedy_calls(self) -> tuple[FunctionCall, FunctionCall]:
         """Return the calls that answer the prompts greedily and score the responses."""
-        rule = "be 1, as a prompt has one greedy response"
-        require(self.group_size == 1, "group_size", self.group_size, rule)
-        rule = "be false with a greedy baseline, which compares no groups"
-        require(not self.filter_groups, "filter_groups", self.filter_groups, rule)
+        require(
+            self.group_size == 1, "group_size", self.group_size, "be 1, as a prompt has one greedy response")
+        require(
+            not self.filter_groups, "filter_groups", self.filter_groups,
+            "be false with a greedy baseline, which compares no groups")
         require(self.num_rounds == 1, "rounds", self.num_rounds, "be 1 with a greedy baseline")
         generate = self.actor_generate()
         generate = replace(generate, name="greedy_generate", outputs=_GREEDY)
@@ -182,8 +186,9 @@ class CISPO(CriticFree):
         default_factory=lambda: PolicyLossConfig(objective="cispo", average="prompt"))
 
     def graph(self) -> DataflowGraph:
-        rule = "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'"
-        require(self.loss.objective == "cispo", "loss.objective", self.loss.objective, rule)
+        require(
+            self.loss.objective == "cispo", "loss.objective", self.loss.objective,
+            "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'")
         return super().graph()
 
 
@@ -200,8 +205,9 @@ class GSPO(CriticFree):
         default_factory=lambda: PolicyLossConfig(ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4))
 
     def graph(self) -> DataflowGraph:
-        rule = "be sequence_mean: a new PolicyLossConfig must say that, and clip_low and clip_high"
-        require(self.loss.ratio == "sequence_mean", "loss.ratio", self.loss.ratio, rule)
+        require(
+            self.loss.ratio == "sequence_mean", "loss.ratio", self.loss.ratio,
+            "be sequence_mean: a new PolicyLossConfig must say that, and clip_low and clip_high")
         return super().graph()
 
 
@@ -258,19 +264,22 @@ class DAPO(CriticFree):
     def shaping(self) -> ScoreShaping | None:
         if not self.overlong_buffer:
             return self.score_shaping
-        legal = 0 < self.overlong_buffer <= self.sampling.max_new_tokens
-        rule = f"be from 0 to sampling.max_new_tokens, {self.sampling.max_new_tokens}"
-        require(legal, "overlong_buffer", self.overlong_buffer, rule)
-        legal = self.score_shaping is None
-        require(legal, "overlong_buffer", self.overlong_buffer, "be 0 if score_shaping is given")
+        require(
+            0 < self.overlong_buffer <= self.sampling.max_new_tokens, "overlong_buffer", self.overlong_buffer,
+            f"be from 0 to sampling.max_new_tokens, {self.sampling.max_new_tokens}")
+        require(
+            self.score_shaping is None, "overlong_buffer", self.overlong_buffer,
+            "be 0 if score_shaping is given")
         return SoftOverlongPenalty(self.sampling.max_new_tokens, self.overlong_buffer)
 
     def graph(self) -> DataflowGraph:
         require(self.max_rounds >= 1, "max_rounds", self.max_rounds, "be at least 1")
-        rule = "be true for DAPO, whose sampling goes on until the batch is full of groups that differ"
-        require(self.filter_groups, "filter_groups", self.filter_groups, rule)
-        rule = "be 0 for DAPO, which samples until its batch is full and then trains on it"
-        require(self.max_lag == 0, "max_lag", self.max_lag, rule)
+        require(
+            self.filter_groups, "filter_groups", self.filter_groups,
+            "be true for DAPO, whose sampling goes on until the batch is full of groups that differ")
+        require(
+            self.max_lag == 0, "max_lag", self.max_lag,
+            "be 0 for DAPO, which samples until its batch is full and then trains on it")
         return super().graph()
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

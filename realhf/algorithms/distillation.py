@@ -264,13 +264,15 @@ class Distillation(OnPolicy):
                 raise ValueError(
                     f"{name} is given, and distillation has no reward: the teachers take the reward's place; "
                     "score held-out answers by eval_function")
-        legal = self.variant in ("sampled", "top_k")
-        require(legal, "variant", repr(self.variant), "be 'sampled' or 'top_k'")
+        require(
+            self.variant in ("sampled", "top_k"), "variant", repr(self.variant), "be 'sampled' or 'top_k'")
         require(self.top_k >= 1, "top_k", self.top_k, "be at least 1")
-        rule = "be 0: distillation has no reference model"
-        require(self.loss.kl_coef == 0, "loss.kl_coef", self.loss.kl_coef, rule)
-        rule = "be token, sequence or constant in distillation"
-        require(self.loss.average != "prompt", "loss.average", self.loss.average, rule)
+        require(
+            self.loss.kl_coef == 0, "loss.kl_coef", self.loss.kl_coef,
+            "be 0: distillation has no reference model")
+        require(
+            self.loss.average != "prompt", "loss.average", self.loss.average,
+            "be token, sequence or constant in distillation")
         default = PolicyLossConfig(average="token", max_age=self.loss.max_age, aged=self.loss.aged)
         if self.variant == "top_k" and self.loss != default:
             raise ValueError(
@@ -284,8 +286,9 @@ class Distillation(OnPolicy):
         weights = self.teacher_weights
         is_legal = all(0 <= weight < inf for weight in weights) and sum(weights) > 0
         if weights and (len(weights) != len(self.teachers) or not is_legal):
-            rule = f"have {len(self.teachers)} numbers, one per teacher, none negative and not all 0"
-            require(False, "teacher_weights", weights, rule)
+            require(
+                False, "teacher_weights", weights,
+                f"have {len(self.teachers)} numbers, one per teacher, none negative and not all 0")
         if weights and self.teacher_column is not None:
             raise ValueError("teacher_weights and teacher_column are given: a row has weights or one teacher")
         size = self.actor.config().vocab_size

@@ -81,9 +81,9 @@ class RewardKL:
         prefix = f"{self.field_of_experiment}."
         check_types(self, prefix)
         require(self.kl_coef >= 0, f"{prefix}kl_coef", self.kl_coef, "not be negative")
-        legal = self.kl_target is None or (self.kl_target > 0 and self.kl_coef > 0)
-        rule = "be above 0, with kl_coef above 0 to start from"
-        require(legal, f"{prefix}kl_target", self.kl_target, rule)
+        require(
+            self.kl_target is None or (self.kl_target > 0 and self.kl_coef > 0), f"{prefix}kl_target",
+            self.kl_target, "be above 0, with kl_coef above 0 to start from")
         require(self.kl_horizon >= 1, f"{prefix}kl_horizon", self.kl_horizon, "be at least 1")
 
     @property

@@ -159,17 +159,18 @@ class OnPolicy(Experiment):
             if value:
                 raise ValueError(f"{name} is set, and does not work with an environment yet: leave it out")
         credit = environment.credit
-        rule = f"be trajectory with {type(self).__name__}, which does not compare turns of a group"
-        legal = credit == "trajectory" or self.credits_turns
-        require(legal, "environment.credit", credit, rule)
-        rule = "be 1 with an environment, whose rollouts are not continued in later rounds yet"
-        require(self.num_rounds == 1, "rounds", self.num_rounds, rule)
-        rule = "not be greedy: with an environment, a greedy rollout would need one of its own"
+        require(
+            credit == "trajectory" or self.credits_turns, "environment.credit", credit,
+            f"be trajectory with {type(self).__name__}, which does not compare turns of a group")
+        require(
+            self.num_rounds == 1, "rounds", self.num_rounds,
+            "be 1 with an environment, whose rollouts are not continued in later rounds yet")
         baseline = getattr(self, "baseline", None)
-        require(baseline != "greedy", "baseline", baseline, rule)
+        require(
+            baseline != "greedy", "baseline", baseline,
+            "not be greedy: with an environment, a greedy rollout would need one of its own")
         engine = self.actor.engine
-        rule = "be native or megatron with an environment"
-        require(engine != "transformers", "actor.engine", engine, rule)
+        require(engine != "transformers", "actor.engine", engine, "be native or megatron with an environment")
         return EnvironmentCalls(
             environment, self.tokenizer_dir(), dict(self.dataset.chat_template_kwargs), self.group_size,
             self._worker_pool)
@@ -312,11 +313,13 @@ class OnPolicy(Experiment):
         if size is None:
             return self.minibatches
         if self.minibatches != type(self).minibatches:
-            rule = f"be None, as minibatches is {self.minibatches}: give one or the other"
-            require(False, "minibatch_size", size, rule)
+            require(
+                False, "minibatch_size", size,
+                f"be None, as minibatches is {self.minibatches}: give one or the other")
         legal = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
-        rule = f"divide batch_size {self.batch_size}: legal are {', '.join(map(str, legal))}"
-        require(size in legal, "minibatch_size", size, rule)
+        require(
+            size in legal, "minibatch_size", size,
+            f"divide batch_size {self.batch_size}: legal are {', '.join(map(str, legal))}")
         return self.batch_size // size
 
     @property

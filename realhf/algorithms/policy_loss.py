@@ -85,20 +85,21 @@ class PolicyLossConfig:
             ("kl_estimator", "loss.kl_coef is above 0", self.kl_coef > 0),
         ):
             default = type(self).__dataclass_fields__[name].default
-            legal = has_effect or getattr(self, name) == default
-            require(legal, f"loss.{name}", getattr(self, name), f"be {default} unless {needed}")
+            require(
+                has_effect or getattr(self, name) == default, f"loss.{name}", getattr(self, name),
+                f"be {default} unless {needed}")
         require(self.ratio_cap >= 1, "loss.ratio_cap", self.ratio_cap, "be at least 1")
         length = self.constant_length
         require(length is None or length >= 1, "loss.constant_length", length, "be at least 1")
         cap = self.importance_cap
         require(cap is None or cap >= 1, "loss.importance_cap", cap, "be at least 1")
-        legal = cap is None or self.proximal == "recomputed"
-        rule = "be None unless loss.proximal is recomputed: it limits the weight p_recomputed / p_generated"
-        require(legal, "loss.importance_cap", cap, rule)
-        legal = self.max_age is None or self.max_age >= 0
-        require(legal, "loss.max_age", self.max_age, "not be negative")
-        legal = self.aged == "mask" or self.max_age is not None
-        require(legal, "loss.aged", self.aged, "be mask unless loss.max_age is given")
+        require(
+            cap is None or self.proximal == "recomputed", "loss.importance_cap", cap,
+            "be None unless loss.proximal is recomputed: it limits the weight p_recomputed / p_generated")
+        require(self.max_age is None or self.max_age >= 0, "loss.max_age", self.max_age, "not be negative")
+        require(
+            self.aged == "mask" or self.max_age is not None, "loss.aged", self.aged,
+            "be mask unless loss.max_age is given")
 
     def doubts(self, *, max_lag: int, longest: int) -> Iterator[str]:
         """Yield what is probably not meant, where generation runs `max_lag` batches ahead and answers have at

@@ -90,8 +90,9 @@ class DPOLoss(Loss):
         require(self.beta > 0, "loss.beta", self.beta, "be above 0")
         share = self.label_smoothing
         require(0 <= share < 0.5, "loss.label_smoothing", share, "be at least 0 and below 0.5")
-        legal = share == 0 or self.variant == "sigmoid"
-        require(legal, "loss.label_smoothing", share, f"be 0 with loss.variant {self.variant}")
+        require(
+            share == 0 or self.variant == "sigmoid", "loss.label_smoothing", share,
+            f"be 0 with loss.variant {self.variant}")
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"pairs": float(num_pairs(batch))}

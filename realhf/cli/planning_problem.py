@@ -77,8 +77,9 @@ def _check(expected: Expected, limit: int) -> None:
         require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
     mean, longest = expected.prompt_tokens, expected.longest_prompt_tokens
     if longest is not None:
-        legal = mean is not None and longest >= mean
-        require(legal, "expected.longest_prompt_tokens", longest, "be at least expected.prompt_tokens")
+        require(
+            mean is not None and longest >= mean, "expected.longest_prompt_tokens", longest,
+            "be at least expected.prompt_tokens")
     response, p99 = expected.response_tokens, expected.response_p99
     if response is not None and limit and response > limit:
         raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
@@ -87,9 +88,9 @@ def _check(expected: Expected, limit: int) -> None:
         if given := [f"expected.{n}" for n in ("response_tokens", "response_p99") if getattr(expected, n)]:
             raise ValueError(f"expected.lengths_from has the lengths of a run: leave out {given[0]}")
     if p99 is not None:
-        legal = response is not None and response < p99 < limit
-        rule = f"be above expected.response_tokens and below sampling.max_new_tokens ({limit})"
-        require(legal, "expected.response_p99", p99, rule)
+        require(
+            response is not None and response < p99 < limit, "expected.response_p99", p99,
+            f"be above expected.response_tokens and below sampling.max_new_tokens ({limit})")
 
 
 def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:

@@ -83,8 +83,9 @@ class DatasetConfig:
         object.__setattr__(self, "tools", tuple(self.tools))
         require(not several or len(path) > 0, "path", "an empty list", "name a file")
         least = 0 if self.too_long == "drop" else 1
-        rule = f"be at least {least}"
-        require(self.max_prompt_tokens >= least, "max_prompt_tokens", self.max_prompt_tokens, rule)
+        require(
+            self.max_prompt_tokens >= least, "max_prompt_tokens", self.max_prompt_tokens,
+            f"be at least {least}")
         limit = self.max_completion_tokens
         require(limit is None or limit >= 1, "max_completion_tokens", limit, "be at least 1")
         if self.tools and self.tools_key is not None:

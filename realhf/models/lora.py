@@ -125,9 +125,8 @@ def _check_rank(lora: LoraConfig, targets: Sequence[ParamSpec]) -> None:
         rows[module] = rows.get(module, 0) + p.shape[0]
         columns[module] = p.shape[1]
     most, module = min(((min(rows[name], columns[name]), name) for name in rows), default=(lora.rank, ""))
-    if lora.rank > most:
-        layer = module.rpartition(".")[2]
-        raise ValueError(f"lora.rank is {lora.rank}: it must be at most {most}, the smaller dim of {layer}")
+    layer = module.rpartition(".")[2]
+    require(lora.rank <= most, "lora.rank", lora.rank, f"be at most {most}, the smaller dim of {layer}")
 
 
 def _factor(p: ParamSpec, kind: Literal["lora_A", "lora_B"], rank: int) -> ParamSpec:

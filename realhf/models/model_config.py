@@ -25,7 +25,7 @@ from realhf.models.families import (
     Reader,
     check_sizes,
 )
-from realhf.user_input.field_types import is_positive, is_whole
+from realhf.user_input.field_types import is_positive, is_whole, require
 from realhf.user_input.files import read_object
 from realhf.user_input.shipped import resolve
 
@@ -81,23 +81,22 @@ class MoeConfig:
     shared_gate: bool = False  # Multiply the shared experts' output by the sigmoid of a gate of their own.
 
     def __post_init__(self) -> None:
-        if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_token}: "
-                f"it must be at most the {self.num_experts} experts to choose from")
+        require(
+            self.num_experts_per_token <= self.num_experts, "num_experts_per_tok", self.num_experts_per_token,
+            f"be at most the {self.num_experts} experts to choose from")
 
     def check_groups(self) -> None:
         """Raise ValueError if no router can choose by these groups: such a model can only be planned."""
         experts, groups, chosen = self.num_experts, self.num_groups, self.num_groups_per_token
         # The score of a group is the sum of its two best experts' scores, so it needs two experts.
-        if experts % groups or (groups > 1 and experts < 2 * groups):
-            legal = f"it must split the {experts} experts into equal groups of at least 2"
-            raise ValueError(f"n_group is {groups}: {legal}")
-        if chosen > groups:
-            raise ValueError(f"topk_group is {chosen}: it must be at most n_group {groups}")
-        if self.num_experts_per_token > (choice := experts // groups * chosen):
-            legal = f"it must be at most the {choice} experts to choose from"
-            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_token}: {legal}")
+        require(
+            experts % groups == 0 and (groups == 1 or experts >= 2 * groups), "n_group", groups,
+            f"split the {experts} experts into equal groups of at least 2")
+        require(chosen <= groups, "topk_group", chosen, f"be at most n_group {groups}")
+        choice = experts // groups * chosen
+        require(
+            self.num_experts_per_token <= choice, "num_experts_per_tok", self.num_experts_per_token,
+            f"be at most the {choice} experts to choose from")
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,9 @@ class ModelConfig:
         if self.head not in HEADS:
             raise ValueError(f"head is {shown(self.head)}: legal are {', '.join(HEADS)}")
         for name in ("vocab_size", "head_dim"):  # Readers of config.json check the other sizes.
-            if not is_whole(value := getattr(self, name)):
-                raise ValueError(f"{name} is {shown(value)}: it must be a whole number of at least 1")
-            if value > MAX_SIZE:
-                raise ValueError(f"{name} is {value}: it must be at most {MAX_SIZE}")
+            value = getattr(self, name)
+            require(is_whole(value), name, shown(value), "be a whole number of at least 1")
+            require(value <= MAX_SIZE, name, value, f"be at most {MAX_SIZE}")
         if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERTS:
             layers = f"{self.num_layers} layers of {self.moe.num_experts} experts"
             raise ValueError(f"the model has {layers}: they must have at most {MAX_EXPERTS} experts in all")

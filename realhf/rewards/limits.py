@@ -65,8 +65,9 @@ class RewardLimits:
     def __post_init__(self) -> None:
         check_types(self, "reward_limits.")
         if self.timeout_seconds is not None:
-            rule = "be above 0, or None for no limit"
-            require(self.timeout_seconds > 0, "reward_limits.timeout_seconds", self.timeout_seconds, rule)
+            require(
+                self.timeout_seconds > 0, "reward_limits.timeout_seconds", self.timeout_seconds,
+                "be above 0, or None for no limit")
         for name in ("retries", "retry_seconds", "max_failed_steps"):
             value = getattr(self, name)
             require(value >= 0, f"reward_limits.{name}", value, "not be negative")

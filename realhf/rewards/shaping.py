@@ -90,8 +90,9 @@ class SoftOverlongPenalty:
     def __post_init__(self) -> None:
         _check_fields(self)
         require(self.max_length >= 1, "SoftOverlongPenalty.max_length", self.max_length, "be at least 1")
-        rule = f"be at least 1 and at most max_length, {self.max_length}"
-        require(1 <= self.buffer <= self.max_length, "SoftOverlongPenalty.buffer", self.buffer, rule)
+        require(
+            1 <= self.buffer <= self.max_length, "SoftOverlongPenalty.buffer", self.buffer,
+            f"be at least 1 and at most max_length, {self.max_length}")
 
     def doubt(self, longest: int) -> str | None:
         """Return why answers of at most `longest` tokens are too short for this, or None."""
@@ -121,8 +122,9 @@ class RepetitionPenalty:
         _check_fields(self)
         require(self.ngram >= 1, "RepetitionPenalty.ngram", self.ngram, "be at least 1")
         require(self.penalty < 0, "RepetitionPenalty.penalty", self.penalty, "be below 0")
-        rule = "be at least 0 and at most 1"
-        require(0 <= self.discount <= 1, "RepetitionPenalty.discount", self.discount, rule)
+        require(
+            0 <= self.discount <= 1, "RepetitionPenalty.discount", self.discount,
+            "be at least 0 and at most 1")
 
     def doubt(self, longest: int) -> str | None:
         """Return why answers of at most `longest` tokens are too short for this, or None."""

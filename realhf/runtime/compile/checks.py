@@ -31,6 +31,7 @@ from realhf.models.model_config import check_megatron_installed
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
+from realhf.user_input.field_types import require
 from realhf.user_input.hub import is_incomplete
 
 
@@ -89,11 +90,11 @@ def check_numbers(experiment: Experiment) -> None:
     """Raise ValueError if a number of the experiment's fields is too small, or does not fit another."""
     experiment.checkpoint_period()
     for name in ("steps", "batch_size", "group_size", "log_every", "keep_checkpoints"):
-        if getattr(experiment, name) < 1:
-            raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
+        value = getattr(experiment, name)
+        require(value >= 1, name, value, "be at least 1")
     for name in ("eval_every", "export_every", "keep_checkpoint_every", "seed"):
-        if getattr(experiment, name) < 0:
-            raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
+        value = getattr(experiment, name)
+        require(value >= 0, name, value, "not be negative")
     experiment.check_lag()
 
 
@@ -111,10 +112,9 @@ def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -
             "it must return a DataflowGraph")
     check_inputs(graph)
     group_size = experiment.group_size
-    if reads_pairs(graph.inputs) and group_size != 2:
-        raise ValueError(
-            f"group_size is {group_size}: it must be 2, as the graph reads pairs: "
-            "the samples of a prompt are a chosen and a rejected completion")
+    require(
+        group_size == 2 or not reads_pairs(graph.inputs), "group_size", group_size,
+        "be 2, as the graph reads pairs: the samples of a prompt are a chosen and a rejected completion")
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size, group_size=group_size)
 
@@ -143,10 +143,11 @@ def _check_call(
         _check_host_function(call.name, work.function)
     if (minibatches := work.num_minibatches) > batch_size:
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
-    if group_size % (compared := work.group_size):
-        raise ValueError(
-            f"group_size is {group_size}: it must be a multiple of {compared}, "
-            f"as call {call.name!r} has a loss that compares {compared} samples of a prompt")
+    compared = work.group_size
+    require(
+        group_size % compared == 0, "group_size", group_size,
+        f"be a multiple of {compared}, as call {call.name!r} has a loss that compares {compared} samples of "
+        "a prompt")
     if call.role is None:
         return
     if call.role not in roles:
