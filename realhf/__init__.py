@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.on_policy import SEQUENCE as SEQUENCE
     from realhf.algorithms.on_policy import OnPolicy as OnPolicy
     from realhf.algorithms.on_policy import graph_of as graph_of
-    from realhf.algorithms.pass_rates import PassRateLimit as PassRateLimit
     from realhf.algorithms.policy_loss import PolicyLoss as PolicyLoss
     from realhf.algorithms.policy_loss import PolicyLossConfig as PolicyLossConfig
     from realhf.algorithms.ppo import PPO as PPO
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.preferences import DPOLoss as DPOLoss
     from realhf.algorithms.preferences import PairwiseRewardModel as PairwiseRewardModel
     from realhf.algorithms.preferences import RewardModel as RewardModel
+    from realhf.algorithms.scalerl import PassRateLimit as PassRateLimit
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
     from realhf.algorithms.sft import SFT as SFT
@@ -96,11 +96,10 @@ _NAMES = {
     "realhf.algorithms.distillation": ("Distillation",),
     "realhf.algorithms.kl": ("RewardKL",),
     "realhf.algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
-    "realhf.algorithms.pass_rates": ("PassRateLimit",),
     "realhf.algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
     "realhf.algorithms.preferences": ("DPO", "BradleyTerry", "DPOLoss", "PairwiseRewardModel", "RewardModel"),
-    "realhf.algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
+    "realhf.algorithms.scalerl": ("PassRateLimit", "ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (
         "Generate", "HostFunction", "Interruption", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",

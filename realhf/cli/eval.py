@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,21 @@ from realhf.data.dataset import DatasetConfig
 from realhf.errors import UserError, naming, one_line, shown, warn
 from realhf.experiment import Evaluation, Experiment, Role, metric_prefix, named_sets, set_field
 from realhf.models.lora import LoraConfig
-from realhf.rewards.by_name import SHIPPED, reward_by_name
+from realhf.rewards.answers import ExactMatch
+from realhf.rewards.math_answer import MathAnswer
 from realhf.rewards.reward import Reward
 from realhf.runtime.compile.program import leaves
 from realhf.runtime.records.run_directory import check_run_directory, new_run_directory
-from realhf.user_input.files import read_json, read_object
+from realhf.user_input.files import execute_file, read_json, read_object
+from realhf.user_input.suggest import did_you_mean
 
 HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
     "realhf eval examples/grpo.py --model runs/grpo",
     "realhf eval runs/first --data held_out.jsonl --reward exact --eval-dataset.samples 8",
     "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json")
+SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAnswer}
+"""The shipped rewards by name: each takes the column of the answers."""
 _CONFIG = "config.json"
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 _OF_ROWS = ("path", "name", "split", "revision", "max_rows")
@@ -289,3 +293,33 @@ def print_summary(summary: Mapping[str, Any], *, out: Path | None, as_json: bool
     table.add_row("prompts x samples", *counts)
     Console().print(table)
     print(f"realhf: samples and summary: {out}", file=sys.stderr)
+
+
+def reward_by_name(text: str) -> Any:
+    """Return a shipped reward (`exact`, or `exact:column`), or the function of a file (`file.py:function`).
+
+    Raises UserError if there is none of this name.
+    """
+    path, _, function = text.rpartition(":")
+    if path.endswith(".py"):
+        return _from_file(Path(path), function)
+    name, _, column = text.partition(":")
+    if name not in SHIPPED:
+        raise UserError(
+            f"--reward {text!r}{did_you_mean(name, list(SHIPPED))}: "
+            f"legal are {', '.join(SHIPPED)} and FILE.py:FUNCTION")
+    return SHIPPED[name](column or "answer")
+
+
+def _from_file(path: Path, function: str) -> Any:
+    """Execute the user's file as a module and return one of its functions."""
+    if not path.is_file():
+        raise UserError(f"--reward {path}:{function}: there is no file {path}")
+    try:
+        module = execute_file(path, name=f"realhf_reward_{path.stem}")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from error
+    if not callable(reward := getattr(module, function, None)):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"--reward {path}:{function}: the file's functions are {', '.join(names) or 'none'}")
+    return reward

@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from realhf import GRPO, DatasetConfig, Evaluation, LoraConfig, Role, SamplingConfig
+from realhf.cli.eval import reward_by_name
 from realhf.cli.main import main
 from realhf.cli.overrides import override
 from realhf.errors import UserError
-from realhf.rewards.by_name import reward_by_name
 from realhf.runtime.evaluations import evaluated_model
 from tests.cli_tools import ForkedCommand, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward

@@ -21,7 +21,7 @@ from realhf import (
     ScaleRL,
     scalerl_actor,
 )
-from realhf.algorithms.pass_rates import CountPasses, WantedPrompts
+from realhf.algorithms.scalerl import CountPasses, WantedPrompts
 from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch
 from realhf.plan import ExecutionPlan
