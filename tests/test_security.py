@@ -85,7 +85,7 @@ def test_files_run_only_as_the_experiment():
     runs = {str(path) for path, name, _ in calls() if name.endswith("exec_module")}
     assert runs == {"user_input/files.py"}
     users = [str(path) for path, name, _ in calls() if name == "execute_file"]
-    assert sorted(users) == ["cli/experiment_file.py", "environments/worker_host.py", "cli/eval.py"]
+    assert sorted(users) == ["cli/eval.py", "cli/experiment_file.py", "environments/worker_host.py"]
 
 
 def test_transformers_never_loads_code_or_asks_the_network():
