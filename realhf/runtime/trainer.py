@@ -21,7 +21,7 @@ from realhf.engine.base import DTYPES
 from realhf.errors import UserError, warn
 from realhf.errors import described as described_error
 from realhf.experiment import Role
-from realhf.runtime.checkpointer import Beginning, Checkpoint, Checkpointer, begin
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, begin
 from realhf.runtime.compile.actions import dataset_layout
 from realhf.runtime.compile.checks import check_lengths, check_vocabulary, row_faults_of
 from realhf.runtime.compile.program import Program, described, to_json
@@ -159,6 +159,15 @@ class RunData:
             where: part.fingerprints
             for name, loader in loaders.items() for where, part in named_parts(name, loader)}
 
+    @property
+    def parts(self) -> PartsProgram:
+        """The parts of a step, with the rows that they read."""
+        program = self._program
+        rows = None if self.loader is None else self.loader.batch
+        experiment = program.experiment
+        return PartsProgram(
+            program.parts, program.plan, rows, experiment.group_size, experiment.num_rounds)
+
     def warnings(self, checkpoint: Checkpoint | None) -> list[str]:
         """Return warnings about what the user probably did not intend, on rank 0, which has all rows."""
         program = self._program
@@ -196,69 +205,27 @@ class Trainer:
         if self._is_main and not quiet:
             for sentence in data.warnings(checkpoint):
                 warn(sentence)
-        self._loader = data.loader
-        self._held_out = {name: len(prompts) for name, prompts in data.held_out.prompts.items()}
-        self._context = data.context
-        self._state = RankState(world, ModelStore(world, program), data.context)
-        self._executor = self._make_executor()
+        self._data = data
+        state = RankState(world, ModelStore(world, program), data.context)
+        self._state = state
+        self._context = state.context
+        self._executor = Executor(state, data.parts, _observations(program, world, data, out))
         self._runner = program.experiment.step_runner(program.graph, self._executor)
-        self._evaluations = Evaluations(program, self._state, data.held_out)
-        beginning = begin(checkpoint, program, self._state, self._runner, data.loader)
+        self._evaluations = Evaluations(program, state, data.held_out)
+        beginning = begin(checkpoint, program, state, self._runner, data.loader)
         self._first_step = beginning.step
-        self._recorder = self._make_recorder(beginning, track)
+        writes = out if self._is_main else None
+        self._recorder = None if writes is None else _recorder(program, writes, beginning.history, track)
         self._progress = Progress(program, self._process) if self._is_main and not quiet else None
+        meter = _meter(program, world.size, earlier=self._recorder.history if self._recorder else ())
         self._journal = Journal(
-            world, self._state.outbox, self._recorder, self._progress, self._make_meter(),
-            program.evaluations)
+            world, state.outbox, self._recorder, self._progress, meter, program.evaluations)
         self._checkpointer = None if out is None else Checkpointer(
-            program, self._state, self._runner, out / "checkpoints",
+            program, state, self._runner, out / "checkpoints",
             loader=data.loader if data.is_reader else None, data=data.files, sources=data.sources)
-        self._decisions = self._make_decisions()
-
-    def _make_executor(self) -> Executor:
-        """Return the executor of training.
-
-        Where ranks might take different ways through a step, it tells the watcher each operation.
-        """
-        program = self._program
-        experiment = program.experiment
-        may_differ = experiment.has_own_program or experiment.max_lag > 0
-        rows = None if self._loader is None else self._loader.batch
-        parts = PartsProgram(
-            program.parts, program.plan, rows, experiment.group_size, experiment.num_rounds)
-        observed = Observations(
-            flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
-            failures=None if self._out is None else self._out / "failures",
-            rollouts=None if self._out is None else make_collector(program, self._world, self._loader),
-            note=self._process.operations.add if self._world.size > 1 and may_differ else None)
-        return Executor(self._state, parts, observed)
-
-    def _make_recorder(self, beginning: Beginning, track: Sequence[str]) -> Recorder | None:
-        """Return the writer of the run directory, which goes on from a checkpoint, on rank 0."""
-        if not self._is_main or self._out is None:
-            return None
-        program = self._program
-        recorder = Recorder(
-            self._out, history=beginning.history,
-            max_rollout_bytes=program.experiment.rollouts.max_bytes if logs_rollouts(program) else 0,
-            track=track)
-        recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
-        return recorder
-
-    def _make_meter(self) -> ComputeMeter:
-        """Return the meter of the run's compute, which goes on from the metrics of a checkpoint."""
-        program = self._program
-        peaks = peaks_by_call(program.graph.calls, program.roles, program.peak_flops)
-        return ComputeMeter(
-            num_devices=self._world.size, peaks=peaks,
-            has_flops=program.roles.keys() <= flops_by_role(program.roles).keys(),
-            earlier=() if self._recorder is None else self._recorder.history)
-
-    def _make_decisions(self) -> StepDecisions:
-        checkpointer = self._checkpointer
-        return StepDecisions(
-            self._world, self._state.outbox, last_step=self._program.experiment.steps,
-            is_due=checkpointer.is_due if checkpointer is not None else lambda step: False)
+        self._decisions = StepDecisions(
+            world, state.outbox, last_step=program.experiment.steps,
+            is_due=self._checkpointer.is_due if self._checkpointer is not None else lambda step: False)
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
@@ -267,7 +234,9 @@ class Trainer:
         with self._guarded():
             self._executor.memory.begin()
             if self._progress is not None:
-                self._progress.start(self._loader, held_out=self._held_out)
+                prompts = self._data.held_out.prompts
+                held_out = {name: len(chosen) for name, chosen in prompts.items()}
+                self._progress.start(self._data.loader, held_out=held_out)
             if self._evaluates and self._first_step == 1 and self._program.experiment.eval_at_start:
                 self._journal.add(0, None, self._evaluations.run(), pauses=True)
             if self._stop is not None:
@@ -447,6 +416,34 @@ class Trainer:
         if self._progress is not None:
             self._progress.finish(summary, self._out)
         return summary
+
+
+def _observations(program: Program, world: World, data: RunData, out: Path | None) -> Observations:
+    """Return what is recorded of calls. Every rank calls this.
+
+    Where ranks might take different ways through a step, the watcher is told each operation.
+    """
+    may_differ = program.experiment.has_own_program or program.experiment.max_lag > 0
+    return Observations(
+        flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
+        failures=None if out is None else out / "failures",
+        rollouts=None if out is None else make_collector(program, world, data.loader),
+        note=world.process.operations.add if world.size > 1 and may_differ else None)
+
+
+def _recorder(program: Program, out: Path, history: Path | None, track: Sequence[str]) -> Recorder:
+    """Return the writer of the run directory, which goes on from a file of metrics, if there is one."""
+    most = program.experiment.rollouts.max_bytes if logs_rollouts(program) else 0
+    recorder = Recorder(out, history=history, max_rollout_bytes=most, track=track)
+    recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
+    return recorder
+
+
+def _meter(program: Program, num_ranks: int, *, earlier: Sequence[dict[str, float]]) -> ComputeMeter:
+    """Return the meter of the run's compute, which goes on from the metrics of earlier steps."""
+    return ComputeMeter(
+        num_devices=num_ranks, peaks=peaks_by_call(program.graph.calls, program.roles, program.peak_flops),
+        has_flops=program.roles.keys() <= flops_by_role(program.roles).keys(), earlier=earlier)
 
 
 def _has_resting_caches(program: Program) -> bool:
