@@ -1,6 +1,8 @@
 """The rules about what is legal but often a mistake, by what they look at, in the order of their warnings.
 
-A rule yields sentences. It has a name for what it doubts, and is in the module of its subject.
+A rule yields sentences, has a name for what it doubts, and is in the module of its subject. Rules about
+single rows are in `realhf.data.doubtful_rows`. Experiments, losses, rewards and shapings have doubts of their
+own, for which rules ask them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
