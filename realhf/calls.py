@@ -613,7 +613,7 @@ class TrainStep(ModelWork):
 
 
 KEEP = "keep"
-"""The column in which a filtering host function says which samples it keeps."""
+"""The column in which a filtering host function says which samples pass."""
 DECISION = "decision"
 """The key under which a deciding host function returns its decision."""
 
@@ -627,7 +627,7 @@ class HostFunction(Work):
     splittable: bool = False  # Whether it can run on any part of the samples, so that a plan may use dp.
     filters: bool = False
     """Whether it drops samples: it also returns a column "keep", one boolean per sample. Calls that read
-    its outputs work on the samples that it has kept."""
+    its outputs work on the samples that have passed."""
     decides: bool = False
     """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
     example: Any = None  # A decision for trying out the step program without data.

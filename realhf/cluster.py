@@ -35,8 +35,11 @@ class Link:
     bandwidth_bytes_per_second: float
 
 
-LINK_CLASSES = ("intra_host", "inter_host", "host_memory")
-"""The classes of links, from near to far and beside devices: the fields of a cluster that describe them."""
+LINK_CLASSES = {
+    "intra_host": "from one device to others in its host",
+    "inter_host": "from one device to other hosts; may be left out if there is one host",
+    "host_memory": "between one device and its host's memory (PCIe); without it, nothing is offloaded"}
+"""The classes of links: field of a cluster -> what the link joins."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,11 @@ class Cluster:
     host_memory_bytes: float
     memory_bandwidth_bytes_per_second: float
     peak_flops: Mapping[str, float]  # Dtype name (`bfloat16`, `float32`) -> FLOP/s of one device.
-    intra_host: Link  # From one device to others in its host.
-    inter_host: Link | None = None  # From one device to other hosts; may be left out if there is one host.
+    intra_host: Link  # See LINK_CLASSES.
+    inter_host: Link | None = None
     host_bandwidth_bytes_per_second: float | None = None  # From one host; None: the sum of its devices'.
     device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
-    host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
+    host_memory: Link | None = None
     accelerator: str | None = None
     """Whose efficiencies the planner uses, one of ACCELERATORS; None: h100 for `cuda` devices, else cpu."""
     hosts_per_leaf: int | None = None  # Hosts on one leaf switch; None: all hosts.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 WANTED = "wanted_prompts"
-"""The call that keeps the prompts that are not dropped."""
+"""The call that only prompts pass that are not dropped."""
 COUNT = "count_passes"
 """The call that counts the samples that pass."""
 _STATE = "pass_rates"
@@ -56,7 +56,7 @@ class PassRateLimit:
         return total > 0 and passed / total >= self.max_pass_rate
 
     def calls(self) -> tuple[FunctionCall, FunctionCall]:
-        """Return the calls that keep wanted prompts, and that count passes."""
+        """Return the calls that only wanted prompts pass, and that count passes."""
         wanted = HostFunction(WantedPrompts(self), filters=True)
         count = HostFunction(CountPasses(self.pass_score), decides=True, example={})
         return (
@@ -65,7 +65,7 @@ class PassRateLimit:
 
     def take_wanted(self, run: StepRunner, count: int, *, part: str, max_draws: int) -> Samples | None:
         """Return the next `count` prompts that are not dropped, or fewer if `max_draws` draws do not find
-        them; `part` has the call that keeps them.
+        them; `part` has the call that they pass.
 
         Return None if there are none, or if nothing new is to begin.
         """
@@ -93,7 +93,7 @@ class PassRateLimit:
 
 @dataclass(frozen=True)
 class WantedPrompts:
-    """A host function that keeps the prompts whose pass rates are below the limit."""
+    """A host function that prompts pass whose pass rates are below the limit."""
 
     limit: PassRateLimit
 

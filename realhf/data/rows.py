@@ -317,12 +317,15 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
 
 
 def first_row(config: DatasetConfig) -> dict[str, Any] | None:
-    """Return the first row that the map function keeps, without reading others; None if there is no file."""
+    """Return the first row that the map function does not leave out, without reading others.
+
+    Return None if there is no file.
+    """
     return next(first_rows(config), None)
 
 
 def first_rows(config: DatasetConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows that the map function keeps, from the first; none if there is no file."""
+    """Yield the rows that the map function does not leave out, from the first; none if there is no file."""
     try:
         files = open_files(config)
     except ValueError:
