@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import get_type_hints
 
 import pytest
 from transformers import AutoTokenizer
@@ -32,8 +34,9 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts import chats, data, held_out, models, rewards, rules, sampling, training
 from realhf.runtime.doubts.rules import warnings_of
-from realhf.runtime.doubts.training import unusual_rate
+from realhf.runtime.doubts.training import _unusual_rate
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, some_reward, write_task
 
@@ -60,6 +63,18 @@ def _dataset(task, rows) -> DatasetConfig:
 
 def _lengths(task, key: str = "prompt") -> list[int]:
     return [len(json.loads(line)[key]) for line in (task / "data.jsonl").read_text().splitlines()]
+
+
+def test_every_rule_is_listed_once():
+    """The rules are the public generators of sentences, and a function that returns some."""
+    subjects = (chats, data, held_out, models, rewards, sampling, training)
+    defined = [
+        function for module in subjects for name, function in vars(module).items()
+        if not name.startswith("_") and getattr(function, "__module__", "") == module.__name__
+        and get_type_hints(function).get("return") in (Iterator[str], list[str])]
+    listed = [rule for name, table in vars(rules).items() if name.startswith("ABOUT_") for rule in table]
+    assert len(listed) == len(set(listed)) > 50
+    assert {*listed, chats.plain_texts} == set(defined)
 
 
 def test_nothing_is_said_of_a_usual_run(task, capsys):
@@ -237,7 +252,7 @@ def test_a_learning_rate_a_thousand_times_too_high_for_a_pretrained_model(lora, 
     def warned(role, lr):
         optimizer = OptimizerConfig(lr=lr)
         loss = PolicyLoss(PolicyLossConfig())
-        return [*unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, loss)]
+        return [*_unusual_rate("actor", replace(role, optimizer=optimizer), optimizer, loss)]
 
     large = Role("qwen2.5-0.5b", lora=LoraConfig(rank=8) if lora else None)
     (sentence,) = warned(large, lr)

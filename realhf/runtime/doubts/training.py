@@ -36,7 +36,7 @@ def unusual_training(program: Program) -> Iterator[str]:
     for name, role in program.roles.items():
         trains = program.graph.works(TrainStep, role=name)
         if role.optimizer is not None and trains:
-            yield from unusual_rate(name, role, role.optimizer, trains[0].loss)
+            yield from _unusual_rate(name, role, role.optimizer, trains[0].loss)
             num_steps = program.experiment.steps * sum(work.optimizer_steps for work in trains)
             yield from _unusual_optimizer(f"{name}.optimizer", role.optimizer, num_steps)
     if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
@@ -48,7 +48,7 @@ def unusual_training(program: Program) -> Iterator[str]:
             yield f"{name} is {value:g}: the reward hardly counts beside it (0 to 0.1 is usual)"
 
 
-def unusual_rate(name: str, role: Role, optimizer: OptimizerConfig, loss: Loss) -> Iterator[str]:
+def _unusual_rate(name: str, role: Role, optimizer: OptimizerConfig, loss: Loss) -> Iterator[str]:
     """Yield warnings about a learning rate that is 0, or far from the usual one.
 
     Small models, and those with random weights, bear far higher rates than pretrained ones.
