@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -21,16 +21,16 @@ from rich.text import Text
 
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import is_worker
-from realhf.cli.planning_problem import problem_of, without_lag
+from realhf.cli.planning_problem import checked_plan, problem_of, without_lag
 from realhf.cluster import Cluster, host_memory_bytes, num_cores
 from realhf.errors import UserError, naming
 from realhf.experiment import Experiment
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
+from realhf.plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.planner import report
 from realhf.planner.comparisons import LagComparison, SearchLimits, what_if
 from realhf.planner.comparisons import render as render_changes
-from realhf.planner.make import Planned, make_plan
+from realhf.planner.make import Planned, make_plan, price
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates, not_measured
@@ -38,6 +38,7 @@ from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
 from realhf.signals import end_by_signal
 from realhf.user_input.files import require_output
+from realhf.user_input.suggest import did_you_mean
 from realhf.user_input.units import format_seconds
 
 _REPORT_SECONDS = 5.0
@@ -147,13 +148,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
     text = "stop as soon as the plan is within this share of the lower bound over the plans enumerated"
     add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
-    text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"
-    add("--pin", action="append", default=[], metavar="CALL=LAYOUT", help=text)
+    text = "fix the layout or options of a call: actor_generate=d8t8@0-63,max_rows=40; may be repeated"
+    add("--pin", action="append", default=[], metavar="CALL=LAYOUT[,OPTION=VALUE]", help=text)
     text = "calls that share one layout, separated by commas; may be repeated"
     add("--together", action="append", default=[], metavar="CALLS", help=text)
     add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
     text = "show what a change does to the plan, such as response_tokens=8000; may be repeated"
     add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "price this plan, such as one by hand, instead of searching; exit code 1 if it does not fit"
+    add("--price", metavar="PLAN.yaml", help=text)
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -162,6 +165,8 @@ def main(options: Namespace, words: list[str]) -> int:
     experiment = read_experiment(options, words)
     cluster = _cluster(options)
     rates = _rates(cluster, options.profile)
+    if options.price is not None:
+        return _price(experiment, options, cluster, rates)
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
@@ -212,9 +217,34 @@ def main(options: Namespace, words: list[str]) -> int:
     return 0
 
 
+def _price(experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates) -> int:
+    """Print the seconds and the memory of the plan of --price, and return 0 if it fits, else 1."""
+    searches = ("output", "pin", "together", "what_if")
+    if given := [name for name in searches if getattr(options, name)]:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{option}: --price searches no plan, leave one of both out")
+    plan = ExecutionPlan.load(options.price)
+    with naming(f"--price {options.price}"):
+        plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
+    with _reporting(options.experiment):
+        problem = problem_of(experiment, cluster)
+    with naming(f"--price {options.price}"):
+        priced = price(problem, rates, plan)
+    unmeasured = not_measured(rates, problem, plan)
+    if options.json:
+        print(json.dumps(report.priced_document(priced) | {"not_measured": unmeasured}))
+    else:
+        console = Console()
+        console.print(report.render_priced(priced, columns=console.width), soft_wrap=True)
+        if unmeasured:
+            console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
+    return 0 if priced.lacks is None else 1
+
+
 def _problem(experiment: Experiment, options: Namespace, cluster: Cluster) -> Problem:
     together = [group.split(",") for group in options.together]
-    return problem_of(experiment, cluster, pins=_pins(options.pin), together=together)
+    layouts, fixed = _pins(options.pin)
+    return problem_of(experiment, cluster, pins=layouts, together=together, pinned_options=fixed)
 
 
 def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[str, str]]:
@@ -342,18 +372,48 @@ def _reporting(experiment: str) -> Iterator[None]:
         raise UserError(str(error) if about_option else f"{experiment}: {error}") from error
 
 
-def _pins(texts: Sequence[str]) -> dict[str, Layout]:
-    pins: dict[str, Layout] = {}
+_PIN_OPTIONS = tuple(part.name for part in fields(CallPlan) if part.name not in ("layout", "predicted"))
+
+
+def _pins(texts: Sequence[str]) -> tuple[dict[str, Layout], dict[str, dict[str, Any]]]:
+    """Return the layouts and the options that --pin fixes, by call."""
+    layouts: dict[str, Layout] = {}
+    fixed: dict[str, dict[str, Any]] = {}
+    known: dict[str, str] = {}
     for text in texts:
-        call, equals, layout = text.partition("=")
+        call, equals, values = text.partition("=")
         with naming(f"--pin {text}"):
-            if not equals:
-                raise ValueError("write CALL=LAYOUT, such as actor_train=d8t8@0-63")
-            place = Layout.parse(layout)
-        if call in pins:
-            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {place}")
-        pins[call] = place
-    return pins
+            if not equals or not values:
+                raise ValueError(
+                    "write CALL=LAYOUT, such as actor_train=d8t8@0-63, with options behind commas")
+            layout, options = _pin(values)
+        if call in known:
+            raise ValueError(f"--pin {call} is given twice: {known[call]} and {values}")
+        known[call] = values
+        if layout is not None:
+            layouts[call] = layout
+        if options:
+            fixed[call] = options
+    return layouts, fixed
+
+
+def _pin(text: str) -> tuple[Layout | None, dict[str, Any]]:
+    """Return the layout (None: any) and the options of a pin. Ranks may have commas, too."""
+    places = []
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals and name not in OPTIONS:
+            places.append(part)
+            continue
+        if name not in _PIN_OPTIONS:
+            legal = ", ".join(_PIN_OPTIONS)
+            raise ValueError(f"unknown option {name!r}{did_you_mean(name, _PIN_OPTIONS)}: legal are {legal}")
+        number = int(value) if value.isdecimal() else value
+        options[name] = {"true": True, "false": False, "": name in OPTIONS}.get(value.lower(), number)
+    layout = Layout.parse(",".join(places)) if places else None
+    CallPlan(layout or Layout.parse("d1@0"), **options)  # It refuses values that are not legal.
+    return layout, options
 
 
 def _cluster(options: Namespace) -> Cluster:

@@ -20,11 +20,14 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import TransformersConfig
+from realhf.plan import ExecutionPlan, home_layouts
 from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime
 from realhf.rewards.scoring import RewardCall
-from realhf.runtime.compile.checks import check_graph, check_numbers
+from realhf.runtime.compile.actions import complete_plan
+from realhf.runtime.compile.checks import check_graph, check_numbers, check_plan
+from realhf.runtime.compile.eval_program import evaluation_graphs, legal_names
 from realhf.runtime.compile.step_trial import checked_parts
 from realhf.runtime.records.rollout_file import ROLLOUTS
 from realhf.user_input.field_types import require
@@ -160,6 +163,7 @@ _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 def problem_of(
     experiment: Experiment, cluster: Cluster,
     *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
+    pinned_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Problem:
     """Return the planning problem of an experiment. Raises ValueErrors that name the field.
 
@@ -190,7 +194,23 @@ def problem_of(
         run_order=tuple(name for part in order for name in _in_graph_order(parts[part], graph)),
         ahead=frozenset(parts["rollout"] if runs_ahead(experiment) else ()),
         evaluations=tuple(_evaluations(experiment, lengths)),
+        pinned_options=pinned_options or {},
     )
+
+
+def checked_plan(experiment: Experiment, plan: ExecutionPlan, *, num_devices: int) -> ExecutionPlan:
+    """Return a plan by hand with calls in plain Python added. Raises ValueErrors that name the field if the
+    experiment cannot follow it on so many devices."""
+    roles = experiment.roles()
+    graph = experiment.graph()
+    check_graph(experiment, graph, roles)
+    whole = complete_plan(plan, graph, {})
+    names = legal_names(evaluation_graphs(experiment))
+    whole.check(graph, world_size=num_devices, also=names, absent=experiment.absent_calls())
+    home_layouts(graph, whole, roles)
+    offloaded = {call.role for call in graph.calls if call.role is not None and whole[call.name].offload}
+    check_plan(graph, whole, roles, offloaded)
+    return whole
 
 
 def _without_hub_data(experiment: Experiment) -> Experiment:

@@ -227,15 +227,17 @@ def _fitting(
     that differ only in offload have equal numbers."""
     capacity = available_bytes(problem.cluster)
     states = state_bytes(problem, call, layout.strategy)
-    offloads = (False, True) if _can_offload(problem, call, layout.strategy) else (False,)
+    may_offload = _can_offload(problem, call, layout.strategy)
+    pinned = problem.pinned_options.get(call.name, {}).get("offload")
+    offloads = [offload for offload in (False, True)[: 1 + may_offload] if pinned in (None, offload)]
     held = states.home if call.kind == "train_step" else states.copy
-    rests = 0.0 if len(offloads) > 1 else held
+    rests = 0.0 if True in offloads else held
     if (rests + states.gradients).max() > capacity:
         return
-    room = capacity - (0.0 if len(offloads) > 1 else held[0])
+    room = capacity - (0.0 if True in offloads else held[0])
     plans = []
     running = []
-    for call_plan in _options(problem, call, layout):
+    for call_plan in _pinned(problem, call, _options(problem, call, layout)):
         if (needs := running_bytes(problem, call, call_plan, states, at_most=room)) is not None:
             plans.append(call_plan)
             running.append(needs)
@@ -282,6 +284,20 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     yield from (CallPlan(layout, tokens) for tokens in rising)
     if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
         yield from (CallPlan(layout, tokens, recompute=True) for tokens in rising[:3])
+
+
+def _pinned(
+    problem: Problem, call: FunctionCall, call_plans: Iterable[CallPlan]
+) -> Iterator[CallPlan]:
+    """Yield the plans of a call with the options that the user has fixed, each once."""
+    fixed = {name: value for name, value in problem.pinned_options.get(call.name, {}).items()
+             if name != "offload"}
+    known: list[CallPlan] = []
+    for call_plan in call_plans:
+        call_plan = replace(call_plan, **fixed) if fixed else call_plan
+        if not fixed or call_plan not in known:
+            known.append(call_plan)
+            yield call_plan
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:

@@ -1,4 +1,4 @@
-"""Make a plan: search for it, simulate its step, and explain why there is none.
+"""Make a plan or price a given one: search for it, simulate its step, and explain why there is none.
 
 On a cluster with several kinds of hosts, the search begins from plans on hosts of one kind alone.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.call_cost import CallCost
@@ -21,7 +22,16 @@ from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.search import LocalSearch, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
-from realhf.planner.step_time import first_starts, have_common_ranks
+from realhf.planner.step_time import (
+    contiguous_layouts,
+    dependencies,
+    first_starts,
+    have_common_ranks,
+    moving_seconds,
+    predict,
+    step_periods,
+    times_of_plan,
+)
 from realhf.user_input.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
@@ -61,16 +71,36 @@ class Heuristic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan with all that is reported about it."""
+class PricedPlan:
+    """A plan with its seconds and its memory under the cost model."""
 
     problem: Problem
-    space: SearchSpace
+    rates: Rates
     plan: ExecutionPlan
     costs: Mapping[str, CallCost]
-    result: SearchResult
     simulation: Simulation
     memory: MemoryCheck
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulation.step_seconds
+
+    @property
+    def lacks(self) -> str | None:
+        """Return the sentence with the numbers and the remedy if the plan does not fit in memory."""
+        try:
+            require_fit(self.problem, self.plan)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True)
+class Planned(PricedPlan):
+    """A plan that was searched for, with all that is reported about it."""
+
+    space: SearchSpace
+    result: SearchResult
     reasons: Mapping[str, Reason]
     heuristic: Heuristic | None
     search_seconds: float
@@ -102,19 +132,42 @@ def make_plan(
     if result is None:
         raise ValueError(_nothing_fits(space))
     chosen = np.array(result.chosen)
-    simulation = simulate(space, chosen)
-    costs = {
-        space.calls[i].name: variant.cost
-        for group, index in zip(space.groups, result.chosen, strict=True)
-        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)}
     figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
     predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
     plan = ExecutionPlan(space.call_plans(result.chosen), predicted)
-    memory = check_memory(problem, plan)
-    assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
+    priced = price(problem, rates, plan)
+    assert priced.memory.fits, f"the search counts less memory than the check: {priced.memory.fullest}"
     reasons = find_reasons(space, chosen) if explain else {}
     spent = time.monotonic() - began
-    return Planned(problem, space, plan, costs, result, simulation, memory, reasons, baseline, spent)
+    return Planned(**vars(priced), space=space, result=result, reasons=reasons, heuristic=baseline,
+                   search_seconds=spent)
+
+
+def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:
+    """Return the seconds and the memory of a plan, also of one that does not fit.
+
+    Raises ValueError if a call's layout is none that can be priced; the message names it.
+    """
+    _require_supported(problem, rates)
+    for call in problem.model_calls:
+        _require_priceable(problem, call, plan[call.name].layout)
+    costs = predict(problem, rates, plan).calls
+    return PricedPlan(
+        problem, rates, plan, costs, simulate(problem, rates, plan, costs), check_memory(problem, plan))
+
+
+def _require_priceable(problem: Problem, call: FunctionCall, layout: Layout) -> None:
+    """Raise ValueError unless the layout is on contiguous ranks of one kind, with work for all replicas."""
+    where = f"calls.{call.name}.layout {layout}"
+    if layout.ranks != tuple(range(layout.ranks[0], layout.ranks[0] + len(layout.ranks))):
+        raise ValueError(f"{where}: seconds are known for contiguous ranks only, in rising order")
+    if problem.cluster.kind_index(layout.ranks) is None:
+        ranges = " or ".join(f"{r.start}-{r.stop - 1}" for r, _ in problem.cluster.ranks_by_kind)
+        raise ValueError(
+            f"{where}: seconds are known on hosts of one kind only, here on ranks {ranges}")
+    most = problem.workloads[call.name].most_replicas(call.kind)
+    if layout.dp > most:
+        raise ValueError(f"{where}: the call has work for {most} of its {layout.dp} replicas")
 
 
 def heuristic(space: SearchSpace) -> Heuristic | None:
@@ -198,36 +251,38 @@ def _located(space: SearchSpace, alone: SearchSpace, chosen: tuple[int, ...], fi
     return located
 
 
-def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
-    """Return a step of a plan (one candidate per call group), late enough that the start has no effect."""
-    plans = np.asarray(chosen)[None]
-    period = float(space.exact_periods(plans)[0])
-    moving = space.moving(plans)
-    times = space.call_times(plans)
-    busy = space.needs.busy(moving, times.first, times.stop)[0]
-    durations = space.needs.durations(moving)[0]
+def simulate(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, costs: Mapping[str, CallCost]
+) -> Simulation:
+    """Return a step of a plan, late enough that the start has no effect."""
+    calls = problem.calls
+    needs = dependencies(problem, rates)
+    times = times_of_plan(problem, plan, {name: cost.seconds for name, cost in costs.items()})
+    moving = moving_seconds(rates, problem, needs, contiguous_layouts(problem, plan))
+    period = float(step_periods(problem.cluster, needs, *times, moving=moving)[0])
+    busy = needs.busy(moving, times.first, times.stop)[0]
+    durations = needs.durations(moving)[0]
     seconds, first, stop = (array[0] for array in times)
     shares = have_common_ranks(times.first, times.stop)[0]
-    num_steps = 4 * len(space.calls) + 4
-    starts = first_starts(space.needs, seconds, shares, moving[0], busy, num_steps=num_steps)[-1]
+    starts = first_starts(needs, seconds, shares, moving[0], busy, num_steps=4 * len(calls) + 4)[-1]
     starts = starts - starts.min()
-    idle = np.ones(space.problem.cluster.num_devices)
+    idle = np.ones(problem.cluster.num_devices)
     timeline = []
-    for i, call in enumerate(space.calls):
+    for i, call in enumerate(calls):
         first_rank = int(first[i])
         num_ranks = int(stop[i]) - first_rank
         idle[first_rank : first_rank + num_ranks] -= seconds[i] / period
         end = starts[i] + seconds[i]
         timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
-    for (i, j, lag), arrived, amount in zip(space.needs.weights, moving[0], durations, strict=True):
+    for (i, j, lag), arrived, amount in zip(needs.weights, moving[0], durations, strict=True):
         if amount > 0:
             ends = [starts[j] + seconds[j]]
-            if lag and space.needs.in_place:
+            if lag and needs.in_place:
                 ends += [starts[other] + seconds[other] for other in range(j) if shares[i, other]]
             start = max(ends) + arrived - amount - lag * period
             start += period if start < 0 else 0.0
             num_ranks = int(stop[i] - first[i])
-            name = f"{space.calls[j].role} for {space.calls[i].name}"
+            name = f"{calls[j].role} for {calls[i].name}"
             timeline.append(TimelineEntry(name, "realloc", int(first[i]), num_ranks, start, start + amount))
     return Simulation(period, tuple(timeline), np.clip(idle, 0.0, 1.0))
 
@@ -260,8 +315,13 @@ def _require_candidates(space: SearchSpace) -> None:
             if (layout := problem.pins.get(name)) is not None:
                 has = f"a device has {format_bytes(_available(problem, layout))} available"
                 why = f"{has}: pin it to more ranks, or leave the pin out"
-                raise ValueError(f"--pin {name}={layout}: call {names} does not fit there, {why}")
-        raise ValueError(f"call {names} does not fit in any layout, even alone: {_devices(space)}")
+                pin = ",".join([str(layout), *(
+                    f"{key}={value}" for key, value in problem.pinned_options.get(name, {}).items())])
+                raise ValueError(f"--pin {name}={pin}: call {names} does not fit there, {why}")
+        fixed = [f"{key}={value}" for name in calls
+                 for key, value in problem.pinned_options.get(name, {}).items()]
+        pinned = f" with {', '.join(fixed)}" if fixed else ""
+        raise ValueError(f"call {names} does not fit in any layout{pinned}, even alone: {_devices(space)}")
 
 
 def _available(problem: Problem, layout: Layout) -> float:

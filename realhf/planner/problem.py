@@ -5,7 +5,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -246,8 +246,8 @@ class PlannedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph to plan. `pins` fix the layouts of calls; the calls of each tuple in `together` share a
-    layout.
+    """A graph to plan. `pins` fix the layouts of calls, and `pinned_options` fields of their CallPlans; the
+    calls of each tuple in `together` share a layout.
 
     Ranks run the calls in `run_order`, or in graph order if it is empty. The calls in `ahead` work on samples
     that the other calls read in the next step.
@@ -263,11 +263,12 @@ class Problem:
     ahead: frozenset[str] = frozenset()
     evaluations: tuple[PlannedCall, ...] = ()
     """The calls on models of all evaluations, which take memory but no time of a step."""
+    pinned_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert sorted(self.run_order) in ([], sorted(call.name for call in self.graph.calls))
         names = [call.name for call in self.model_calls]
-        chosen = [("--pin", name) for name in self.pins]
+        chosen = [("--pin", name) for name in dict.fromkeys((*self.pins, *self.pinned_options))]
         chosen += [("--together", name) for group in self.together for name in group]
         host = [call.name for call in self.graph.calls if call.role is None]
         for option, name in chosen:
@@ -277,6 +278,10 @@ class Problem:
                 raise ValueError(f"{option} {name}: there is no such call; there are {', '.join(names)}")
         if alone := [group for group in self.together if len(set(group)) < 2]:
             raise ValueError(f"--together {','.join(alone[0])}: name two calls or more, separated by commas")
+        for name, options in self.pinned_options.items():
+            for option in options:
+                if (why := self._refusal(self.graph[name], option)) is not None:
+                    raise ValueError(f"--pin {name}: {option} has no meaning here, {why}")
         for name, layout in self.pins.items():
             if max(layout.ranks) >= self.cluster.num_devices:
                 has = f"the cluster has {self.cluster.num_devices} devices"
@@ -333,6 +338,18 @@ class Problem:
         Where devices are processes, that is the host's memory, and offloading frees nothing.
         """
         return role.offloads_optimizer and self.cluster.host_memory is not None
+
+    def _refusal(self, call: FunctionCall, option: str) -> str | None:
+        """Return why a call cannot have an option of a CallPlan; None if it can."""
+        if option == "max_rows" and call.kind != "generate":
+            return "as only a generate call has rows"
+        if option == "micro_batch_tokens" and call.kind == "generate":
+            return "as a generate call has rows and no micro-batches"
+        if option == "recompute" and call.kind != "train_step":
+            return "as only a train_step keeps what it could recompute"
+        if option == "offload" and not self.may_offload(call):
+            return "as only a frozen role with one call, on devices with a host_memory link, can offload"
+        return None
 
     def may_offload(self, call: FunctionCall) -> bool:
         """Return whether the weights may wait in host memory while other calls run.

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.candidates import pins_outside
-from realhf.planner.make import Planned, TimelineEntry
+from realhf.planner.make import Planned, PricedPlan, TimelineEntry
 from realhf.user_input.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
@@ -21,55 +21,83 @@ _IDLE = "."
 
 def document(planned: Planned) -> dict[str, Any]:
     """Return the output of `realhf plan --json`, in seconds and bytes."""
-    calls: dict[str, Any] = {}
-    for name, cost in planned.costs.items():
-        call_plan = planned.plan[name]
-        calls[name] = {
-            "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
-            "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
-            "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
-            "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
-            "reason": planned.reasons[name].document()}
-    for name, call_plan in planned.plan.calls.items():
-        calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
-    return {
-        "step_seconds": planned.result.step_seconds,
+    priced = priced_document(planned)
+    for name, reason in planned.reasons.items():
+        priced["calls"][name]["reason"] = reason.document()
+    return priced | {
         "lower_bound_seconds": planned.result.lower_bound_seconds,
         "gap": planned.result.gap,
         "pins_outside": {name: str(layout) for name, layout in pins_outside(planned.problem).items()},
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
-        "calls": {name: calls[name] for name in planned.plan.calls},
-        "memory": planned.memory.document(),
+    }
+
+
+def priced_document(priced: PricedPlan) -> dict[str, Any]:
+    """Return the output of `realhf plan --price --json`, in seconds and bytes."""
+    calls: dict[str, Any] = {}
+    for call in priced.problem.graph.order:
+        if call.name not in priced.costs:  # It is plain Python.
+            calls[call.name] = {"layout": str(priced.plan[call.name].layout)}
+            continue
+        cost = priced.costs[call.name]
+        call_plan = priced.plan[call.name]
+        calls[call.name] = {
+            "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
+            "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
+            "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
+            "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks)}
+    return {
+        "step_seconds": priced.step_seconds,
+        "fits": priced.lacks is None,
+        "lacks": priced.lacks,
+        "calls": calls,
+        "memory": priced.memory.document(),
         "timeline": {
-            "activities": [vars(entry) for entry in planned.simulation.timeline],
-            "idle": planned.simulation.idle.tolist(),
+            "activities": [vars(entry) for entry in priced.simulation.timeline],
+            "idle": priced.simulation.idle.tolist(),
         },
     }
 
 
 def render(planned: Planned, *, columns: int) -> Group:
-    """Return the plan for people, on a terminal with `columns` columns."""
+    """Return the plan that was found for people, on a terminal with `columns` columns."""
+    return Group(
+        _calls_table(planned), Text(), planned.memory.render(), Text(), *_summary(planned), Text(),
+        *timeline(planned, columns=columns), Text(),
+        *(Text(line) for line in explanation(planned, columns=columns)))
+
+
+def render_priced(priced: PricedPlan, *, columns: int) -> Group:
+    """Return a given plan for people, on a terminal with `columns` columns."""
+    fits = "it fits in memory" if priced.lacks is None else f"it does not fit in memory: {priced.lacks}"
+    lines = textwrap.wrap(
+        f"{format_seconds(priced.step_seconds)} per step; {fits}", max(_NARROWEST_TEXT, columns),
+        subsequent_indent="    ", break_on_hyphens=False)
+    return Group(
+        _calls_table(priced), Text(), priced.memory.render(), Text(), *map(Text, lines),
+        *_use_of_devices(priced), Text(), *timeline(priced, columns=columns))
+
+
+def _calls_table(priced: PricedPlan) -> Table:
+    """Return the table with the layout, the seconds and the memory of each call on a model."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
-    for name, cost in planned.costs.items():
-        call_plan = planned.plan[name]
-        work = planned.problem.workloads[name]
+    for name, cost in priced.costs.items():
+        call_plan = priced.plan[name]
+        work = priced.problem.workloads[name]
         steps = work.minibatches * work.epochs
         times = f"{steps} x " if steps > 1 else ""
         micro_batches = f"{times}{cost.num_micro_batches} of {call_plan.micro_batch_tokens} tokens"
         options = [micro_batches, *call_plan.options]
-        if call_plan.max_rows is not None:
-            options = [f"{call_plan.max_rows} rows at once", *call_plan.options]
-        memory = format_bytes(planned.memory.by_call[name].num_bytes)
+        if priced.problem.graph[name].kind == "generate":
+            options = [f"{call_plan.max_rows or work.max_rows} rows at once", *call_plan.options]
+        memory = format_bytes(priced.memory.by_call[name].num_bytes)
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
-    return Group(
-        table, Text(), planned.memory.render(), Text(), *_summary(planned), Text(),
-        *timeline(planned, columns=columns), Text(),
-        *(Text(line) for line in explanation(planned, columns=columns)))
+    return table
 
 
 def explanation(planned: Planned, *, columns: int) -> list[str]:
@@ -101,25 +129,29 @@ def _summary(planned: Planned) -> list[Text]:
             usual += f" on ranks {ranks.start}-{ranks.stop - 1}"
         times = f"{baseline.seconds / result.step_seconds:.2f} x as fast as {usual}"
         lines.append(times if baseline.fits else f"{usual} does not fit in memory")
-    peak = planned.memory.fullest
+    return [*map(Text, lines), *_use_of_devices(planned)]
+
+
+def _use_of_devices(priced: PricedPlan) -> list[Text]:
+    peak = priced.memory.fullest
     has = f"{format_bytes(peak.num_bytes)} of {format_bytes(peak.available)} available"
     has += ", besides context and staging buffers"
-    lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
-    lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
-    return [Text(line) for line in lines]
+    return [
+        Text(f"fullest device: rank {peak.rank} during {peak.call}, {has}"),
+        Text(f"devices idle {priced.simulation.idle.mean():.0%} of the time")]
 
 
-def timeline(planned: Planned, *, columns: int) -> list[Text]:
+def timeline(priced: PricedPlan, *, columns: int) -> list[Text]:
     """Return the lines that draw one step of the steady state, a row per range of ranks with equal work.
 
     A call that continues beyond the end of the step is drawn at its beginning, where the call of the step
     before continues.
     """
-    simulation = planned.simulation
+    simulation = priced.simulation
     calls = [a for a in simulation.timeline if a.kind != "realloc" and a.end > a.start]
     letters = {a.name: string.ascii_uppercase[i % 26] for i, a in enumerate(calls)}
     borders = sorted({x for a in calls for x in (a.first_rank, a.first_rank + a.num_ranks)})
-    borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
+    borders = sorted({*borders, 0, priced.problem.cluster.num_devices})
     rows = list(zip(borders, borders[1:], strict=False))
     width = len(f"{borders[-1]}-{borders[-1]}")
     cells = max(_NARROWEST, min(_WIDEST, columns - width - len("  100% idle")))

@@ -23,12 +23,15 @@ from realhf import (
 )
 from realhf.cli import plan
 from realhf.cli import plan as plan_command
+from realhf.cli.experiment_file import load_experiment
 from realhf.cli.main import main, make_parser
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
+from realhf.planner.rates import Rates
+from realhf.planner.step_time import predict
 from realhf.user_input.shipped import dump_yaml
 from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
 from tests.samples import drawn
@@ -245,6 +248,52 @@ def _cpu_cluster(directory, **fields):
     return path
 
 
+def test_the_price_of_the_plan_that_was_found_is_what_the_search_says(planned, capsys):
+    answer, path = planned
+    priced = _plan(capsys, PPO_7B, "--cluster", "h100-2x8", "--price", path)
+    assert priced["fits"] and priced["lacks"] is None
+    assert priced["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-9)
+    assert priced["memory"] == answer["memory"]
+    assert {n: c.get("seconds") for n, c in priced["calls"].items()} == pytest.approx(
+        {n: c.get("seconds") for n, c in answer["calls"].items()})
+
+
+def test_a_plan_by_hand_that_does_not_fit_is_priced_all_the_same(tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    call_plans = dict.fromkeys(
+        ("actor_generate", "reward_forward", "ref_forward", "critic_forward", "critic_train"), "d2t8@0-15")
+    calls = {name: {"layout": layout} for name, layout in call_plans.items()}
+    path.write_text(dump_yaml({"calls": {**calls, "actor_train": {"layout": "d16@0-15"}}}))
+    words = ["plan", PPO_7B, "--cluster", "h100-2x8", "--price", str(path)]
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    plan = ExecutionPlan.load(str(path))
+    problem = problem_of(load_experiment(PPO_7B), Cluster.load("h100-2x8"))
+    seconds = predict(problem, Rates(problem.cluster), plan).step_seconds
+    assert answer["step_seconds"] == pytest.approx(seconds)
+    assert not answer["fits"] and not answer["memory"]["fits"]
+    for part in ("calls.actor_train needs", "74.7 GB of a device's 80 GB are available", "it fits with"):
+        assert part in answer["lacks"]
+    assert main(words) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"it does not fit in memory: {answer['lacks']}" in out and "devices idle" in out
+
+
+def test_pins_fix_options_and_any_number_of_rows(tmp_path, capsys):
+    """The search that has to take them finds what the plan costs that has them."""
+    path = tmp_path / "plan.yaml"
+    pins = ["actor_generate=d2t4@0-7,max_rows=41", "actor_train=micro_batch_tokens=5000,recompute=true",
+            "ref_forward=offload"]
+    words = [PPO_7B, "--cluster", "h100-1x8", "--time-limit", "3"]
+    answer = _plan(capsys, *words, "-o", path, *(word for pin in pins for word in ("--pin", pin)))
+    calls = answer["calls"]
+    assert (calls["actor_generate"]["layout"], calls["actor_generate"]["max_rows"]) == ("d2t4@0-7", 41)
+    assert (calls["actor_train"]["micro_batch_tokens"], calls["actor_train"]["recompute"]) == (5000, True)
+    assert calls["ref_forward"]["offload"]
+    priced = _plan(capsys, *words[:3], "--price", path)
+    assert priced["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-9)
+
+
 @pytest.mark.slow
 def test_pins_ties_and_fewer_devices(planned, capsys):
     words = [PPO_7B, "--cluster", "h100-2x8", "--time-limit", 1]
@@ -304,6 +353,14 @@ REFUSED = {
         "the 6 samples of call actor_generate cannot be split over dp=8"],
     "--cluster h100-2x8 --pin actor_train=d1@0": ["does not fit there", "pin it to more ranks"],
     "--cluster h100-2x8 --pin advantages=d1@0": ["--pin advantages: it is plain Python"],
+    "--cluster h100-2x8 --pin actor_train=d8@0-7,max_row=4": ["option 'max_row'", "mean max_rows"],
+    "--cluster h100-2x8 --pin actor_train=max_rows=4": ["--pin actor_train", "a generate call has rows"],
+    "--cluster h100-2x8 --pin actor_generate=max_rows=0": ["max_rows is 0", "at least 1"],
+    "--cluster h100-2x8 --pin critic_train=offload": ["--pin critic_train", "only a frozen role"],
+    "--cluster h100-2x8 --pin actor_train=t8@0-7,recompute=yes": ["recompute is 'yes'", "true or false"],
+    "--cluster h100-2x8 --price ppo-4 --pin actor_train=t8@0-7": ["--pin: --price searches no plan"],
+    "--cluster h100-2x8 --price grpo-4": ["--price grpo-4: calls.critic_forward is missing"],
+    "--cluster h100-1x8 --devices 2 --price ppo-4": ["--price ppo-4", "there are 2 ranks"],
     "--cluster h100-2x8 --together actor_train": ["--together actor_train: name two calls or more"],
     "--cluster h100-2x8 --pin actor_train=d8@0-7 --pin actor_train=d8@8-15": ["actor_train is given twice"],
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],

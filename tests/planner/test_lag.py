@@ -14,7 +14,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.kv_blocks import block_size, blocks_for
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.lengths import geometric
@@ -23,6 +23,7 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.step_time import predict
 from tests.planner.problems import peak_memory, random_lagged_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 from tests.samples import drawn
@@ -172,8 +173,10 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
     """Also, weights move to a mesh when no earlier call runs there."""
     rng = random.Random(seed)
     problem = random_lagged_problem(rng, num_calls=rng.randint(3, 6), lag=1, rounds=1)
-    space = SearchSpace(problem, Rates(problem.cluster))
-    simulation = simulate(space, np.array([rng.randrange(len(group.candidates)) for group in space.groups]))
+    rates = Rates(problem.cluster)
+    space = SearchSpace(problem, rates)
+    plan = ExecutionPlan(space.call_plans([rng.randrange(len(group.candidates)) for group in space.groups]))
+    simulation = simulate(problem, rates, plan, predict(problem, rates, plan).calls)
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
         here = [a for a in simulation.timeline

@@ -104,8 +104,10 @@ def test_first_starts_are_those_of_ranks_that_walk(seed):
 def test_simulated_devices_do_one_thing_at_a_time(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=rng.randint(2, 6))
-    space = SearchSpace(problem, Rates(problem.cluster))
-    simulation = simulate(space, np.array([rng.randrange(len(group.candidates)) for group in space.groups]))
+    rates = Rates(problem.cluster)
+    space = SearchSpace(problem, rates)
+    plan = ExecutionPlan(space.call_plans([rng.randrange(len(group.candidates)) for group in space.groups]))
+    simulation = simulate(problem, rates, plan, predict(problem, rates, plan).calls)
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
         here = [a for a in simulation.timeline
