@@ -28,9 +28,18 @@ from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.planner import report
-from realhf.planner.comparisons import LagComparison, SearchLimits, what_if
+from realhf.planner.comparisons import (
+    Cost,
+    LagComparison,
+    SearchLimits,
+    Size,
+    Sizes,
+    cost_of_step,
+    lost_hosts,
+    what_if,
+)
 from realhf.planner.comparisons import render as render_changes
-from realhf.planner.make import Planned, make_plan, price
+from realhf.planner.make import Planned, PricedPlan, make_plan, price
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates, not_measured
@@ -152,7 +161,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--pin", action="append", default=[], metavar="CALL=LAYOUT[,OPTION=VALUE]", help=text)
     text = "calls that share one layout, separated by commas; may be repeated"
     add("--together", action="append", default=[], metavar="CALLS", help=text)
-    add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
+    text = "plan for the first N devices; several (8,16,...,256): a table of steps, and how many are enough"
+    add("--devices", metavar="N[,N...]", help=text)
+    text = "what one device costs per hour: prints the cost of a step, and of 1,000 steps and samples"
+    add("--cost-per-hour", type=float, metavar="X", help=text)
+    text = "show what a step takes with N hosts fewer, such as after a failure"
+    add("--lost-hosts", type=int, metavar="N", help=text)
     text = "show what a change does to the plan, such as response_tokens=8000; may be repeated"
     add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "price this plan, such as one by hand, instead of searching; exit code 1 if it does not fit"
@@ -163,8 +177,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def main(options: Namespace, words: list[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
     experiment = read_experiment(options, words)
-    cluster = _cluster(options)
+    _check_numbers(options)
+    numbers = _device_numbers(options.devices)
+    cluster = _cluster(options, numbers[-1] if numbers else None)
     rates = _rates(cluster, options.profile)
+    if len(numbers) > 1:
+        return _plan_sizes(experiment, options, [_cluster(options, number) for number in numbers], rates)
     if options.price is not None:
         return _price(experiment, options, cluster, rates)
     if options.output:
@@ -175,10 +193,10 @@ def main(options: Namespace, words: list[str]) -> int:
         limit = options.time_limit
         problem = _problem(experiment, options, cluster)
         changes = _changes(problem, rates, options.what_if)
-        if not options.time_limit > 0:
-            raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
-        if not 0 <= options.gap < 1:
-            raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
+        _check_limits(options)
+        if options.lost_hosts is not None and options.lost_hosts >= cluster.num_hosts:
+            has = f"the cluster has {cluster.num_hosts}, and one must be left"
+            raise UserError(f"--lost-hosts {options.lost_hosts}: {has}")
         if experiment.max_lag and not experiment.has_own_program:
             limit /= 2
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
@@ -194,18 +212,25 @@ def main(options: Namespace, words: list[str]) -> int:
         for values in changes:
             watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))
             what_ifs.append(what_if(planned, values, limits))
+        if options.lost_hosts is not None:
+            watch.begin(f"with {options.lost_hosts} hosts fewer")
+            what_ifs += lost_hosts(planned, options.lost_hosts, limits)
     if options.output:
         planned.plan.save(Path(options.output))
     unmeasured = not_measured(rates, planned.problem, planned.plan)
+    cost = _cost(planned, options)
     if options.json:
         document = report.document(planned) | {"not_measured": unmeasured}
         document |= comparison.document() if comparison else {}
+        document |= {"cost": cost.document()} if cost is not None else {}
         if what_ifs:
             document["what_if"] = [answer.document() for answer in what_ifs]
         print(json.dumps(document))
         return 0
     console = Console()
     console.print(report.render(planned, columns=console.width), soft_wrap=True)
+    if cost is not None:
+        console.print(Text(f"\n{cost}"), soft_wrap=True)
     if comparison:
         console.print(Text(), comparison.render(), soft_wrap=True)
     if what_ifs:
@@ -217,12 +242,79 @@ def main(options: Namespace, words: list[str]) -> int:
     return 0
 
 
+def _check_numbers(options: Namespace) -> None:
+    """Raise UserError about a cost or a number of hosts that is not legal."""
+    if options.cost_per_hour is not None and not 0 < options.cost_per_hour < math.inf:
+        raise UserError(f"--cost-per-hour {options.cost_per_hour:g}: it must be above 0")
+    if options.lost_hosts is not None and options.lost_hosts < 1:
+        raise UserError(f"--lost-hosts {options.lost_hosts}: it must be at least 1")
+
+
+def _check_limits(options: Namespace) -> None:
+    """Raise UserError about a limit of the search that is not legal."""
+    if not options.time_limit > 0:
+        raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
+    if not 0 <= options.gap < 1:
+        raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
+
+
+def _refuse_others(options: Namespace, names: Sequence[str], *, why: str) -> None:
+    """Raise UserError if one of these options is given, which do not go with another one."""
+    if given := [name for name in names if getattr(options, name)]:
+        raise UserError(f"--{given[0].replace('_', '-')}: {why}, leave one of both out")
+
+
+def _cost(priced: PricedPlan, options: Namespace) -> Cost | None:
+    if options.cost_per_hour is None:
+        return None
+    return cost_of_step(priced.problem, priced.step_seconds, options.cost_per_hour)
+
+
+def _plan_sizes(
+    experiment: Experiment, options: Namespace, clusters: Sequence[Cluster], rates: Rates
+) -> int:
+    """Search a plan on each cluster, print the table of their steps and return the exit code.
+
+    Each gets an equal share of the time. The plan for as many devices as are enough is written to --output.
+    """
+    _refuse_others(
+        options, ("price", "what_if", "lost_hosts"), why="--devices with several numbers prints a table")
+    if options.output:
+        require_output(Path(options.output), "--output", first="calls:", what="plan")
+    sizes = []
+    with _reporting(options.experiment), SearchWatch(signal.SIGINT, signal.SIGTERM, then="this is") as watch:
+        _check_limits(options)
+        for cluster in clusters:
+            watch.begin(f"on {cluster.num_devices} devices")
+            planned, obstacle = None, None
+            problem = _problem(experiment, options, cluster)
+            try:
+                planned = _search(
+                    problem, options, rates.on(cluster), time_limit=options.time_limit / len(clusters),
+                    watch=watch, explain=False)
+            except ValueError as error:
+                obstacle = str(error)
+            sizes.append(Size(cluster.num_devices, planned, obstacle))
+    table = Sizes(sizes, options.cost_per_hour)
+    enough = table.enough
+    if enough is None or enough.planned is None:
+        raise UserError(f"{options.experiment}: {sizes[-1].obstacle}")
+    if options.output:
+        enough.planned.plan.save(Path(options.output))
+    if options.json:
+        print(json.dumps(table.document()))
+    else:
+        console = Console()
+        console.print(table.render(columns=console.width), soft_wrap=True)
+        if options.output:
+            console.print(f"\nwritten to {options.output}: {enough.num_devices} devices", highlight=False)
+    return 0
+
+
 def _price(experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates) -> int:
     """Print the seconds and the memory of the plan of --price, and return 0 if it fits, else 1."""
-    searches = ("output", "pin", "together", "what_if")
-    if given := [name for name in searches if getattr(options, name)]:
-        option = f"--{given[0].replace('_', '-')}"
-        raise UserError(f"{option}: --price searches no plan, leave one of both out")
+    _refuse_others(
+        options, ("output", "pin", "together", "what_if", "lost_hosts"), why="--price searches no plan")
     plan = ExecutionPlan.load(options.price)
     with naming(f"--price {options.price}"):
         plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
@@ -231,11 +323,15 @@ def _price(experiment: Experiment, options: Namespace, cluster: Cluster, rates: 
     with naming(f"--price {options.price}"):
         priced = price(problem, rates, plan)
     unmeasured = not_measured(rates, problem, plan)
+    cost = _cost(priced, options)
     if options.json:
-        print(json.dumps(report.priced_document(priced) | {"not_measured": unmeasured}))
+        document = report.priced_document(priced) | {"not_measured": unmeasured}
+        print(json.dumps(document | ({"cost": cost.document()} if cost is not None else {})))
     else:
         console = Console()
         console.print(report.render_priced(priced, columns=console.width), soft_wrap=True)
+        if cost is not None:
+            console.print(Text(f"\n{cost}"), soft_wrap=True)
         if unmeasured:
             console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
     return 0 if priced.lacks is None else 1
@@ -416,12 +512,36 @@ def _pin(text: str) -> tuple[Layout | None, dict[str, Any]]:
     return layout, options
 
 
-def _cluster(options: Namespace) -> Cluster:
+def _device_numbers(text: str | None) -> list[int]:
+    """Return the numbers of --devices. In `8,16,...,256` each is twice the one before, in `8,12,...,32` it is
+    larger by 4."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    numbers: list[int] = []
+    try:
+        for position, part in enumerate(parts):
+            if part not in ("...", "\u2026"):
+                numbers.append(int(part))
+                continue
+            before, last = numbers[-2:], int(parts[position + 1])
+            factor, difference = before[1] / before[0], before[1] - before[0]
+            while difference > 0 and numbers[-1] < last:
+                further = numbers[-1] * factor if factor == int(factor) else numbers[-1] + difference
+                if further >= last:
+                    break
+                numbers.append(int(further))
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"--devices {text}: write a number, or several such as 8,16,...,256") from error
+    if numbers != sorted(set(numbers)):
+        raise UserError(f"--devices {text}: the numbers must rise")
+    return numbers
+
+
+def _cluster(options: Namespace, number: int | None) -> Cluster:
     if options.cluster:
         cluster = Cluster.load(options.cluster)
     else:
         cluster = this_machine() if options.profile is None else Profile.load(options.profile).cluster
-    if (number := options.devices) is None:
+    if number is None:
         return cluster
     per_host = cluster.devices_per_host
     if not 1 <= number <= cluster.num_devices or (number > per_host and number % per_host):

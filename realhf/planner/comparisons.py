@@ -1,5 +1,7 @@
-"""A plan beside others: lagged steps beside synchronous ones, and the best plan under a change."""
+"""A plan beside others: lagged steps beside synchronous ones, the best plan under a change or without some
+hosts, and the best plans on several numbers of devices."""
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from realhf.cluster import join_kinds
 from realhf.plan import ExecutionPlan
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
@@ -19,6 +22,8 @@ from realhf.planner.search_space import SearchSpace
 from realhf.user_input.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally fast.
+ENOUGH = 0.1
+"""So many devices are enough if no larger number that was tried makes the step shorter by more than this."""
 
 
 class LagComparison(NamedTuple):
@@ -109,7 +114,28 @@ class WhatIf:
 
 def what_if(planned: Planned, values: Mapping[str, str], limits: SearchLimits) -> WhatIf:
     """Return what a change does. Raises ValueError if it is not legal."""
-    problem, rates = change(planned.problem, planned.space.rates, values)
+    return _under(planned, values, *change(planned.problem, planned.rates, values), limits)
+
+
+def lost_hosts(planned: Planned, number: int, limits: SearchLimits) -> list[WhatIf]:
+    """Return what it costs to lose some hosts: of each kind in turn, as long as one host is left."""
+    kinds = planned.problem.cluster.kinds
+    changes = []
+    for index, kind in enumerate(kinds):
+        fewer = [*kinds[:index], replace(kind, num_hosts=kind.num_hosts - number), *kinds[index + 1 :]] if (
+            kind.num_hosts > number) else [*kinds[:index], *kinds[index + 1 :]]
+        if kind.num_hosts >= number and fewer:
+            cluster = join_kinds(fewer)
+            name = "lost_hosts" if len(kinds) == 1 else f"hosts.{index}.lost"
+            problem = replace(planned.problem, cluster=cluster)
+            changes.append(_under(planned, {name: str(number)}, problem, planned.rates.on(cluster), limits))
+    return changes
+
+
+def _under(
+    planned: Planned, values: Mapping[str, str], problem: Problem, rates: Rates, limits: SearchLimits
+) -> WhatIf:
+    """Return a plan's layouts, and the best plan found, in a changed problem."""
     seconds = None
     obstacle = _obstacle(problem, planned.plan)
     if obstacle is None:
@@ -172,7 +198,10 @@ def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Grou
             gap = f"{1 - tried.best_lower_bound_seconds / tried.best_step_seconds:.1%}"
         table.add_row(tried.name, _seconds(tried.step_seconds), _seconds(tried.best_step_seconds), gap)
         others = ", ".join(f"{name} {layout}" for name, layout in tried.best_layouts.items())
-        remarks = [tried.obstacle, tried.best_obstacle, others and f"best with {others}"]
+        times = None
+        if tried.best_step_seconds is not None:
+            times = f"a step takes {tried.best_step_seconds / now.step_seconds:.2f} x as long"
+        remarks = [times, tried.obstacle, tried.best_obstacle, others and f"best with {others}"]
         if text := "; ".join(filter(None, remarks)):
             lines += textwrap.wrap(
                 f"{tried.name}: {text}", columns, subsequent_indent="    ", break_on_hyphens=False)
@@ -181,3 +210,135 @@ def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Grou
 
 def _seconds(value: float | None) -> str:
     return "none" if value is None else format_seconds(value)
+
+
+# Costs
+
+
+class Cost(NamedTuple):
+    """What a plan costs if each device of the cluster, busy or idle, costs so much per hour."""
+
+    per_device_hour: float
+    num_devices: int
+    step_seconds: float
+    num_samples: int
+
+    @property
+    def per_step(self) -> float:
+        return self.per_device_hour * self.num_devices * self.step_seconds / 3600
+
+    def document(self) -> dict[str, float]:
+        """Return what `realhf plan --json` has of the cost."""
+        return {
+            "per_device_hour": self.per_device_hour, "per_step": self.per_step,
+            "per_1000_steps": 1000 * self.per_step, "per_1000_samples": self._per_1000_samples}
+
+    @property
+    def _per_1000_samples(self) -> float:
+        return 1000 * self.per_step / self.num_samples
+
+    def __str__(self) -> str:
+        costs = f"a step costs {self.per_step:.4g}, 1,000 steps {1000 * self.per_step:.4g}"
+        costs += f", 1,000 samples {self._per_1000_samples:.4g}"
+        return f"{costs} ({self.num_devices} devices at {self.per_device_hour:g} per hour)"
+
+
+def cost_of_step(problem: Problem, step_seconds: float, per_device_hour: float) -> Cost:
+    num_samples = problem.workloads[problem.model_calls[0].name].num_samples
+    return Cost(per_device_hour, problem.cluster.num_devices, step_seconds, num_samples)
+
+
+# Numbers of devices
+
+
+class Size(NamedTuple):
+    """The best plan found on some devices; without one, the obstacle says why."""
+
+    num_devices: int
+    planned: Planned | None
+    obstacle: str | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return math.inf if self.planned is None else self.planned.step_seconds
+
+    @property
+    def device_seconds(self) -> float:
+        return self.num_devices * self.step_seconds
+
+    def document(self) -> dict[str, Any]:
+        """Return what `realhf plan --json` has of this number of devices."""
+        if self.planned is None:
+            return {"num_devices": self.num_devices, "obstacle": self.obstacle}
+        plan = self.planned.plan
+        layouts = {call.name: str(plan[call.name].layout) for call in self.planned.problem.model_calls}
+        return {
+            "num_devices": self.num_devices, "step_seconds": self.step_seconds,
+            "device_seconds": self.device_seconds, "gap": self.planned.result.gap,
+            "lower_bound_seconds": self.planned.result.lower_bound_seconds, "layouts": layouts}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The best plans found on several numbers of devices, in rising order."""
+
+    sizes: Sequence[Size]
+    per_device_hour: float | None = None
+
+    @property
+    def enough(self) -> Size | None:
+        """The fewest devices for which no larger number that was tried has a step shorter by `ENOUGH`."""
+        for number, size in enumerate(self.sizes):
+            shortest = min(other.step_seconds for other in self.sizes[number:])
+            if size.planned is not None and shortest >= size.step_seconds * (1 - ENOUGH):
+                return size
+        return None
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return how many devices are enough, and how many take the fewest device seconds."""
+        if (enough := self.enough) is None:
+            return []
+        largest = self.sizes[-1].num_devices
+        if enough.num_devices == largest:
+            first = f"{largest} devices, the most tried, still make the step more than {ENOUGH:.0%} shorter"
+        else:
+            first = f"{enough.num_devices} devices are enough: with more, up to {largest}, a step becomes "
+            first += f"at most {ENOUGH:.0%} shorter"
+        least = min(self.sizes, key=lambda size: size.device_seconds)
+        return [first, f"{least.num_devices} devices take the fewest device seconds per step"]
+
+    def document(self) -> dict[str, Any]:
+        """Return the output of `realhf plan --devices A,B,... --json`."""
+        sizes = []
+        for size in self.sizes:
+            sizes.append(size.document())
+            if size.planned is not None and self.per_device_hour is not None:
+                sizes[-1]["cost"] = self._cost(size.planned).document()
+        enough = self.enough
+        return {"sizes": sizes, "enough": enough and enough.num_devices, "enough_share": ENOUGH}
+
+    def render(self, *, columns: int) -> Group:
+        """Return a table and the sentences, for people."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        costs = ("cost of a step",) * (self.per_device_hour is not None)
+        for title in ("devices", "seconds", "device seconds", "gap", *costs):
+            table.add_column(title, justify="right", no_wrap=True)
+        lines = list(self.sentences)
+        for size in self.sizes:
+            if size.planned is None:
+                table.add_row(str(size.num_devices), "none")
+                lines.append(f"{size.num_devices} devices: {size.obstacle}")
+                continue
+            cost = [f"{self._cost(size.planned).per_step:.4g}"] if costs else []
+            gap = f"{size.planned.result.gap:.1%}"
+            seconds = (f"{size.step_seconds:.3g}", f"{size.device_seconds:,.0f}")
+            table.add_row(str(size.num_devices), *seconds, gap, *cost)
+        wrapped = [
+            part for line in lines
+            for part in textwrap.wrap(line, columns, subsequent_indent="    ", break_on_hyphens=False)]
+        return Group(table, *map(Text, ["", *wrapped]))
+
+    def _cost(self, planned: Planned) -> Cost:
+        assert self.per_device_hour is not None
+        return cost_of_step(planned.problem, planned.step_seconds, self.per_device_hour)

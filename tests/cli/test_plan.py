@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -30,10 +31,13 @@ from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
+from realhf.planner.comparisons import Size, Sizes
+from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates
 from realhf.planner.step_time import predict
 from realhf.user_input.shipped import dump_yaml
 from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
+from tests.planner.problems import random_problem
 from tests.samples import drawn
 
 PPO_7B = str(REPO / "examples/ppo_7b.py")
@@ -294,6 +298,51 @@ def test_pins_fix_options_and_any_number_of_rows(tmp_path, capsys):
     assert priced["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-9)
 
 
+def test_several_numbers_of_devices_are_a_table(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    words = [PPO_7B, "--cluster", "h100-2x8", "--gap", "0.3", "--batch_size", "64"]
+    answer = _plan(capsys, *words, "--devices", "2,4,...,16", "--cost-per-hour", "2", "-o", path)
+    assert [size["num_devices"] for size in answer["sizes"]] == [2, 4, 8, 16]
+    assert "no plan fits" in answer["sizes"][0]["obstacle"]
+    alone = _plan(capsys, *words, "--devices", "8", "--cost-per-hour", "2")
+    eight = answer["sizes"][2]
+    assert eight["step_seconds"] == pytest.approx(alone["step_seconds"])
+    assert eight["device_seconds"] == pytest.approx(8 * alone["step_seconds"])
+    per_step = 2 * 8 * alone["step_seconds"] / 3600
+    assert eight["cost"]["per_step"] == alone["cost"]["per_step"] == pytest.approx(per_step)
+    assert alone["cost"]["per_1000_samples"] == pytest.approx(per_step / 64 * 1000)
+    assert ExecutionPlan.load(str(path)).num_ranks <= answer["enough"]
+
+
+def test_so_many_devices_are_enough_if_more_shorten_a_step_by_at_most_a_tenth():
+    problem = random_problem(random.Random(3), num_calls=2)
+    planned = make_plan(problem, Rates(problem.cluster), time_limit=5, max_iterations=1)
+
+    def size(number, seconds):
+        simulation = replace(planned.simulation, step_seconds=seconds)
+        return Size(number, None if seconds is None else replace(planned, simulation=simulation))
+
+    cases = {
+        (None, 100, 50, 26, 24): (64, "64 devices are enough: with more, up to 128, a step becomes at most 10%"),
+        (100, 50, 25, 12.5): (64, "64 devices, the most tried, still make the step more than 10% shorter"),
+        (100, 95, 60, 59, 53.9): (64, "64 devices are enough"), (100, 95, 91, 99): (8, "8 devices are enough"),
+    }
+    for seconds, (enough, sentence) in cases.items():
+        sizes = Sizes([size(8 << i, value) for i, value in enumerate(seconds)])
+        assert sizes.enough.num_devices == enough and sizes.sentences[0].startswith(sentence), seconds
+    assert Sizes([size(8, None), size(16, None)]).enough is None
+
+
+@pytest.mark.slow
+def test_a_lost_host_costs_what_a_plan_without_it_takes(planned, capsys):
+    words = [PPO_7B, "--cluster", "h100-2x8", "--gap", "0.05"]
+    answer = _plan(capsys, *words, "--lost-hosts", "1")
+    (lost,) = answer["what_if"]
+    fewer = _plan(capsys, *words, "--devices", "8")
+    assert lost["values"] == {"lost_hosts": "1"} and lost["step_seconds"] is None
+    assert lost["best_step_seconds"] == pytest.approx(fewer["step_seconds"], rel=0.05)
+
+
 @pytest.mark.slow
 def test_pins_ties_and_fewer_devices(planned, capsys):
     words = [PPO_7B, "--cluster", "h100-2x8", "--time-limit", 1]
@@ -364,6 +413,12 @@ REFUSED = {
     "--cluster h100-2x8 --together actor_train": ["--together actor_train: name two calls or more"],
     "--cluster h100-2x8 --pin actor_train=d8@0-7 --pin actor_train=d8@8-15": ["actor_train is given twice"],
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],
+    "--cluster h100-2x8 --devices 8,...": ["--devices 8,...", "several such as 8,16,...,256"],
+    "--cluster h100-2x8 --devices 16,8": ["--devices 16,8: the numbers must rise"],
+    "--cluster h100-2x8 --devices 8,12": ["--devices 12", "whole hosts of 8 up to 16"],
+    "--cluster h100-2x8 --devices 8,16 --lost-hosts 1": ["--lost-hosts: --devices with several numbers"],
+    "--cluster h100-2x8 --lost-hosts 2": ["--lost-hosts 2: the cluster has 2, and one must be left"],
+    "--cluster h100-2x8 --cost-per-hour 0": ["--cost-per-hour 0: it must be above 0"],
     "--cluster h100-2x8 --devices 12": ["--devices 12", "whole hosts of 8 up to 16"],
     "--cluster h100-2x8 --time-limit 0": ["--time-limit 0", "above 0"],
     "--cluster h100-2x8 --what-if respons_tokens=9": ["--what-if respons_tokens=9", "did you mean response_"],
