@@ -9,18 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from realhf.models.model_config import ModelConfig
-from realhf.planner.efficiencies import EnginePath
+from realhf.planner.efficiencies import NEMO, EnginePath
 
-NEMO = EnginePath(
-    kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded=True, gathers=False,
-    pads_stages=True, splits_experts=False, overlap=1.0,
-)
-"""Training by Megatron-Core with Transformer Engine, which launches two products for each of a rank's 16
-experts; generation by vLLM 0.10, whose decoding is compiled and recorded. A pass through stages pads packed
-sequences to the limit (`pad_packed_seq_to`), experts are not split (expert_tensor_parallel_size 1), and
-gradients are reduced during the backward pass (overlap_grad_reduce)."""
 NEMO_UNFUSED = replace(NEMO, expert_kernels=120, expert_passes=17)
-"""The same with `moe_permute_fusion` false, the default of v0.4, which only the recipes of DeepSeek-V3 and
+"""NEMO with `moe_permute_fusion` false, the default of v0.4, which only the recipes of DeepSeek-V3 and
 Qwen3-235B change: rows are found by masked_select, sorted by splitting and joining 128 chunks twice, and
 summed by scatter_add."""
 PROMPT_TOKENS = 150  # A problem of OpenMathInstruct-2 in its template.

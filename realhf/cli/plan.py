@@ -39,7 +39,9 @@ from realhf.planner.comparisons import (
     what_if,
 )
 from realhf.planner.comparisons import render as render_changes
+from realhf.planner.efficiencies import ENGINES
 from realhf.planner.make import Planned, PricedPlan, make_plan, price
+from realhf.planner.measured_links import fitted_links
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates, not_measured
@@ -152,6 +154,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("--profile", help="file of `realhf profile`; without --cluster, plan for its machine")
+    text = "output of nccl-tests, to which links are fitted; may be repeated, one collective each"
+    add("--links", action="append", default=[], metavar="FILE", help=text)
+    text = f"price passes as those of this engine: {', '.join(ENGINES)}; default: realhf"
+    add("--engine", default="realhf", metavar="NAME", help=text)
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
     text = f"most seconds for the plan, four fifths of them for the search; default: {TIME_LIMIT:g}"
     add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
@@ -180,11 +186,15 @@ def main(options: Namespace, words: list[str]) -> int:
     _check_numbers(options)
     numbers = _device_numbers(options.devices)
     cluster = _cluster(options, numbers[-1] if numbers else None)
-    rates = _rates(cluster, options.profile)
+    rates, notes = _rates_of(options, cluster)
+    cluster = rates.cluster
+    for number in numbers[:-1]:
+        _cluster(options, number)  # It refuses numbers that are not legal.
     if len(numbers) > 1:
-        return _plan_sizes(experiment, options, [_cluster(options, number) for number in numbers], rates)
+        return _plan_sizes(experiment, options, [
+            cluster.first_devices(number) for number in numbers], rates, notes)
     if options.price is not None:
-        return _price(experiment, options, cluster, rates)
+        return _price(experiment, options, cluster, rates, notes)
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
@@ -217,7 +227,7 @@ def main(options: Namespace, words: list[str]) -> int:
             what_ifs += lost_hosts(planned, options.lost_hosts, limits)
     if options.output:
         planned.plan.save(Path(options.output))
-    unmeasured = not_measured(rates, planned.problem, planned.plan)
+    unmeasured = [*notes, *not_measured(rates, planned.problem, planned.plan)]
     cost = _cost(planned, options)
     if options.json:
         document = report.document(planned) | {"not_measured": unmeasured}
@@ -271,7 +281,8 @@ def _cost(priced: PricedPlan, options: Namespace) -> Expense | None:
 
 
 def _plan_sizes(
-    experiment: Experiment, options: Namespace, clusters: Sequence[Cluster], rates: Rates
+    experiment: Experiment, options: Namespace, clusters: Sequence[Cluster], rates: Rates,
+    notes: Sequence[str],
 ) -> int:
     """Search a plan on each cluster, print the table of their steps and return the exit code.
 
@@ -302,16 +313,20 @@ def _plan_sizes(
     if options.output:
         enough.planned.plan.save(Path(options.output))
     if options.json:
-        print(json.dumps(table.document()))
+        print(json.dumps(table.document() | {"not_measured": list(notes)}))
     else:
         console = Console()
         console.print(table.render(columns=console.width), soft_wrap=True)
+        if notes:
+            console.print(Text("\n" + "\n".join(notes)), soft_wrap=True)
         if options.output:
             console.print(f"\nwritten to {options.output}: {enough.num_devices} devices", highlight=False)
     return 0
 
 
-def _price(experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates) -> int:
+def _price(
+    experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates, notes: Sequence[str]
+) -> int:
     """Print the seconds and the memory of the plan of --price, and return 0 if it fits, else 1."""
     _refuse_others(
         options, ("output", "pin", "together", "what_if", "lost_hosts"), why="--price searches no plan")
@@ -322,7 +337,7 @@ def _price(experiment: Experiment, options: Namespace, cluster: Cluster, rates: 
         problem = problem_of(experiment, cluster)
     with naming(f"--price {options.price}"):
         priced = price(problem, rates, plan)
-    unmeasured = not_measured(rates, problem, plan)
+    unmeasured = [*notes, *not_measured(rates, problem, plan)]
     cost = _cost(priced, options)
     if options.json:
         document = report.priced_document(priced) | {"not_measured": unmeasured}
@@ -363,6 +378,27 @@ def _search(
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
         should_stop=watch.should_stop, explain=explain)
+
+
+def _rates_of(options: Namespace, cluster: Cluster) -> tuple[Rates, list[str]]:
+    """Return the rates with fitted links and the path of the engine, and notes about the fit."""
+    if options.engine not in ENGINES:
+        meant = did_you_mean(options.engine, [*ENGINES])
+        raise UserError(f"--engine {options.engine}{meant}: legal are {', '.join(ENGINES)}")
+    path = ENGINES[options.engine]
+    if path is not None and options.profile is not None:
+        raise UserError("--engine: the profile has measured this engine, leave one of both out")
+    if path is not None and cluster.device_type != "cuda":
+        raise UserError(f"--engine {options.engine}: its path is that on a GPU, the cluster has none")
+    if not options.links:
+        return (_rates(cluster, options.profile) if path is None else Rates(cluster, path=path)), []
+    fitted = fitted_links(cluster, options.links)
+    if options.profile is None:
+        return Rates(fitted.cluster, fitted.efficiencies, path), list(fitted.notes)
+    try:
+        return ProfiledRates(Profile.load(options.profile), fitted.cluster, link=1.0), list(fitted.notes)
+    except ValueError as error:
+        raise UserError(f"--profile {options.profile}: {error}") from error
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:

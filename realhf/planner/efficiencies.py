@@ -10,7 +10,7 @@ counted from its code, prices its steps by the same efficiencies.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,10 @@ class EnginePath:
     splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
     overlap: float = 0.0
     """Fraction of a mini-batch's passes beside which gradients are reduced and parameters gathered."""
+    pass_speed: float = 1.0
+    """FLOP/s of the products in blocks of training and prefill, relative to those in the model's dtype."""
+    decode_speed: float = 1.0  # The same in the blocks of decode steps.
+    decode_weight_bytes: float | None = None  # A parameter of a block in decode steps; None: as in memory.
 
     @classmethod
     def of(cls, cluster: Cluster) -> "EnginePath":
@@ -142,6 +146,31 @@ MEGATRON = EnginePath(
     pads_stages=True)
 """Megatron-Core's local layers with our norms and attention, counted as above
 (tests/megatron/test_planner.py). The native engine decodes."""
+
+
+NEMO = EnginePath(
+    kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded=True, gathers=False,
+    pads_stages=True, splits_experts=False, overlap=1.0,
+)
+"""NeMo RL v0.4, counted from its code. Training by Megatron-Core with Transformer Engine, which launches two
+products for each of a rank's 16 experts; generation by vLLM 0.10, whose decoding is compiled and recorded. A
+pass through stages pads packed sequences to the limit (`pad_packed_seq_to`), experts are not split
+(expert_tensor_parallel_size 1), and gradients are reduced during the backward pass (overlap_grad_reduce)."""
+_VLLM = replace(
+    OUR_CUDA, decode_kernels=NEMO.decode_kernels, decode_expert_kernels=NEMO.decode_expert_kernels,
+    gathers=False)
+_FP8: Mapping[str, Any] = {"decode_speed": 2.0, "decode_weight_bytes": 1.0}
+ENGINES: Mapping[str, EnginePath | None] = {
+    "realhf": None,
+    "vllm": _VLLM,
+    "vllm-fp8": replace(_VLLM, **_FP8),
+    "nemo-rl": NEMO,
+    "nemo-rl-fp8": replace(NEMO, pass_speed=2.0, **_FP8),
+}
+"""Name of an engine -> its path on a GPU; None: this engine's. `vllm` decodes as vLLM and trains as this
+engine. In FP8, products reach the same share of a peak that is twice as high (vendor's figures for H100),
+which is an upper bound, as values are converted in between. Heads, caches, messages and the account of memory
+are those of the dtype."""
 
 
 def padded_sizes(counts: Any) -> Any:

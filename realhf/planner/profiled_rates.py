@@ -51,12 +51,17 @@ class ProfiledRates(Rates):
     micro-batch.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
+    def __init__(
+        self, profile: Profile, cluster: Cluster | None = None, *, link: float | None = None
+    ) -> None:
+        """Set up the rates; `link` is the share of links' bandwidth that is reached, where it is known."""
         if cluster is not None:
             profile.require_serves(cluster)
         cluster = cluster or profile.cluster
-        super().__init__(cluster, _efficiencies(profile.cluster, cluster))
+        efficiencies = _efficiencies(profile.cluster, cluster)
+        super().__init__(cluster, efficiencies if link is None else replace(efficiencies, link=link))
         self.profile = profile
+        self._link = link
         self._links = {entry.hosts: entry.tables for entry in profile.links}
         self._calls = profile.calls
         self._models: dict[tuple[Any, ...], dict[Split, Mapping[str, Table]]] = {}
@@ -68,7 +73,7 @@ class ProfiledRates(Rates):
         self.notes: dict[str, None] = {}
 
     def on(self, cluster: Cluster) -> "ProfiledRates":
-        return ProfiledRates(self.profile, cluster)
+        return ProfiledRates(self.profile, cluster, link=self._link)
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         table = self._calls.get(kind)
@@ -310,7 +315,7 @@ def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[st
     """Return sentences about the prices of a plan that are not measurements of the rates' profile."""
     if not isinstance(rates, ProfiledRates):
         return []
-    fresh = ProfiledRates(rates.profile, rates.cluster)
+    fresh = rates.on(rates.cluster)
     predict(problem, fresh, plan)
     noise, sentence = rates.profile.noise()
     disturbed = rates.profile.disturbed()

@@ -149,20 +149,25 @@ class Rates(LinkRates):
             raise ValueError(f"the cluster's peak_flops has no entry for dtype {role.dtype}: {has}")
         return peaks[role.dtype]
 
-    def matmul(self, role: ModelRole, *, tokens: Any, params: float, depth: float = 0.0) -> Any:
+    def matmul(
+        self, role: ModelRole, *, tokens: Any, params: float, depth: float = 0.0, speed: float = 1.0,
+        weight_bytes: float | None = None,
+    ) -> Any:
         """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer.
 
         `tokens` may be an array. `depth` is the sum, over the products, of the terms that each adds up. In
         each product the units compute tiles of the result in waves, and half of the last wave is idle on
-        average (NVIDIA, "Matrix Multiplication Background User's Guide", wave quantization).
+        average (NVIDIA, "Matrix Multiplication Background User's Guide", wave quantization). `speed` and
+        `weight_bytes` are those of an engine's path that computes in another dtype than the role's.
         """
         e = self.efficiencies
         idle = np.minimum(tokens, e.tile) * e.tile * e.units * depth
-        flops = (2 * tokens * params + idle) / (self.peak(role) * e.matmul)
-        return np.maximum(flops, params * role.itemsize / self._memory)
+        flops = (2 * tokens * params + idle) / (self.peak(role) * e.matmul * speed)
+        return np.maximum(flops, params * (weight_bytes or role.itemsize) / self._memory)
 
     def grouped_matmul(
-        self, role: ModelRole, *, tokens: Any, groups: Any, params: float, depth: float
+        self, role: ModelRole, *, tokens: Any, groups: Any, params: float, depth: float, speed: float = 1.0,
+        weight_bytes: float | None = None,
     ) -> Any:
         """Return the seconds of a product in which `groups` matrices of `params` have `tokens` each.
 
@@ -172,8 +177,8 @@ class Rates(LinkRates):
         tile = np.clip(tokens, min(_SMALLEST_TILE, e.tile), e.tile)
         padded = np.maximum(tokens, 1.0) + (tile - 1) / 2 if e.tile > 1 else tokens
         idle = tile * e.tile * e.units * depth
-        flops = (2 * groups * padded * params + idle) / (self.peak(role) * e.grouped_matmul)
-        return np.maximum(flops, groups * params * role.itemsize / self._memory)
+        flops = (2 * groups * padded * params + idle) / (self.peak(role) * e.grouped_matmul * speed)
+        return np.maximum(flops, groups * params * (weight_bytes or role.itemsize) / self._memory)
 
     def traffic(self, num_bytes: Any) -> Any:
         """Return the seconds of operations that only read and write."""
@@ -191,9 +196,10 @@ class Rates(LinkRates):
         shape = block_shape(role.config)
         n = tp.size
         depth = shape.whole + shape.split / n
-        compute = self.matmul(role, tokens=tokens, params=shape.dense / n, depth=depth)
-        communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         path = self.path.of_role(c)
+        compute = self.matmul(
+            role, tokens=tokens, params=shape.dense / n, depth=depth, speed=path.pass_speed)
+        communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         kernels = float(path.kernels)
         moved = exchanged = 0.0
         if c.moe is not None:
@@ -232,7 +238,7 @@ class Rates(LinkRates):
         routed = tokens * moe.num_experts_per_token * load
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)
+            depth=c.hidden_size + moe.expert_width / n, speed=self.path.of_role(c).pass_speed)
         row = c.hidden_size * role.itemsize
         passes = self.path.expert_passes - (_EXCHANGED_PASSES if size == 1 else 0)
         exchange = 2 * self.all_to_all(routed * row, group)
@@ -300,7 +306,9 @@ class Rates(LinkRates):
         path = self.path
         padded = padded_sizes(rows) if path.recorded else rows
         depth = shape.whole + shape.split / n
-        compute = self.matmul(role, tokens=padded, params=shape.dense / n, depth=depth)
+        compute = self.matmul(
+            role, tokens=padded, params=shape.dense / n, depth=depth, speed=path.decode_speed,
+            weight_bytes=path.decode_weight_bytes)
         communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
         kernels = float(path.decode_kernels)
         if c.moe is not None:
@@ -340,7 +348,8 @@ class Rates(LinkRates):
         routed = rows * per_token * busiest_load(rows * per_token * ep.size, ep.size, moe.num_experts)
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
-            depth=c.hidden_size + moe.expert_width / n)
+            depth=c.hidden_size + moe.expert_width / n, speed=self.path.decode_speed,
+            weight_bytes=self.path.decode_weight_bytes)
         row = c.hidden_size * role.itemsize
         if self.path.gathers and ep.size > 1:
             exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.
