@@ -329,6 +329,9 @@ class Expected:
     response_p99: int | None = None
     """Tokens that 99 % of the responses do not exceed; the planner fits a long tail to it and the mean. None:
     a response ends with the same chance after each token."""
+    length_correlation: float | None = None
+    """How alike the lengths of responses to one prompt are: 0 (drawn independently) to 1 (equal). None: as
+    measured in `lengths_from`, or as usual in our runs (planner/lengths.py)."""
     lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.

@@ -45,6 +45,7 @@ from realhf.planner.measured_links import fitted_links
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates, not_measured
+from realhf.planner.ranges import robust_plan
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
 from realhf.signals import end_by_signal
@@ -140,10 +141,14 @@ EXAMPLES = (
     "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
     "realhf plan examples/ppo_7b.py --cluster h100-2x8 --what-if response_tokens=2000",
 )
+_SLACK = 0.01
+"""A plan with more free memory or simpler layouts may take so much longer than the fastest one found."""
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 TIME_LIMIT = 60.0
 """Seconds for a plan; the search gets four fifths of them (planner/make.py)."""
+_FIRST_SEARCH = 0.25
+"""With --robust, the share of the time limit for the plan that is fastest as expected."""
 _WHAT_IF_SECONDS = 10.0
 """Seconds after which the search under a change ends at the latest."""
 
@@ -163,6 +168,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
     text = "stop as soon as the plan is within this share of the lower bound over the plans enumerated"
     add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
+    text = "prefer free memory, few layouts and hosts to the fastest plan, up to so much longer a step"
+    add("--slack", type=float, default=_SLACK, help=f"{text}; default: {_SLACK:g}")
+    text = "choose the plan with the least regret over ranges of lengths and efficiencies"
+    add("--robust", action="store_true", help=text)
     text = "fix the layout or options of a call: actor_generate=d8t8@0-63,max_rows=40; may be repeated"
     add("--pin", action="append", default=[], metavar="CALL=LAYOUT[,OPTION=VALUE]", help=text)
     text = "calls that share one layout, separated by commas; may be repeated"
@@ -198,9 +207,12 @@ def main(options: Namespace, words: list[str]) -> int:
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
+    robust = None
+    if options.robust:
+        _refuse_others(options, ("what_if", "lost_hosts"), why="--robust has changes of its own")
     signals = (signal.SIGINT, signal.SIGTERM)
     with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
-        limit = options.time_limit
+        limit = options.time_limit * (_FIRST_SEARCH if options.robust else 1.0)
         problem = _problem(experiment, options, cluster)
         changes = _changes(problem, rates, options.what_if)
         _check_limits(options)
@@ -216,6 +228,10 @@ def main(options: Namespace, words: list[str]) -> int:
                 experiment.max_lag, experiment.num_rounds, planned.result, other.result)
         else:
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+        if options.robust:
+            robust = robust_plan(
+                planned, time_limit=(1 - _FIRST_SEARCH) * options.time_limit, gap=options.gap,
+                should_stop=watch.should_stop, begin=lambda change: watch.begin(f"with {change}"))
         limits = SearchLimits(
             min(limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
         what_ifs = []
@@ -225,12 +241,16 @@ def main(options: Namespace, words: list[str]) -> int:
         if options.lost_hosts is not None:
             watch.begin(f"with {options.lost_hosts} hosts fewer")
             what_ifs += lost_hosts(planned, options.lost_hosts, limits)
+    priced: PricedPlan = planned if robust is None else robust.priced
     if options.output:
-        planned.plan.save(Path(options.output))
-    unmeasured = [*notes, *not_measured(rates, planned.problem, planned.plan)]
-    cost = _cost(planned, options)
+        priced.plan.save(Path(options.output))
+    unmeasured = [*notes, *not_measured(rates, priced.problem, priced.plan)]
+    cost = _cost(priced, options)
     if options.json:
         document = report.document(planned) | {"not_measured": unmeasured}
+        if robust is not None:
+            document |= report.priced_document(priced) | {"robust": robust.document()}
+            document["gap"] = 1 - document["lower_bound_seconds"] / document["step_seconds"]
         document |= comparison.document() if comparison else {}
         document |= {"cost": cost.document()} if cost is not None else {}
         if what_ifs:
@@ -238,7 +258,12 @@ def main(options: Namespace, words: list[str]) -> int:
         print(json.dumps(document))
         return 0
     console = Console()
-    console.print(report.render(planned, columns=console.width), soft_wrap=True)
+    if isinstance(priced, Planned):
+        console.print(report.render(priced, columns=console.width), soft_wrap=True)
+    else:
+        console.print(report.render_priced(priced, columns=console.width), soft_wrap=True)
+    if robust is not None:
+        console.print(Text(), robust.render(columns=console.width), soft_wrap=True)
     if cost is not None:
         console.print(Text(f"\n{cost}"), soft_wrap=True)
     if comparison:
@@ -266,6 +291,8 @@ def _check_limits(options: Namespace) -> None:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
+    if not 0 <= options.slack < 1:
+        raise UserError(f"--slack {options.slack:g}: it must be at least 0 and below 1")
 
 
 def _refuse_others(options: Namespace, names: Sequence[str], *, why: str) -> None:
@@ -288,8 +315,8 @@ def _plan_sizes(
 
     Each gets an equal share of the time. The plan for as many devices as are enough is written to --output.
     """
-    _refuse_others(
-        options, ("price", "what_if", "lost_hosts"), why="--devices with several numbers prints a table")
+    others = ("price", "what_if", "lost_hosts", "robust")
+    _refuse_others(options, others, why="--devices with several numbers prints a table")
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     sizes = []
@@ -328,8 +355,8 @@ def _price(
     experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates, notes: Sequence[str]
 ) -> int:
     """Print the seconds and the memory of the plan of --price, and return 0 if it fits, else 1."""
-    _refuse_others(
-        options, ("output", "pin", "together", "what_if", "lost_hosts"), why="--price searches no plan")
+    others = ("output", "pin", "together", "what_if", "lost_hosts", "robust")
+    _refuse_others(options, others, why="--price searches no plan")
     plan = ExecutionPlan.load(options.price)
     with naming(f"--price {options.price}"):
         plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
@@ -377,7 +404,7 @@ def _search(
 ) -> Planned:
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
-        should_stop=watch.should_stop, explain=explain)
+        should_stop=watch.should_stop, explain=explain, slack=options.slack)
 
 
 def _rates_of(options: Namespace, cluster: Cluster) -> tuple[Rates, list[str]]:
@@ -411,7 +438,7 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
     with _reporting(name), SearchWatch(*signals, then="the run begins with") as watch:
         planned = make_plan(
             problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
-            progress=watch.progress, should_stop=watch.should_stop)
+            slack=_SLACK, progress=watch.progress, should_stop=watch.should_stop)
     step = f"{format_seconds(planned.result.step_seconds)} per step predicted"
     near = f"at most {planned.result.gap:.1%} above the lower bound over the plans enumerated"
     took = format_seconds(planned.search_seconds)

@@ -21,7 +21,7 @@ from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import TransformersConfig
 from realhf.plan import ExecutionPlan, home_layouts
-from realhf.planner.lengths import Lengths, alike_share, long_tail, observed
+from realhf.planner.lengths import USUALLY_ALIKE, Lengths, alike_share, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime
 from realhf.rewards.scoring import RewardCall
@@ -45,9 +45,10 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
     expected = experiment.expected
     _check(expected, limit)
     responses = None
-    alike = 0.0
+    alike = expected.length_correlation
     if expected.lengths_from is not None:
-        responses, alike = _lengths_of_run(expected.lengths_from, limit)
+        responses, measured = _lengths_of_run(expected.lengths_from, limit)
+        alike = measured if alike is None else alike
     response = expected.response_tokens or (responses.mean if responses is not None else limit or None)
     prompts = None
     if expected.prompt_tokens is None or response is None:
@@ -56,7 +57,7 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
             prompts = None
         if response is None:
             responses = completions
-            alike = completions_alike
+            alike = completions_alike if alike is None else alike
             response = completions.mean
     if expected.response_p99 is not None:
         try:
@@ -69,7 +70,8 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt, "response_tokens": float(response),
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
-        "prompt_lengths": prompts, "response_lengths": responses, "alike": alike,
+        "prompt_lengths": prompts, "response_lengths": responses,
+        "alike": USUALLY_ALIKE if alike is None else alike,
         "longest_prompt_tokens": float(longest_prompt)}
 
 
@@ -78,6 +80,8 @@ def _check(expected: Expected, limit: int) -> None:
     for name in ("prompt_tokens", "longest_prompt_tokens", "response_tokens", "response_p99"):
         value = getattr(expected, name)
         require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
+    alike = expected.length_correlation
+    require(alike is None or 0 <= alike <= 1, "expected.length_correlation", alike, "be from 0 to 1")
     mean, longest = expected.prompt_tokens, expected.longest_prompt_tokens
     if longest is not None:
         require(
@@ -96,9 +100,9 @@ def _check(expected: Expected, limit: int) -> None:
             f"be above expected.response_tokens and below sampling.max_new_tokens ({limit})")
 
 
-def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:
+def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float | None]:
     """Return the lengths of the newest answers that a run has kept, cut off at the limit, and how much those
-    of one prompt resemble each other.
+    of one prompt resemble each other (None: no two prompts have several answers).
 
     Raises ValueError if there are none, or if answers were cut off before the limit.
     """
@@ -118,7 +122,8 @@ def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float]:
     for answer in answers:
         if "length" in answer and "prompt_number" in answer:
             prompts.setdefault((answer.get("step"), answer["prompt_number"]), []).append(answer["length"])
-    return observed(lengths, limit), alike_share(list(prompts.values()))
+    groups = [group for group in prompts.values() if len(group) > 1]
+    return observed(lengths, limit), alike_share(groups) if len(groups) > 1 else None
 
 
 def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, float]:

@@ -201,7 +201,7 @@ def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Grou
         times = None
         if tried.best_step_seconds is not None:
             times = f"a step takes {tried.best_step_seconds / now.step_seconds:.2f} x as long"
-        remarks = [times, tried.obstacle, tried.best_obstacle, others and f"best with {others}"]
+        remarks = [tried.obstacle, tried.best_obstacle, times, others and f"best with {others}"]
         if text := "; ".join(filter(None, remarks)):
             lines += textwrap.wrap(
                 f"{tried.name}: {text}", columns, subsequent_indent="    ", break_on_hyphens=False)

@@ -154,7 +154,7 @@ NEMO = EnginePath(
 )
 """NeMo RL v0.4, counted from its code. Training by Megatron-Core with Transformer Engine, which launches two
 products for each of a rank's 16 experts; generation by vLLM 0.10, whose decoding is compiled and recorded. A
-pass through stages pads packed sequences to the limit (`pad_packed_seq_to`), experts are not split
+pass through stages pads packed sequences to the limit, experts are not split
 (expert_tensor_parallel_size 1), and gradients are reduced during the backward pass (overlap_grad_reduce)."""
 _VLLM = replace(
     OUR_CUDA, decode_kernels=NEMO.decode_kernels, decode_expert_kernels=NEMO.decode_expert_kernels,

@@ -18,6 +18,9 @@ _TAIL_DEVIATIONS = 2.3263478740408408  # Standard deviations of a normal variabl
 _WIDEST = 6.0  # The largest standard deviation of the logarithm that is tried.
 _NUM_NODES = 512  # A log-normal survival is computed at this many lengths, and interpolated in between.
 
+USUALLY_ALIKE = 0.3
+"""How alike the lengths of responses to one prompt are where no run has measured it (see `alike_share`)."""
+
 
 class Lengths:
     """A distribution of whole numbers of tokens.

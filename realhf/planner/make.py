@@ -19,6 +19,7 @@ from realhf.planner.memory_account import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
+from realhf.planner.reserves import Preference, preferred
 from realhf.planner.search import LocalSearch, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
@@ -104,17 +105,20 @@ class Planned(PricedPlan):
     reasons: Mapping[str, Reason]
     heuristic: Heuristic | None
     search_seconds: float
+    preference: Preference | None = None
+    """Why this is not the fastest plan that was found; None if it is."""
 
 
 def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: ReportProgress | None = None, should_stop: Callable[[], bool] | None = None,
-    explain: bool = True,
+    explain: bool = True, slack: float = 0.0,
 ) -> Planned:
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
     bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
-    With `explain`, it has the reasons for the layouts. Raises ValueError when nothing fits.
+    With `explain`, it has the reasons for the layouts. With `slack`, a plan with reserves or simpler layouts
+    is preferred whose step is longer by at most this fraction. Raises ValueError when nothing fits.
     """
     began = time.monotonic()
     _require_supported(problem, rates)
@@ -131,6 +135,12 @@ def make_plan(
         max_iterations=max_iterations, progress=progress, should_stop=should_stop)
     if result is None:
         raise ValueError(_nothing_fits(space))
+    preference = None
+    if slack > 0:
+        left = max(0.5, time_limit - (time.monotonic() - began)) / 2
+        preference = preferred(space, np.array(result.chosen), slack=slack, time_limit=left)
+    if preference is not None:
+        result = replace(result, chosen=preference.chosen, step_seconds=preference.step_seconds)
     chosen = np.array(result.chosen)
     figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
     predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
@@ -140,7 +150,7 @@ def make_plan(
     reasons = find_reasons(space, chosen) if explain else {}
     spent = time.monotonic() - began
     return Planned(**vars(priced), space=space, result=result, reasons=reasons, heuristic=baseline,
-                   search_seconds=spent)
+                   search_seconds=spent, preference=preference)
 
 
 def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:

@@ -117,6 +117,10 @@ class Rates(LinkRates):
         """Return the rates of another cluster; what this one was given replaces that one's efficiencies."""
         return Rates(cluster, *self._given)
 
+    def with_efficiencies(self, efficiencies: Efficiencies) -> "Rates":
+        """Return rates of this cluster and engine with other efficiencies."""
+        return Rates(self.cluster, efficiencies, self._given[1])
+
     def at(self, ranks: Collection[int]) -> "Rates":
         """Return the rates of the kind of hosts that has these ranks; if several kinds have them, rates as if
         all hosts had the worst figures of any."""

@@ -1,5 +1,6 @@
 """Show a plan to programs and to people: a table, a timeline in letters, and the reasons."""
 
+import math
 import string
 import textwrap
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ def document(planned: Planned) -> dict[str, Any]:
         "lower_bound_seconds": planned.result.lower_bound_seconds,
         "gap": planned.result.gap,
         "pins_outside": {name: str(layout) for name, layout in pins_outside(planned.problem).items()},
+        "fastest_found_seconds": min(
+            planned.result.step_seconds,
+            math.inf if planned.preference is None else planned.preference.fastest_seconds),
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
@@ -120,6 +124,8 @@ def _summary(planned: Planned) -> list[Text]:
     outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
     lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
+    if planned.preference is not None:
+        lines.append(planned.preference.sentence)
     if outside:
         lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
     if (baseline := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:

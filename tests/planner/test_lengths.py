@@ -20,7 +20,7 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
-from realhf.planner.lengths import alike_share, geometric, long_tail, observed
+from realhf.planner.lengths import USUALLY_ALIKE, alike_share, geometric, long_tail, observed
 from realhf.planner.micro_batches import mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
@@ -339,7 +339,14 @@ def test_answers_of_one_prompt_resemble_each_other_as_much_as_a_run_says(tmp_pat
         json.dumps({"step": step, "prompt_number": 0, "length": n, "finished": True}) + "\n"
         for step, n in ((1, 10), (1, 10), (2, 20), (2, 20))))
     assert _workload(tmp_path, lengths_from=str(tmp_path)).alike == 1.0
-    assert _workload(tmp_path, response_tokens=300).alike == 0.0
+    assert _workload(tmp_path, lengths_from=str(tmp_path), length_correlation=0.2).alike == 0.2
+    assert _workload(tmp_path, response_tokens=300).alike == USUALLY_ALIKE > 0
+    assert _workload(tmp_path, response_tokens=300, length_correlation=0.0).alike == 0.0
+    answer = {"step": 1, "prompt_number": 0, "length": 9, "finished": True}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(answer) + "\n")
+    assert _workload(tmp_path, lengths_from=str(tmp_path)).alike == USUALLY_ALIKE  # It has not been measured.
+    with pytest.raises(ValueError, match="expected.length_correlation is 2: it must be from 0 to 1"):
+        _workload(tmp_path, response_tokens=300, length_correlation=2)
 
 
 @pytest.mark.parametrize("alike", [0.5, 1.0])

@@ -27,7 +27,7 @@ HEADER = """\
 {ranks}
 #
 #                                                              out-of-place                       in-place
-#       size         count      type   redop    root   time   algbw   busbw #wrong   time   algbw   busbw #wrong
+#       size         count      type   redop    root   time  algbw  busbw #wrong   time  algbw  busbw #wrong
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
 """
 
