@@ -321,11 +321,6 @@ class DPO(Experiment):
         forward = _log_probs("actor", "logprobs")
         return graph_of(*self._references(), forward, held_out_loss(own_or(self.loss), inputs), *answers)
 
-    def doubts(self) -> Iterator[str]:
-        yield from super().doubts()
-        if self.ref is not None and not self.loss.needs_ref:
-            yield f"ref is given, and the loss of {type(self).__name__} reads no reference: leave it out"
-
     def _references(self) -> tuple[FunctionCall, ...]:
         return (_log_probs("ref", "ref_logprobs"),) if self.loss.needs_ref else ()
 

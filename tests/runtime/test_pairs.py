@@ -28,6 +28,7 @@ from realhf.distributed.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts.training import unusual_training
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
@@ -265,6 +266,15 @@ def test_what_is_refused(task):
         for name in ("dataset", "eval_dataset"):
             with pytest.raises(ValueError, match=f"^{name} .*bad.jsonl line 1: {fault}: it must be a"):
                 compiled(kind, **{name: DatasetConfig(str(bad)), "batch_size": 1})
+
+
+def test_a_reference_that_no_loss_reads_is_a_warning(task):
+    settings = {"dataset": DatasetConfig(str(task / "pairs.jsonl")), "batch_size": 2}
+    ref = role(task, trainable=False)
+    program = compile_program(SimPO(actor=role(task), ref=ref, **settings), None, world_size=1)
+    assert "ref is given, and no call uses it: leave it out" in list(unusual_training(program))
+    program = compile_program(DPO(actor=role(task), ref=ref, **settings), None, world_size=1)
+    assert not any("ref is given" in warning for warning in unusual_training(program))
 
 
 def test_equal_completions_are_a_warning(task, tmp_path, capsys):
