@@ -138,7 +138,7 @@ def test_a_run_with_all_kinds(task):
             weights = {"some_reward": 0.3, "model": 0.5, "process": 1.0, "judge": 1.0}
             total = sum(weight * step[f"reward/{name}/mean"] for name, weight in weights.items())
             assert step["reward/mean"] == pytest.approx(total, rel=1e-9)
-    assert metrics[0]["eval/score"] > 0 and metrics[0]["actor/grad_norm"] > 0
+    assert metrics[-1]["eval/score"] > 0 and metrics[0]["actor/grad_norm"] > 0
 
 
 def test_what_is_refused(task):
