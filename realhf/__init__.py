@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.critic_free import GRPO as GRPO
     from realhf.algorithms.critic_free import GSPO as GSPO
     from realhf.algorithms.critic_free import RLOO as RLOO
+    from realhf.algorithms.critic_free import SAPO as SAPO
     from realhf.algorithms.critic_free import CriticFree as CriticFree
     from realhf.algorithms.critic_free import ReinforcePlusPlus as ReinforcePlusPlus
     from realhf.algorithms.critic_free import ReMax as ReMax
@@ -23,10 +24,17 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.ppo import PPO as PPO
     from realhf.algorithms.ppo import ValueLoss as ValueLoss
     from realhf.algorithms.preferences import DPO as DPO
+    from realhf.algorithms.preferences import KTO as KTO
+    from realhf.algorithms.preferences import ORPO as ORPO
     from realhf.algorithms.preferences import BradleyTerry as BradleyTerry
     from realhf.algorithms.preferences import DPOLoss as DPOLoss
+    from realhf.algorithms.preferences import KTOLoss as KTOLoss
     from realhf.algorithms.preferences import PairwiseRewardModel as PairwiseRewardModel
     from realhf.algorithms.preferences import RewardModel as RewardModel
+    from realhf.algorithms.preferences import SimPO as SimPO
+    from realhf.algorithms.reward_models import GenerativeReward as GenerativeReward
+    from realhf.algorithms.reward_models import ModelReward as ModelReward
+    from realhf.algorithms.reward_models import ProcessReward as ProcessReward
     from realhf.algorithms.scalerl import PassRateLimit as PassRateLimit
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
@@ -92,13 +100,16 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
 _NAMES = {
     "realhf.algorithms.advantages": ("AdvantageConfig",),
     "realhf.algorithms.critic_free": (
-        "CISPO", "DAPO", "GRPO", "GSPO", "RLOO", "CriticFree", "ReinforcePlusPlus", "ReMax"),
+        "CISPO", "DAPO", "GRPO", "GSPO", "RLOO", "SAPO", "CriticFree", "ReinforcePlusPlus", "ReMax"),
     "realhf.algorithms.distillation": ("Distillation",),
     "realhf.algorithms.kl": ("RewardKL",),
     "realhf.algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
     "realhf.algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
-    "realhf.algorithms.preferences": ("DPO", "BradleyTerry", "DPOLoss", "PairwiseRewardModel", "RewardModel"),
+    "realhf.algorithms.preferences": (
+        "DPO", "KTO", "ORPO", "BradleyTerry", "DPOLoss", "KTOLoss", "PairwiseRewardModel", "RewardModel",
+        "SimPO"),
+    "realhf.algorithms.reward_models": ("GenerativeReward", "ModelReward", "ProcessReward"),
     "realhf.algorithms.scalerl": ("PassRateLimit", "ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (

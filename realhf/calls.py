@@ -530,6 +530,7 @@ class LogProbs(ModelWork):
     kind = "forward"
     output: ClassVar[Output] = Output.LOGPROBS
     temperature: float = 1.0
+    entropy: bool = False  # Whether a second output has the entropy at each token, in nats.
 
 
 @dataclass(frozen=True)
@@ -582,6 +583,10 @@ class TrainStep(ModelWork):
     temperature: float = 1.0
     router_aux_loss_coef: float = 0.0  # Weight of the load-balancing loss.
     router_z_loss_coef: float = 0.0
+    shuffle_minibatches: bool = False
+    """Whether each epoch cuts the samples into other mini-batches, in an order that depends on `seed`; else
+    all epochs have the same, in the order of the samples."""
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
@@ -594,6 +599,11 @@ class TrainStep(ModelWork):
     def optimizer_steps(self) -> int:
         """Optimizer steps that the work takes each time it runs."""
         return self.minibatches * self.epochs
+
+    @property
+    def repeats(self) -> int:
+        """Times that each mini-batch is trained on; with shuffles, each epoch has mini-batches of its own."""
+        return 1 if self.shuffle_minibatches else self.epochs
 
     @property
     def has_router_losses(self) -> bool:
@@ -715,8 +725,9 @@ class _AdaptedLoss(Loss):
 
 
 def is_own(loss: Loss) -> bool:
-    """Return whether a user has written the loss."""
-    return not type(given_loss(loss)).__module__.startswith("realhf.")
+    """Return whether a user has written the loss, or the function that it calls."""
+    given = given_loss(loss)
+    return getattr(given, "function", None) is not None or not type(given).__module__.startswith("realhf.")
 
 
 def given_loss(loss: Loss) -> Any:

@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
@@ -373,6 +373,16 @@ class Experiment:
     responses go on in the next step on the same devices. Others are illegal. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory or hub name of the tokenizer; None: that of the first role.
+
+    def __post_init__(self) -> None:
+        """Put a function that is given as `loss` into the settings that the experiment has by default."""
+        own = {each.name: each for each in fields(self)}.get("loss")
+        if own is None or not callable(own.default_factory):
+            return
+        given = getattr(self, "loss", None)
+        default = own.default_factory()
+        if callable(given) and not isinstance(given, type(default)) and hasattr(default, "with_function"):
+            vars(self)["loss"] = default.with_function(given)
 
     def roles(self) -> dict[str, Role]:
         """Return role name -> Role; the first trainable role is exported."""

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 import realhf
-from realhf import Experiment, FunctionCall, HostFunction, Role
+from realhf import DatasetConfig, Experiment, FunctionCall, HostFunction, Role
 from realhf.algorithms.sft import CrossEntropy
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
@@ -247,6 +247,8 @@ SETS = "from realhf import DatasetConfig, Evaluation"
 SOURCES = "def number_only"
 LAST_NUMBER = "# mine/reward.py"
 GUESS = "# guess.py"
+MODELS = "from realhf import GenerativeReward"
+OWN_FUNCTIONS = ("def my_loss(", "def simpo(", "def best_of_n(")
 ASK = "# ask.py"
 
 
@@ -275,7 +277,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS)
+              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS, MODELS, *OWN_FUNCTIONS)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -347,6 +349,31 @@ def test_the_advantages_of_the_page_reward_the_best_answers():
     columns, metrics = function(Batch(list(range(16)), fields), None)
     assert columns["advantages"].values.tolist() == scores.repeat_interleave(2).tolist()
     assert metrics["reward/mean"] == 1 / 8
+
+
+@pytest.mark.parametrize("beginning", OWN_FUNCTIONS)
+def test_losses_and_advantages_of_the_page_have_graphs(beginning):
+    names = {name: getattr(realhf, name) for name in ("GRPO", "DPO")}
+    names |= {"torch": torch, "actor": Role(MODEL), "dataset": DatasetConfig("rows.jsonl"),
+              "pairs": DatasetConfig("pairs.jsonl"), "right": lambda completions: [0.0]}
+    exec(compile(snippet(beginning=beginning), "docs", "exec"), names)
+    experiment = names["experiment"]
+    assert experiment.graph()["actor_train"] and "ref" not in experiment.roles()
+    function = experiment.advantages if "best" in beginning else experiment.loss.function
+    assert function is names[beginning.removeprefix("def ").rstrip("(")]
+
+
+def test_the_reward_models_of_the_page_are_roles_with_calls():
+    """The page's models are placeholders, of whose rewards only the graph matters here."""
+    names = {"experiment": realhf.GRPO(actor=Role(MODEL)), "right": lambda completions, answer: [0.0]}
+    exec(compile(snippet(beginning=MODELS), "docs", "exec"), names)
+    experiment = names["experiment"]
+    assert set(experiment.roles()) == {"actor", "reward_helpful", "reward_process", "reward_judge"}
+    experiment.tokenizer = MODEL
+    graph = experiment.graph()
+    assert {"reward_helpful_forward", "reward_process_steps", "reward_judge_generate"} <= {
+        call.name for call in graph.calls}
+    assert "answer" in graph.inputs
 
 
 def test_the_snippet_with_several_teachers_has_a_graph(workplace):

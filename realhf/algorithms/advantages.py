@@ -6,11 +6,14 @@ to end, S sequences (alone) or sequences by response positions (ST); none: sampl
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
 
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.mismatch import UPDATES, AgeLimit
@@ -22,14 +25,16 @@ from realhf.algorithms.responses import (
     response_sums,
     rollout_metrics,
     standard_deviation,
+    truncated_tokens,
 )
 from realhf.calls import KEEP
 from realhf.data.order import prompt_of
 from realhf.environments.credit import turn_advantages
 from realhf.environments.protocol import Environment
 from realhf.environments.rollouts import ROLLOUT, turn_rewards
-from realhf.errors import UserError, warn
+from realhf.errors import UserError, described, user_line, warn
 from realhf.rewards.limits import RewardLimits
+from realhf.rewards.reward import column_key
 from realhf.rewards.shaping import ScoreShaping, name_of
 from realhf.user_input.field_types import require
 
@@ -47,16 +52,22 @@ _CORRECTION = {"population": 0, "sample": 1}
 
 
 def _check_shaped(shaping: ScoreShaping, shaped: Any, score: Tensor) -> None:
-    """Raise UserError unless a shaping has returned a new score for each that has not failed."""
+    """Raise UserError unless a shaping has returned a new score for each that has not failed, or NaN to leave
+    the sample out."""
     name = name_of(shaping)
     if getattr(shaped, "shape", None) != score.shape:
         is_tensor = hasattr(shaped, "shape")
         what = f"a tensor of shape {tuple(shaped.shape)}" if is_tensor else type(shaped).__name__
         rule = f"it must return a tensor with the {len(score)} new scores"
         raise UserError(f"score_shaping {name} returned {what}: {rule}")
-    if (shaped.isfinite() != score.isfinite()).any():
-        rule = "it must return finite numbers, and NaN only for scores that are NaN"
-        raise UserError(f"score_shaping {name} returned {shaped[~shaped.isfinite()][0].item()}: {rule}")
+    if shaped.isinf().any():
+        raise UserError(
+            f"score_shaping {name} returned {shaped[shaped.isinf()][0].item()}: it must return finite "
+            "numbers, or NaN to leave a sample out")
+    if (score.isnan() & ~shaped.isnan()).any():
+        raise UserError(
+            f"score_shaping {name} returned a number for a score that is NaN, as its reward has failed: it "
+            "must stay NaN")
 
 
 def compares_groups(baseline: Baseline, normalize: Normalize) -> bool:
@@ -75,13 +86,17 @@ class AdvantageInputs:
     limits: RewardLimits = field(default_factory=RewardLimits)
     turn_credit: Environment | None = None
     """The environment whose turns get the credit that it says; None: all of a response gets the same."""
+    mask_truncated: bool = False  # Whether responses that were cut get no advantages (NaN).
+    top_entropy_quantile: float = 1.0
+    """Share of the tokens whose advantages stay, those of the highest entropy; the others' become 0."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         versions = ("versions",) if self.age_limit is not None else ()
         returns = ("token_returns",) if self.token_returns else ()
         rollouts = (ROLLOUT,) if self.turn_credit is not None else ()
-        return (*self.reward_logs, *returns, *versions, *rollouts)
+        entropies = ("prox_entropy",) if self.top_entropy_quantile < 1 else ()
+        return (*self.reward_logs, *returns, *versions, *rollouts, *entropies)
 
     def turn_offsets(self, batch: Batch, scores: Tensor, group_size: int) -> Tensor:
         """Return for every token by how much the advantage of its turn differs from that of the rollout.
@@ -94,8 +109,9 @@ class AdvantageInputs:
         offsets = batch["response_mask"].values.double().new_zeros(len(batch["response_mask"].values))
         parts = batch["response_mask"].like(offsets).split()
         for first in range(0, len(batch), group_size):
-            group = range(first, first + group_size)
-            if scores[list(group)].isnan().any():
+            whole_group = range(first, first + group_size)
+            group = [i for i in whole_group if not scores[i].isnan()]
+            if len(group) < 2 or batch["score"][list(whole_group)].isnan().any():
                 continue
             rewards = [turn_rewards(batch[ROLLOUT][i], scores[i].item()) for i in group]
             whole = turn_advantages(rewards, credit="trajectory")
@@ -116,10 +132,14 @@ class AdvantageInputs:
     def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Return the scores after shaping, in float64, and metrics."""
         shaped = self.shaped(batch["score"].double(), batch["response_mask"], batch["finished"])
-        scores = shaped[~shaped.isnan()]
-        if self.score_shaping is None or not len(scores):
+        if self.score_shaping is None:
             return shaped, {}
-        return shaped, {"reward/shaped_mean": scores.double().mean().item()}
+        left_out = shaped.isnan() & ~batch["score"].isnan()
+        metrics = {"reward/left_out": left_out.double().mean().item()} if left_out.any() else {}
+        scores = shaped[~shaped.isnan()]
+        if len(scores):
+            metrics["reward/shaped_mean"] = scores.double().mean().item()
+        return shaped, metrics
 
     def check_failures(self, batch: Batch, context: Any) -> None:
         """Warn if the rewards of all samples of a step have failed; after too many such steps in a row, raise
@@ -143,8 +163,51 @@ class AdvantageInputs:
         return batch["token_returns"].values if self.token_returns else 0.0
 
     def left_out(self, batch: Batch, context: Any) -> tuple[Tensor | None, dict[str, float]]:
-        """Return which tokens are too old to count, if there is a limit, and metrics of the ages."""
-        return (None, {UPDATES: 0.0}) if self.age_limit is None else self.age_limit(batch, context)
+        """Return which tokens are too old, or of cut responses, if such are left out, and metrics of ages."""
+        left_out_T: Tensor | None = None
+        metrics = {UPDATES: 0.0}
+        if self.age_limit is not None:
+            left_out_T, metrics = self.age_limit(batch, context)
+        if self.mask_truncated:
+            cut_T = truncated_tokens(batch)
+            left_out_T = cut_T if left_out_T is None else left_out_T | cut_T
+        return left_out_T, metrics
+
+    def of_top_entropy(self, advantage_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Return the advantages, 0 for tokens below the quantile of the entropies, and a metric.
+
+        Tokens whose advantages are NaN take no part in the quantile.
+        """
+        counted_T = batch["response_mask"].values.bool() & ~advantage_T.isnan()
+        if self.top_entropy_quantile == 1 or not counted_T.any():
+            return advantage_T, {}
+        entropy_T = batch["prox_entropy"].values.double()
+        threshold = float(np.quantile(entropy_T[counted_T].numpy(), 1 - self.top_entropy_quantile))
+        below_T = counted_T & (entropy_T < threshold)
+        return advantage_T.masked_fill(below_T, 0.0), {"actor/entropy_threshold": threshold}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The samples of each prompt, as a user's function of advantages sees them; shape (prompts, samples)."""
+
+    lengths: Tensor  # Tokens of each response, as a float tensor.
+    finished: Tensor  # Whether each response has ended, and was not cut.
+
+
+def columns_read(function: Any) -> tuple[str, ...]:
+    """Return the columns of the dataset that a function of advantages names after its first two parameters.
+
+    Raises ValueError if it does not have the form f(scores, groups, column, ...).
+    """
+    legal = callable(function) and not isinstance(function, type)
+    parameters = list(inspect.signature(function).parameters.values()) if legal else []
+    kinds = [parameter.kind for parameter in parameters]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    legal = len(kinds) >= 2 and inspect.Parameter.KEYWORD_ONLY not in kinds[:2]
+    rule = "be a function f(scores, groups), perhaps with columns of the dataset as further parameters"
+    require(legal and all(kind in named for kind in kinds[2:]), "advantages", name_of(function), rule)
+    return tuple(parameter.name for parameter in parameters[2:] if parameter.default is parameter.empty)
 
 
 @dataclass(frozen=True)
@@ -154,7 +217,8 @@ class SampleAdvantages:
     With the KL in the reward, a response's score is reduced by the penalties of its tokens. With `kl_to_go`,
     each token's advantage is reduced by the penalties from it on instead, which neither the baseline nor the
     deviations of groups and batches change. In a group with a failed reward (NaN), all
-    advantages are NaN. So are those of tokens that are too old; the rewards of their samples still count.
+    advantages are NaN. So are those of tokens that are too old, and of cut responses if these are left out;
+    the rewards of their samples still count.
     All is computed in float64, in which equal scores have advantages of exactly 0.
     """
 
@@ -175,6 +239,10 @@ class SampleAdvantages:
     counts_prompt_tokens: bool = False
     """Whether to return `prompt_tokens` as well: for each sample, the tokens of all responses of its prompt
     that count in the loss."""
+    function: Any = None
+    """A user's function of scores and Groups that returns the advantages of samples, in the place of baseline
+    and deviation."""
+    columns: tuple[str, ...] = ()  # Columns of the dataset that this function reads.
     eps: float = 1e-6  # Added to the deviation.
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
@@ -188,7 +256,7 @@ class SampleAdvantages:
         left_out_T, ages = self.inputs.left_out(batch, context)
         metrics = rollout_metrics(batch, group_size=self.group_size) | shaping | kl | ages
         columns: dict[str, Any] = {}
-        if self.filters or compares_groups(self.baseline, self.normalize):
+        if self.filters or self.function is not None or compares_groups(self.baseline, self.normalize):
             self._require_whole_groups(batch.ids)
             differ, spread = self._differing(batch["score"])
             metrics |= spread
@@ -201,7 +269,8 @@ class SampleAdvantages:
                 offset_T = offset_T / (per_token(self._deviations(scores), mask) + self.eps)
         if not self.kl_to_go:
             scores = scores - response_sums(penalties_T, mask)
-        advantages = self._compared(scores, batch)
+        by = self._compared if self.function is None else self._by_function
+        advantages = by(scores, batch)
         if self.filters:  # What is dropped does not count for the deviation.
             advantages = advantages.masked_fill(~differ, nan)
         if self.normalize == "batch":
@@ -215,6 +284,8 @@ class SampleAdvantages:
             is_prompt_T = mask.values == 0
             normalized_T = self._normalized(advantage_T.masked_fill(is_prompt_T, nan))
             advantage_T = normalized_T.masked_fill(is_prompt_T, 0.0)
+        advantage_T, entropies = self.inputs.of_top_entropy(advantage_T, batch)
+        metrics |= entropies
         columns["advantages"] = mask.like(advantage_T.to(mask.values.dtype))
         if self.counts_prompt_tokens:
             columns["prompt_tokens"] = self._prompt_tokens(batch, advantage_T)
@@ -244,14 +315,44 @@ class SampleAdvantages:
         if not compares_groups(self.baseline, self.normalize):
             return scores
         score_GK = scores.view(-1, self.group_size)
+        failed_GK = batch["score"].view(-1, self.group_size).isnan()
+        score_GK = score_GK.masked_fill(failed_GK.any(1, keepdim=True), nan)
         deviation_G = standard_deviation(score_GK, correction=_CORRECTION[self.deviation])
         if self.baseline in ("group_mean", "leave_one_out"):
             score_GK = deviations(score_GK)
         if self.baseline == "leave_one_out":  # r_i - mean of the others = K / (K - 1) (r_i - mean of all).
-            score_GK = score_GK * (self.group_size / (self.group_size - 1))
+            count_G1 = (~score_GK.isnan()).sum(1, keepdim=True).double()
+            score_GK = score_GK * (count_G1 / (count_G1 - 1).clamp(min=1))
         if self.normalize == "group":
             score_GK = score_GK / (deviation_G[:, None] + self.eps)
         return score_GK.reshape(-1)
+
+    def _by_function(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return what the user's function returns, NaN for scores of NaN. Raises UserError if it fails."""
+        name = name_of(self.function)
+        shape = (-1, self.group_size)
+        groups = Groups(
+            batch["response_mask"].response_lengths().to(scores).view(shape),
+            (batch["finished"] != 0).view(shape))
+        columns = {column: batch[column_key(column)][:: self.group_size] for column in self.columns}
+        try:
+            returned = self.function(scores.view(shape).clone(), groups, **columns)
+        except Exception as error:
+            if isinstance(error, UserError) or user_line(error) is None:
+                raise
+            raise UserError(f"advantages {name} raised {described(error)}") from error
+        expected = (len(scores) // self.group_size, self.group_size)
+        if (found := getattr(returned, "shape", None)) != expected:
+            what = type(returned).__name__ if found is None else f"a tensor of shape {tuple(found)}"
+            raise UserError(
+                f"advantages {name} returned {what}: it must return a tensor of shape {expected}, as the "
+                "scores are: prompts by samples")
+        advantages = returned.double().reshape(-1)
+        if advantages.isinf().any():
+            raise UserError(
+                f"advantages {name} returned infinite numbers: they must be finite, or NaN to leave a sample "
+                "out")
+        return advantages.masked_fill(scores.isnan(), nan)
 
     def _normalized(self, values: Tensor) -> Tensor:
         return normalized(values, correction=_CORRECTION[self.deviation], eps=self.eps)
@@ -372,9 +473,10 @@ class TokenAdvantages:
         metrics |= shaping | kl | ages | _explained_variance(return_N[~left_out_N], values_N[~left_out_N])
         if c.whiten:
             advantage_N = normalized(advantage_N)
-        columns = {"advantages": advantage_N, "returns": return_N}
+        advantage_T, entropies = self.inputs.of_top_entropy(_scattered(advantage_N, chosen_T), batch)
+        columns = {"advantages": advantage_T, "returns": _scattered(return_N, chosen_T)}
         dtype = batch["values"].values.dtype
-        return {key: mask.like(_scattered(x_N, chosen_T).to(dtype)) for key, x_N in columns.items()}, metrics
+        return {key: mask.like(x_T.to(dtype)) for key, x_T in columns.items()}, metrics | entropies
 
 
 def _explained_variance(return_N: Tensor, value_N: Tensor) -> dict[str, float]:

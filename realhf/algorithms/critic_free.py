@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import networkx as nx
 
 from realhf.algorithms.advantages import (
-    AdvantageInputs,
     Baseline,
     Deviation,
     Normalize,
     SampleAdvantages,
+    columns_read,
     compares_groups,
 )
 from realhf.algorithms.kl import RewardKL
@@ -23,7 +23,8 @@ from realhf.calls import HostFunction
 from realhf.environments.protocol import Environment
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty
+from realhf.rewards.reward import column_key
+from realhf.rewards.shaping import ScoreShaping, SoftOverlongPenalty, name_of
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import require, unused
 
@@ -58,6 +59,10 @@ class CriticFree(OnPolicy):
     """Whether a token pays for the KL from itself on, and not for that of the whole response. Then
     `normalize` divides the scores only, unless it is `tokens`."""
     credits_turns: ClassVar[bool] = True
+    advantages: Callable[..., Any] | None = None
+    """A function f(scores, groups) of one's own in the place of `baseline` and `normalize`. Scores have the
+    shape (prompts, samples), after shaping and the KL; it returns advantages of this shape, NaN for samples
+    to leave out. Further parameters are columns of the dataset (docs/algorithms.md)."""
     filter_groups: bool = False
     """Whether prompts whose samples all have the same score are left out: their advantages are 0."""
 
@@ -66,18 +71,19 @@ class CriticFree(OnPolicy):
 
     @property
     def _needs_ref(self) -> bool:
-        return self.loss.kl_coef > 0 or self.reward_kl.kl_coef > 0
+        return self.loss.needs_ref or self.reward_kl.kl_coef > 0
 
     def graph(self) -> DataflowGraph:
         filters = self.filter_groups and self.baseline != "greedy"
-        if self.group_size < 2 and (filters or compares_groups(self.baseline, self.normalize)):
+        compares = self.advantages is None and compares_groups(self.baseline, self.normalize)
+        if self.group_size < 2 and (filters or compares):
             raise ValueError(
                 f"group_size is {self.group_size}: it must be at least 2, "
                 f"as {type(self).__name__} compares the samples of a prompt")
         before = (
             self.actor_generate(),
             *(self._greedy_calls() if self.baseline == "greedy" else ()),
-            self.reward_forward(),
+            *self.reward_calls(),
             *self.token_rewards_call(),
             *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward())
@@ -85,20 +91,30 @@ class CriticFree(OnPolicy):
 
     def doubts(self) -> Iterator[str]:
         yield from super().doubts()
+        builtin = (self.advantages is None, "advantages is given, which takes its place")
         yield from unused(
-            self, "", deviation=(self.normalize != "none", "normalize is none"),
+            self, "", baseline=builtin, normalize=builtin,
+            deviation=(self.normalize != "none", "normalize is none") if builtin[0] else builtin,
             kl_to_go=(self.reward_kl.kl_coef > 0, "reward_kl.kl_coef is 0"))
 
     def _advantages_call(self) -> FunctionCall:
-        inputs = AdvantageInputs(
-            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
-            self.reward_limits, self._turn_credit())
+        inputs = replace(self.advantage_inputs(), turn_credit=self._turn_credit())
         by_prompt = self.loss.average == "prompt"
         function = SampleAdvantages(
             self.group_size, self.baseline, self.normalize, self.deviation, inputs, self.reward_kl,
             kl_to_go=self.kl_to_go, filters=self.filter_groups, counts_prompt_tokens=by_prompt)
+        columns: tuple[str, ...] = ()
+        if self.advantages is not None:
+            columns = columns_read(self.advantages)
+            require(
+                inputs.turn_credit is None and self.baseline != "greedy", "advantages",
+                name_of(self.advantages),
+                "be None with turns that have credit of their own, or with a greedy baseline")
+            function = replace(
+                function, baseline="none", normalize="none", function=self.advantages, columns=columns)
         greedy = ("greedy_score", "greedy_mask", "greedy_finished") if self.baseline == "greedy" else ()
-        keys = ("score", "response_mask", "finished", *self.reward_kl.keys, *greedy, *inputs.keys)
+        keys = ("score", "response_mask", "finished", *self.reward_kl.keys, *greedy, *inputs.keys,
+                *map(column_key, columns))
         outputs = ("advantages", "prompt_tokens") if by_prompt else ("advantages",)
         work = HostFunction(function, filters=self.filter_groups)
         return FunctionCall("advantages", inputs=keys, outputs=outputs, work=work)
@@ -125,6 +141,9 @@ class CriticFree(OnPolicy):
             not self.filter_groups, "filter_groups", self.filter_groups,
             "be false with a greedy baseline, which compares no groups")
         require(self.num_rounds == 1, "rounds", self.num_rounds, "be 1 with a greedy baseline")
+        require(
+            not self.reward_models, "reward_models", ", ".join(model.name for model in self.reward_models),
+            "be empty with a greedy baseline, whose responses functions or one reward role score")
         generate = self.actor_generate()
         generate = replace(generate, name="greedy_generate", outputs=_GREEDY)
         generate = generate.with_work(sampling=self.greedy_sampling)
@@ -187,7 +206,8 @@ class CISPO(CriticFree):
 
     def graph(self) -> DataflowGraph:
         require(
-            self.loss.objective == "cispo", "loss.objective", self.loss.objective,
+            self.loss.objective == "cispo" or self.loss.function is not None, "loss.objective",
+            self.loss.objective,
             "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'")
         return super().graph()
 
@@ -206,8 +226,26 @@ class GSPO(CriticFree):
 
     def graph(self) -> DataflowGraph:
         require(
-            self.loss.ratio == "sequence_mean", "loss.ratio", self.loss.ratio,
+            self.loss.ratio == "sequence_mean" or self.loss.function is not None, "loss.ratio",
+            self.loss.ratio,
             "be sequence_mean: a new PolicyLossConfig must say that, and clip_low and clip_high")
+        return super().graph()
+
+
+@dataclass
+class SAPO(CriticFree):
+    """SAPO (Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347).
+
+    GRPO with a soft gate in the place of the clip: the gradient of a token fades as its ratio leaves 1, and
+    faster where the advantage is negative.
+    """
+
+    loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(objective="sapo"))
+
+    def graph(self) -> DataflowGraph:
+        require(
+            self.loss.objective == "sapo" or self.loss.function is not None, "loss.objective",
+            self.loss.objective, "be sapo: a new PolicyLossConfig must say objective='sapo'")
         return super().graph()
 
 

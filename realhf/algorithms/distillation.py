@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from realhf.algorithms.mismatch import UPDATES, AgeLimit, mismatch_sums, with_mismatch
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
-from realhf.algorithms.responses import length_metrics, per_token
+from realhf.algorithms.responses import length_metrics, per_token, truncated_tokens
 from realhf.calls import HostFunction, LogProbs, Loss, TopLogProbs, TrainStep
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -41,14 +41,16 @@ _LEAST_OTHER_MASS = 1e-7
 class TeacherWeights:
     """Finds the weights of the teachers for each token.
 
-    They sum to 1 on response tokens, and are 0 on prompts and on tokens that `age_limit` leaves out. `column`
-    names the column of the dataset that has the teacher of each row; then that teacher's weight is 1 there.
+    They sum to 1 on response tokens, and are 0 on prompts, on tokens that `age_limit` leaves out, and perhaps
+    on cut responses. `column` names the column of the dataset that has the teacher of each row; then that
+    teacher's weight is 1 there.
     """
 
     teachers: tuple[str, ...]
     weights: tuple[float, ...]  # They sum to 1.
     column: str | None = None
     age_limit: AgeLimit | None = None
+    mask_truncated: bool = False  # Whether responses that were cut are left out.
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         weight_TM, metrics = self.of_tokens(batch, context)
@@ -69,6 +71,8 @@ class TeacherWeights:
             left_out_T, ages = self.age_limit(batch, context)
             weight_TM = weight_TM.masked_fill(left_out_T[:, None], 0.0)
             metrics |= ages
+        if self.mask_truncated:
+            weight_TM = weight_TM.masked_fill(truncated_tokens(batch)[:, None], 0.0)
         return weight_TM, metrics
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
@@ -188,7 +192,8 @@ class Distillation(OnPolicy):
     `top_k`: the KL over the teacher's most probable tokens, differentiated: less noise, more memory."""
     top_k: int = 64  # Tokens in the KL of the variant `top_k`; all others together are one more outcome.
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
-    """Settings of the policy loss of the variant `sampled`; `top_k` reads only `max_age` and `aged`."""
+    """Settings of the policy loss of the variant `sampled`; `top_k` reads only `max_age`, `aged` and
+    `mask_truncated`."""
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
@@ -241,7 +246,8 @@ class Distillation(OnPolicy):
     def _weight_settings(self) -> tuple[Any, ...]:
         unscaled = self.teacher_weights or (1.0,) * len(self.teachers)
         weights = tuple(weight / sum(unscaled) for weight in unscaled)
-        return self.teacher_names, weights, self.teacher_column, self.age_limit()
+        return (
+            self.teacher_names, weights, self.teacher_column, self.age_limit(), self.loss.mask_truncated)
 
     @property
     def _weight_inputs(self) -> tuple[str, ...]:
@@ -252,14 +258,15 @@ class Distillation(OnPolicy):
         names = self.teacher_names
         work = TrainStep(
             ReverseKL(names, self.actor.config().vocab_size), self.num_minibatches, self.epochs,
-            self.temperature, self.router_aux_loss_coef, self.router_z_loss_coef)
+            self.temperature, self.router_aux_loss_coef, self.router_z_loss_coef, self.shuffle_minibatches,
+            self.seed)
         columns = [f"{name}_{column}" for name in names for column in ("ids", "logprobs")]
         inputs = (*SEQUENCE, "gen_logprobs", "teacher_weights", *columns)
         return FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
 
     def _check_fields(self) -> None:
         """Raise ValueError if a field has an illegal value, or one that would do nothing."""
-        for name in ("ref", "reward", "reward_function", "score_shaping", "token_rewards"):
+        for name in ("ref", "reward", "reward_function", "reward_models", "score_shaping", "token_rewards"):
             if getattr(self, name):
                 raise ValueError(
                     f"{name} is given, and distillation has no reward: the teachers take the reward's place; "
@@ -273,11 +280,16 @@ class Distillation(OnPolicy):
         require(
             self.loss.average != "prompt", "loss.average", self.loss.average,
             "be token, sequence or constant in distillation")
-        default = PolicyLossConfig(average="token", max_age=self.loss.max_age, aged=self.loss.aged)
+        share = self.loss.top_entropy_quantile
+        require(
+            share == 1, "loss.top_entropy_quantile", share,
+            "be 1 in distillation, whose advantages are those of all tokens")
+        kept = {name: getattr(self.loss, name) for name in ("max_age", "aged", "mask_truncated")}
+        default = PolicyLossConfig(average="token", **kept)
         if self.variant == "top_k" and self.loss != default:
             raise ValueError(
                 "loss has settings of the policy loss, which the variant 'top_k' does not have: set only "
-                "loss.max_age and loss.aged, or use the variant 'sampled'")
+                "loss.max_age, loss.aged and loss.mask_truncated, or use the variant 'sampled'")
 
     def _check_teachers(self) -> None:
         """Raise ValueError unless the teachers and their weights fit the actor and each other."""

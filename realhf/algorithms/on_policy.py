@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import networkx as nx
 
+from realhf.algorithms.advantages import AdvantageInputs
 from realhf.algorithms.kl import RewardKL
+from realhf.algorithms.loss_functions import is_complete
 from realhf.algorithms.mismatch import AgeLimit
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
+from realhf.algorithms.reward_models import JoinedRewards, ModelReward, check_models
 from realhf.calls import (
     CacheOnUpdate,
     CudaGraphs,
@@ -62,6 +65,9 @@ class OnPolicy(Experiment):
     reward: Role | None = None  # A reward model, when there is no reward function.
     reward_scores: Scores = field(default_factory=Scores)
     """Whether the reward model's score is its logit or its probability."""
+    reward_models: tuple[ModelReward, ...] = ()
+    """Reward models beside reward functions, or several of them, each with a weight: ModelReward (outcome),
+    ProcessReward, GenerativeReward."""
     reward_function: RewardFunctions | None = None
     """Scores the responses if there is no reward model: a function, or a list of functions and `Reward`s."""
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
@@ -88,6 +94,9 @@ class OnPolicy(Experiment):
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
     minibatch_size: int | None = None  # Prompts of each optimizer step; give this or `minibatches`.
     epochs: int = 1  # Times that a step trains on its samples.
+    shuffle_minibatches: bool = False
+    """Whether each epoch cuts the samples into other mini-batches, as in PPO's paper and code; otherwise all
+    epochs have the same, in the order of the prompts."""
     max_rows: MaxRows = Generate.max_rows
     kv_cache_gib: KvCacheGib = Generate.kv_cache_gib
     prefill_tokens: PrefillTokens = Generate.prefill_tokens
@@ -105,10 +114,18 @@ class OnPolicy(Experiment):
         environment = self.used_environment()
         if environment is not None and self.reward is not None:
             raise ValueError("reward is set, and does not work with an environment yet: leave the role out")
-        if (self.reward is None) == (self.reward_function is None) and environment is None:
-            raise ValueError("give either reward_function or a reward role, and not both")
+        if self.reward_models and (self.reward is not None or environment is not None):
+            other = "a reward role, which can be one of them" if environment is None else "an environment"
+            raise ValueError(f"reward_models are given, and do not work beside {other}")
+        check_models(self.reward_models, max_lag=self.max_lag)
+        joined = self.reward_function is not None or bool(self.reward_models)
+        if (self.reward is None) != joined and environment is None:
+            raise ValueError(
+                "give either reward_function or a reward role, and not both; reward models beside functions "
+                "are reward_models=(ModelReward(role, weight=...),)")
         ref = self.ref or initial_reference(self.actor)
         named = {"actor": self.actor, "ref": ref if with_ref else None, "reward": self.reward}
+        named |= {model.role_name: model.role for model in self.reward_models}
         return {name: role for name, role in named.items() if role is not None}
 
     def actor_generate(self) -> FunctionCall:
@@ -230,7 +247,13 @@ class OnPolicy(Experiment):
                 kl_horizon=(in_reward.kl_target is not None, f"{prefix}kl_target is None"))
         greedy = (self.sampling.temperature > 0, "sampling.temperature is 0")
         yield from unused(self.sampling, "sampling.", top_k=greedy, top_p=greedy, min_p=greedy)
-        by_function = (self.reward_function is not None, "a reward model scores")
+        if self.loss.mask_truncated and self.sampling.ignore_eos and not self.sampling.stop:
+            yield (
+                "loss.mask_truncated is true and sampling.ignore_eos, too: all responses go on to the limit "
+                "of their length, so that all of them count as cut and nothing is learned")
+        several = (self.num_minibatches > 1, "minibatches is 1")
+        yield from unused(self, "", shuffle_minibatches=several)
+        by_function = (self.reward is None, "a reward model scores")
         yield from unused(self, "", reward_limits=by_function)
 
     def absent_calls(self) -> dict[str, str]:
@@ -241,12 +264,20 @@ class OnPolicy(Experiment):
             "actor_forward": "loss.proximal is 'generated': set it to 'recomputed'",
             "critic_forward": no_critic, "critic_train": no_critic}
 
+    def advantage_inputs(self) -> AdvantageInputs:
+        """Return what the call that computes advantages reads beside scores and KL."""
+        return AdvantageInputs(
+            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
+            self.reward_limits, mask_truncated=self.loss.mask_truncated,
+            top_entropy_quantile=self.loss.top_entropy_quantile)
+
     def actor_forward(self) -> tuple[FunctionCall, ...]:
-        """Return the call that recomputes the actor's log-probs before its update, if the loss needs them."""
-        if self.loss.proximal != "recomputed":
+        """Return the call that recomputes the actor's log-probs before its update, if they are needed."""
+        if not self.loss.needs_actor_forward:
             return ()
-        work = LogProbs(temperature=self.temperature)
-        outputs = ("prox_logprobs",)
+        with_entropy = self.loss.top_entropy_quantile < 1
+        work = LogProbs(temperature=self.temperature, entropy=with_entropy)
+        outputs = ("prox_logprobs", "prox_entropy") if with_entropy else ("prox_logprobs",)
         return (FunctionCall("actor_forward", inputs=SEQUENCE, outputs=outputs, role="actor", work=work),)
 
     def ref_forward(self) -> FunctionCall:
@@ -254,17 +285,29 @@ class OnPolicy(Experiment):
         work = LogProbs(temperature=self.temperature)
         return FunctionCall("ref_forward", inputs=SEQUENCE, outputs=("ref_logprobs",), role="ref", work=work)
 
+    def reward_calls(self) -> tuple[FunctionCall, ...]:
+        """Return the calls that score the responses: those of reward models, and `reward_forward`."""
+        return (*self._model_calls(), self.reward_forward())
+
+    def _model_calls(self) -> list[FunctionCall]:
+        tokenizer = self.tokenizer_dir() if self.reward_models else ""
+        return [call for model in self.reward_models for call in model.calls(tokenizer=tokenizer)]
+
     def reward_forward(self) -> FunctionCall:
-        """Return the call that scores the responses, by the reward function or the reward model."""
-        if self.reward_function is not None or self.used_environment() is not None:
-            return self._reward_call(self.reward_function, self.dataset)
+        """Return the call that scores the responses, by reward functions or the reward model."""
+        if self.reward_function is not None or self.reward_models or self.used_environment() is not None:
+            return self._reward_call(self.reward_function, self.dataset, self.reward_models)
         return FunctionCall(
             "reward_forward", inputs=SEQUENCE[:1], outputs=("score",), role="reward", work=self.reward_scores)
 
-    def _reward_call(self, function: RewardFunctions | None, dataset: DatasetConfig) -> FunctionCall:
+    def _reward_call(
+        self, function: RewardFunctions | None, dataset: DatasetConfig, models: Sequence[ModelReward] = ()
+    ) -> FunctionCall:
         columns = () if function is None else reward_columns(function, extra_columns(dataset))
         if self.used_environment() is not None:
             call: RewardCall = RolloutRewards(function, columns, self.reward_limits)
+        elif models:
+            call = JoinedRewards(function, models, columns, self.reward_limits)
         else:
             assert function is not None, "a graph without reward functions has a reward role"
             call = RewardCall(function, columns, self.reward_limits)
@@ -297,14 +340,16 @@ class OnPolicy(Experiment):
             environment = self.used_environment()
             most = None if environment is None else environment.max_tokens
             loss = replace(loss, constant_length=most or self.sampling.max_new_tokens)
+        trained = loss.function if is_complete(loss.function) else PolicyLoss(loss)
         work = TrainStep(
-            PolicyLoss(loss), self.num_minibatches, self.epochs, self.temperature,
-            self.router_aux_loss_coef, self.router_z_loss_coef)
+            trained, self.num_minibatches, self.epochs, self.temperature, self.router_aux_loss_coef,
+            self.router_z_loss_coef, self.shuffle_minibatches, self.seed)
         recomputed = ("prox_logprobs",) if self.loss.proximal == "recomputed" else ()
         reference = ("ref_logprobs",) if self.loss.kl_coef else ()
         by_prompt = ("prompt_tokens",) if self.loss.average == "prompt" else ()
-        inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference, *by_prompt)
-        return FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
+        inputs = (
+            *SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference, *by_prompt, *self.loss.columns)
+        return FunctionCall("actor_train", inputs=tuple(dict.fromkeys(inputs)), role="actor", work=work)
 
     @property
     def num_minibatches(self) -> int:
@@ -339,8 +384,12 @@ class OnPolicy(Experiment):
         is evaluated by the same calls. Each generating call has the sampling of the evaluation.
         """
         held_out = self.evaluation
-        function = held_out.function or self.eval_function or self.reward_function
+        function = held_out.function or self.eval_function
         generating = self._generating_calls()
+        if function is None and self.reward_models:
+            joined = self._reward_call(self.reward_function, held_out.dataset, self.reward_models)
+            return graph_of(*generating, *self._model_calls(), joined)
+        function = function or self.reward_function
         if function is not None or self.used_environment() is not None:
             return graph_of(*generating, self._reward_call(function, held_out.dataset))
         work = HostFunction(_decode, splittable=True)

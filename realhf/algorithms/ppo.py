@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from realhf.algorithms.advantages import AdvantageConfig, AdvantageInputs, TokenAdvantages
+from realhf.algorithms.advantages import AdvantageConfig, TokenAdvantages
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.algorithms.responses import (
@@ -80,21 +80,21 @@ class PPO(OnPolicy):
 
     @property
     def _needs_ref(self) -> bool:
-        return self.loss.kl_coef > 0 or self.advantage.kl_coef > 0
+        return self.loss.needs_ref or self.advantage.kl_coef > 0
 
     def graph(self) -> DataflowGraph:
-        inputs = AdvantageInputs(
-            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs(),
-            self.reward_limits)
+        inputs = self.advantage_inputs()
         by_prompt = self.loss.average == "prompt"
         require(not by_prompt, "loss.average", self.loss.average, "be sequence, token or constant for PPO")
         read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)
         learned = (*SEQUENCE, "values", "returns")
         advantages = HostFunction(TokenAdvantages(self.advantage, inputs, self.group_size))
-        train = TrainStep(self.value_loss, self.num_minibatches, self.epochs)
+        train = TrainStep(
+            self.value_loss, self.num_minibatches, self.epochs, shuffle_minibatches=self.shuffle_minibatches,
+            seed=self.seed)
         graph = graph_of(
             self.actor_generate(),
-            self.reward_forward(),
+            *self.reward_calls(),
             *self.token_rewards_call(),
             *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward(),

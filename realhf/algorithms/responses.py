@@ -22,10 +22,17 @@ REWARD_LOGS = ("reward_scores", "reward_metrics")
 def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
     """Return the mask and the values with 0 for tokens that are left out, whose values are NaN.
 
-    Samples whose reward has failed (RewardLimits) and tokens that are too old (AgeLimit) are left out.
+    Samples whose reward has failed (RewardLimits), tokens that are too old (AgeLimit), and what else has an
+    advantage of NaN, are left out.
     """
     dropped_T = values_T.isnan()
     return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)
+
+
+def truncated_tokens(batch: Batch) -> Tensor:
+    """Return which packed tokens are those of responses that were cut by a limit, before they had ended."""
+    mask = batch["response_mask"]
+    return per_token(batch["finished"] == 0, mask) & mask.values.bool()
 
 
 def num_trained_tokens(mask: Packed) -> Tensor:
@@ -55,22 +62,27 @@ def _sample_of_tokens(mask: Packed) -> Tensor:
 
 
 def deviations(values: Tensor) -> Tensor:
-    """Return the values minus their mean over the last dim, in float64; exactly 0 where all are equal.
+    """Return the values minus their mean over the last dim, in float64; exactly 0 where all are equal. NaN
+    values do not count and stay.
 
     The mean of equal numbers may differ from them by rounding. So the first number is subtracted before: the
     difference of equal numbers is 0, and so is the mean of such differences.
     """
-    from_first = values.double() - values[..., :1].double()
-    return from_first - from_first.mean(-1, keepdim=True)
+    is_number = ~values.isnan()
+    first = values.gather(-1, is_number.long().argmax(-1, keepdim=True))
+    from_first = values.double() - first.double()
+    counts = is_number.sum(-1, keepdim=True).clamp(min=1)
+    return from_first - from_first.nansum(-1, keepdim=True) / counts
 
 
 def standard_deviation(values: Tensor, *, correction: int = 0) -> Tensor:
-    """Return the standard deviation over the last dim, in float64; exactly 0 if all values are equal.
+    """Return the standard deviation over the last dim, in float64; exactly 0 if all values are equal. NaN
+    values do not count.
 
     `correction` is 0 for the standard deviation of a population and 1 for that of a sample.
     """
-    squares = deviations(values).square()
-    return (squares.sum(-1) / (values.shape[-1] - correction)).sqrt()
+    counts = (~values.isnan()).sum(-1) - correction
+    return (deviations(values).square().nansum(-1) / counts.clamp(min=1)).sqrt()
 
 
 def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Tensor:

@@ -8,6 +8,7 @@ from realhf.calls import (
     Generate,
     GenerateOutputs,
     HostFunction,
+    LogProbs,
     Loss,
     ModelWork,
     Output,
@@ -138,7 +139,10 @@ class _MadeUp:
         mask = batch.fields.get("response_mask")
         counted = torch.ones(size) if mask is None else mask.values
         values = self._normal(size) if work.output is Output.VALUES else -self._normal(size).abs()
-        return {call.outputs[0]: tokens.like(values * counted)}
+        outputs = {call.outputs[0]: tokens.like(values * counted)}
+        if isinstance(work, LogProbs) and work.entropy:
+            outputs[call.outputs[1]] = tokens.like(self._normal(size).abs() * counted)
+        return outputs
 
     def _host(self, call: FunctionCall, batch: Batch) -> dict[str, Any]:
         function = call.work_as(HostFunction).function

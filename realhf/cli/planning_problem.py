@@ -9,7 +9,15 @@ from typing import Any
 
 import networkx as nx
 
-from realhf.calls import Generate, HostFunction, ModelWork, TopLogProbs, TrainStep, longest_response
+from realhf.calls import (
+    Generate,
+    HostFunction,
+    LogProbs,
+    ModelWork,
+    TopLogProbs,
+    TrainStep,
+    longest_response,
+)
 from realhf.cluster import Cluster
 from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, completion_columns, reads_pairs
 from realhf.data.light_tokenizer import LightTokenizer
@@ -317,6 +325,8 @@ def _workload(
         of_call |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
     elif isinstance(work, TopLogProbs):
         of_call["top_k"] = work.k
+    elif isinstance(work, LogProbs):
+        of_call["entropy"] = work.entropy
     elif isinstance(work, TrainStep):
         of_call |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
         producers = filter(None, map(graph.producer, work.loss.token_ids))

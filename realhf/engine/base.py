@@ -14,6 +14,7 @@ import torch
 
 from realhf.calls import (
     GenerateOutputs,
+    LogProbs,
     Loss,
     ModelWork,
     OptimizerConfig,
@@ -65,6 +66,7 @@ class PassSettings:
     output: Output
     temperature: float = 1.0
     top: int = 0  # Above 0: the most probable tokens instead of log-probs (see TopLogProbs).
+    entropy: bool = False  # Whether entropies are wanted beside log-probs; a loss says so itself.
     loss: Loss | None = None  # Of the outputs; None: the outputs themselves are wanted.
     totals: Mapping[str, float] = field(default_factory=dict)
     """The totals of the loss, over the mini-batch of all replicas."""
@@ -213,7 +215,8 @@ class Engine(ABC):
         work = call.work_as(ModelWork)
         num_top = work.k if isinstance(work, TopLogProbs) else 0
         key = call.inputs[0]
-        settings = PassSettings(key, work.output, work.temperature, num_top)
+        with_entropy = isinstance(work, LogProbs) and work.entropy
+        settings = PassSettings(key, work.output, work.temperature, num_top, with_entropy)
         micro_batches = self._micro_batches(batch[key].lengths, groups_of(batch.ids, 1), micro_batch_tokens)
         with torch.no_grad():
             results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
@@ -222,7 +225,9 @@ class Engine(ABC):
         order = list(chain.from_iterable(micro_batches))
         lengths = [1 if work.output.per_sequence else batch[key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.groups.world.device)
-        nothing = [empty.view(0, num_top).long(), empty.view(0, num_top)] if num_top else [empty]
+        nothing = [empty] * (1 + with_entropy)
+        if num_top:
+            nothing = [empty.view(0, num_top).long(), empty.view(0, num_top)]
         columns_of = [list(outputs.values()) for outputs in results]
         values = [torch.cat(parts) for parts in zip(nothing, *columns_of, strict=True)]
         in_order = sorted(range(len(order)), key=order.__getitem__)
@@ -241,13 +246,15 @@ class Engine(ABC):
     ) -> Metrics:
         """Train on this rank's share of each mini-batch in turn; return the call's metrics.
 
+        With `shuffle_minibatches`, the mini-batches of all epochs follow each other.
+
         With `recompute`, only every layer's input is kept for the backward pass. After training on several
         replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
         of which filters have dropped, changes nothing, nor does one of failed rewards alone.
         """
         work = call.work_as(TrainStep)
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
-        batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.epochs
+        batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.repeats
         self._trained.hold_grads()  # All at once, before activations could split the memory.
         self._trained.requires_grad_(True)
         history = []

@@ -145,7 +145,7 @@ def compute_outputs(
     labels = tokens.values if ids_TK is None else torch.cat([tokens.values[:, None], ids_TK], dim=1)
     logprobs, entropy_N = model.logprobs(
         states_NH, labels[positions], temperature=settings.temperature,
-        entropy=loss is not None and loss.entropy)
+        entropy=settings.entropy or (loss is not None and loss.entropy))
     logprobs = scatter(logprobs, positions, num_tokens)
     if ids_TK is None:
         outputs = {"logprobs": logprobs}

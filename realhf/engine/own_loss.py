@@ -34,7 +34,9 @@ class OwnLoss(Loss):
         self._loss = loss
         self._key = key
         self._warn = warn
-        self._name = type(given_loss(loss)).__name__
+        given = given_loss(loss)
+        function = getattr(given, "function", None)
+        self._name = getattr(function, "__name__", type(given if function is None else function).__name__)
         self._is_tried = False
 
     def totals(self, batch: Batch) -> dict[str, float]:

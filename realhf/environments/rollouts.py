@@ -37,9 +37,7 @@ from realhf.environments.tool_calls import AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
 from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers, Reply
 from realhf.errors import UserError, warn
-from realhf.rewards.limits import RewardLimits
-from realhf.rewards.reward import RewardFunctions
-from realhf.rewards.scoring import RewardCall, RewardScores, SamplesToScore
+from realhf.rewards.scoring import RewardCall
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -432,14 +430,6 @@ class RolloutRewards(RewardCall):
     The score is the sum of all turns' rewards, and of the weighted values of the functions, if there are any.
     """
 
-    def __init__(
-        self, functions: RewardFunctions | None, columns: Sequence[str], limits: RewardLimits | None = None
-    ) -> None:
-        super().__init__(functions if functions is not None else _no_reward, columns, limits)
-        if functions is None:
-            self.rewards = ()
-            self._scorers = []
-
     @property
     def outputs(self) -> tuple[str, ...]:
         logs = {"reward_metrics"}.union(super().outputs)
@@ -448,12 +438,6 @@ class RolloutRewards(RewardCall):
     @property
     def inputs(self) -> tuple[str, ...]:
         return (*super().inputs, ROLLOUT)
-
-    def scored(self, samples: SamplesToScore) -> RewardScores:
-        if self.rewards:
-            return super().scored(samples)
-        nothing: list[dict[str, Any]] = [{} for _ in samples.ids]
-        return RewardScores([0.0] * len(nothing), nothing, nothing, nothing)
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         rollouts = batch[ROLLOUT]
@@ -474,11 +458,6 @@ class RolloutRewards(RewardCall):
 
 
 _LOGGED = ("reward_metrics", "reward_extra")
-
-
-def _no_reward(completions: list[str]) -> list[float]:
-    """Stand in for reward functions where there are none."""
-    raise AssertionError("it is never called")
 
 
 def rewards_by_name(rollout: Mapping[str, Any]) -> dict[str, float]:

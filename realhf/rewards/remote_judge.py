@@ -107,7 +107,7 @@ class RemoteJudge:
         scores: list[float | None] = []
         for i, text in enumerate(texts):
             shown = {name: str(columns[name][i]) for name in self.columns}
-            shown |= {"prompt": _prompt_text(prompts[i]), "completion": text}
+            shown |= {"prompt": prompt_text(prompts[i]), "completion": text}
             scores.append(await self._asked(self.prompt, shown))
         return scores
 
@@ -132,28 +132,9 @@ class RemoteJudge:
         `8 out of 10`. A number may be marked up, and its scale must be `scale`. Thinking before `</think>`
         does not count.
         """
-        answered = f"{self.url} answered {_short(reply)}"
-        number, scale = self._found(after_thinking(reply))
-        try:
-            score = float(number or "")
-        except ValueError as error:
-            finder = "there is" if self.pattern is None else "the pattern finds"
-            raise UserError(f"{answered}, in which {finder} no score") from error
-        if scale is not None and float(scale) != self.scale:
-            raise UserError(f"{answered}, on another scale than RemoteJudge.scale, {self.scale:g}")
-        if not self.lowest <= score <= self.scale:
-            legal = f"from RemoteJudge.lowest, {self.lowest:g}, to RemoteJudge.scale, {self.scale:g}"
-            raise UserError(f"{answered}: the score {score:g} is out of range, which is {legal}")
-        return score
-
-    def _found(self, text: str) -> tuple[str | None, str | None]:
-        """Return the texts of the score and of the scale that the reply names, if there are any."""
-        if self.pattern is not None:
-            return UserPattern(self.pattern, "RemoteJudge.pattern").last(text), None
-        matches = list(_LABELLED.finditer(text))[-1:]
-        for rule in (_ALONE, _SCALED):
-            matches = matches or list(rule.finditer(text))
-        return (matches[0]["score"], matches[0]["scale"]) if len(matches) == 1 else (None, None)
+        return score_in_reply(
+            reply, pattern=self.pattern, scale=self.scale, lowest=self.lowest, who=self.url,
+            fields="RemoteJudge")
 
     async def _post(self, document: Mapping[str, Any]) -> Any:
         """Post a JSON document and return the reply. Raises ServiceError, and UserError about the samples."""
@@ -228,6 +209,36 @@ class RemoteJudge:
         return scores
 
 
+def score_in_reply(
+    reply: str, *, pattern: str | None, scale: float, lowest: float, who: str, fields: str
+) -> float:
+    """Return the score in a chat model's reply, see `RemoteJudge.score_in`. Raises UserError, which says that
+    `who` has answered so, and names settings as those of the class `fields`."""
+    answered = f"{who} answered {_short(reply)}"
+    number, named_scale = _found(after_thinking(reply), pattern, f"{fields}.pattern")
+    try:
+        score = float(number or "")
+    except ValueError as error:
+        finder = "there is" if pattern is None else "the pattern finds"
+        raise UserError(f"{answered}, in which {finder} no score") from error
+    if named_scale is not None and float(named_scale) != scale:
+        raise UserError(f"{answered}, on another scale than {fields}.scale, {scale:g}")
+    if not lowest <= score <= scale:
+        legal = f"from {fields}.lowest, {lowest:g}, to {fields}.scale, {scale:g}"
+        raise UserError(f"{answered}: the score {score:g} is out of range, which is {legal}")
+    return score
+
+
+def _found(text: str, pattern: str | None, setting: str) -> tuple[str | None, str | None]:
+    """Return the texts of the score and of the scale that the reply names, if there are any."""
+    if pattern is not None:
+        return UserPattern(pattern, setting).last(text), None
+    matches = list(_LABELLED.finditer(text))[-1:]
+    for rule in (_ALONE, _SCALED):
+        matches = matches or list(rule.finditer(text))
+    return (matches[0]["score"], matches[0]["scale"]) if len(matches) == 1 else (None, None)
+
+
 def _retry_after(value: str | None) -> float:
     """Return the seconds that a header `Retry-After` asks to wait: a number of them, or a date."""
     if value is None:
@@ -249,7 +260,7 @@ def _groups(pattern: str) -> int:
         return 0
 
 
-def _prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)

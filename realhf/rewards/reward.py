@@ -32,9 +32,11 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
           "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
           "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "held_out_ids",
           "held_out_mask", "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
-          "reward_metrics", "rollout")
+          "reward_metrics", "rollout", "prox_entropy", "kl", "kl_ids", "kl_mask", "actor_kl_logprobs",
+          "ref_kl_logprobs")
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
-_METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
+_METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups",
+            "left_out")
 """Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""
 _MAX_TEXTS = 1000
 """Most texts of a collection that may be looked for."""
@@ -87,7 +89,12 @@ def rewards_of(functions: RewardFunctions) -> tuple[Reward, ...]:
     rewards = tuple(item if isinstance(item, Reward) else Reward(item) for item in listed)
     for reward in rewards:
         parameters_of(reward.function)
-    labels = [reward.label for reward in rewards]
+    require_labels([reward.label for reward in rewards])
+    return rewards
+
+
+def require_labels(labels: Sequence[str]) -> None:
+    """Raise UserError unless the names of all rewards differ from each other and from those of metrics."""
     for label, count in Counter(labels).items():
         if count > 1:
             raise UserError(
@@ -96,7 +103,6 @@ def rewards_of(functions: RewardFunctions) -> tuple[Reward, ...]:
             raise UserError(
                 f"a reward function is named {label!r}: metrics reward/{label} are those of all rewards "
                 "together; use Reward(f, name=...)")
-    return rewards
 
 
 def answers_by(functions: RewardFunctions) -> Callable[[str], Any] | None:

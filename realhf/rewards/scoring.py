@@ -385,18 +385,19 @@ class RewardCall:
     """A host function that decodes responses, returns them as `completion`, and scores them.
 
     Column `score` has the weighted sum of the rewards, in float64, and `reward_scores` a dict from the name
-    of each reward to its value. `sequence` are the keys under which the call reads tokens and response masks.
+    of each reward to its value. Without functions (None), scores are 0.
+    `sequence` are the keys under which the call reads tokens and response masks.
     """
 
     def __init__(
-        self, functions: RewardFunctions, columns: Sequence[str], limits: RewardLimits | None = None,
+        self, functions: RewardFunctions | None, columns: Sequence[str], limits: RewardLimits | None = None,
         *, sequence: tuple[str, str] = _SEQUENCE,
     ) -> None:
-        self.rewards = rewards_of(functions)
+        self.rewards = () if functions is None else rewards_of(functions)
         self.columns = tuple(columns)
         self.sequence = sequence
         self.limits = limits or RewardLimits()
-        self.answer_of: Callable[[str], Any] | None = answers_by(functions)
+        self.answer_of: Callable[[str], Any] | None = None if functions is None else answers_by(functions)
         """Returns the answer in a text, for majority votes; None if no reward function can tell it."""
         self._scorers = [Scorer(reward, self.columns, self.limits) for reward in self.rewards]
         self._has_warned_of_none = False
@@ -504,6 +505,9 @@ class RewardCall:
 
         Raises UserError if a function fails: the first one of the list, if several do.
         """
+        if not self._scorers:
+            nothing: list[dict[str, Any]] = [{} for _ in samples.ids]
+            return RewardScores([0.0] * len(nothing), nothing, nothing, nothing)
         work = [partial(scorer, samples) for scorer in self._scorers]
         outcomes = run_together(work, here=[scorer.runs_here for scorer in self._scorers])
         results: list[Scored] = [outcome.unwrap() for outcome in outcomes]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ScoreShaping(Protocol):
     """A function of scores, lengths in tokens, and whether responses ended with eos (1.0) or were cut (0.0).
 
-    It returns the new scores. All are float tensors over samples. The scores of failed rewards are NaN, and
-    they stay NaN.
+    It returns the new scores, or NaN for samples to leave out. All are float tensors over samples. The scores
+    of failed rewards are NaN, and they stay NaN.
     """
 
     def __call__(self, score: Tensor, lengths: Tensor, finished: Tensor) -> Tensor: ...

@@ -98,9 +98,21 @@ OTHER_NAMES: Mapping[str, Ours] = {
     "scale_rewards": Ours(("normalize",)),
     "norm_adv_by_std_in_grpo": Ours(("normalize",), "none: not divided by the deviation"),
     "adv_estimator": Ours(instead="each algorithm is a class in the experiment file, such as GRPO or RLOO"),
-    "mask_truncated_completions": Ours(
-        instead="not here; score_shaping=SoftOverlongPenalty(...) lowers the scores of long answers"),
-    "top_entropy_quantile": Ours(instead="not here: every token counts in the loss"),
+    "mask_truncated_completions": Ours(("loss.mask_truncated",)),
+    "top_entropy_quantile": Ours(("loss.top_entropy_quantile",)),
+    "off_policy_mask_threshold": Ours(("loss.off_policy_mask_threshold",)),
+    **{name: Ours((f"loss.{name}",)) for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    "vllm_importance_sampling_mode": Ours(
+        ("loss.importance_mode", "loss.importance_ratio"), "with loss.proximal recomputed"),
+    "vllm_importance_sampling_clip_max": Ours(
+        ("loss.importance_cap",), "with loss.proximal recomputed"),
+    "vllm_importance_sampling_clip_min": Ours(
+        ("loss.importance_floor",), "with loss.proximal recomputed"),
+    "precompute_ref_log_probs": Ours(("loss.precomputed_ref",), "rows have the sums of log-probs"),
+    "simpo_gamma": Ours(("loss.gamma",)),
+    **{name: Ours((f"loss.{name}",)) for name in ("desirable_weight", "undesirable_weight")},
+    **dict.fromkeys(("rpo_alpha", "loss_weights"), Ours(("loss.sft_coef",), "the weight of the SFT term")),
+    "actor.shuffle": Ours(("shuffle_minibatches",)),
     # Roles.
     **dict.fromkeys(("torch_dtype", "model_dtype"), Ours(("actor.dtype",))),
     "bf16": Ours(instead=_BFLOAT16),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from realhf.algorithms.preferences import BradleyTerry, DPOLoss
+from realhf.algorithms.preferences import BradleyTerry, DPOLoss, KTOLoss
 from realhf.data.batch import Batch, Packed
 
 
@@ -46,7 +46,7 @@ def _trainer(**settings):
         _total_train_tokens=0, _tp_size=1, **settings)
 
 
-def _trl_dpo(batch, logprobs_T, *, variant, beta, label_smoothing):
+def _trl_dpo(batch, logprobs_T, *, variant, beta, label_smoothing=0.0, sft_coef=None):
     """Return TRL's loss, and its metrics, of log-probs of packed tokens."""
     rows = _chosen_first(batch)
     packed = batch["response_mask"]
@@ -66,7 +66,8 @@ def _trl_dpo(batch, logprobs_T, *, variant, beta, label_smoothing):
     }
     trainer = _trainer(
         aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
-        use_weighting=False, loss_types=[variant], loss_weights=[1.0], beta=beta,
+        use_weighting=False, loss_types=[variant] if sft_coef is None else [variant, "sft"],
+        loss_weights=[1.0] if sft_coef is None else [1.0, sft_coef], beta=beta,
         label_smoothing=label_smoothing)
     from trl.trainer.dpo_trainer import DPOTrainer  # Imported here, as it takes seconds.
 
@@ -133,3 +134,98 @@ def test_pairwise_reward_model(margin_key, center_coef):
     their_metrics = trainer._metrics["train"]
     for name in ("accuracy", "margin", "mean_reward"):
         assert metrics[name].item() == pytest.approx(their_metrics[name][0], rel=1e-6), name
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "ipo"])
+def test_dpo_with_an_sft_term(variant):
+    batch = _pairs(9)
+    loss = DPOLoss(variant, beta=0.3, sft_coef=0.7)
+    logprobs_T = batch["logprobs"].values.clone().requires_grad_()
+    ours, metrics = loss({"logprobs": logprobs_T}, batch, loss.totals(batch))
+    theirs, _ = _trl_dpo(batch, logprobs_T, variant=variant, beta=0.3, sft_coef=0.7)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    torch.testing.assert_close(_gradient(ours, logprobs_T), _gradient(theirs, logprobs_T))
+    assert metrics["nll_loss"] > 0
+
+
+def _means(batch, logprobs_T):
+    """Return the mean log-probs over tokens of chosen and of rejected completions."""
+    rows = _chosen_first(batch)
+    masks = [batch["response_mask"].split()[i] for i in rows]
+    logprobs = [batch["response_mask"].like(logprobs_T).split()[i] for i in rows]
+    means = torch.stack([(x * m).sum() / m.sum() for x, m in zip(logprobs, masks, strict=True)])
+    return means[: len(rows) // 2], means[len(rows) // 2 :]
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_simpo(label_smoothing):
+    from trl.experimental.cpo import CPOTrainer  # Imported here, as it takes seconds.
+
+    batch = _pairs(9)
+    loss = DPOLoss("simpo", beta=2.0, gamma=0.8, label_smoothing=label_smoothing)
+    logprobs_T = batch["logprobs"].values.clone().requires_grad_()
+    ours, metrics = loss({"logprobs": logprobs_T}, batch, loss.totals(batch))
+    trainer = _trainer(
+        alpha=0.0, loss_type="simpo", simpo_gamma=0.8, beta=2.0, label_smoothing=label_smoothing)
+    losses, chosen, rejected = CPOTrainer.cpo_loss(trainer, *_means(batch, logprobs_T))
+    assert ours.item() == pytest.approx(losses.mean().item(), rel=1e-12)
+    torch.testing.assert_close(_gradient(ours, logprobs_T), _gradient(losses.mean(), logprobs_T))
+    assert metrics["rewards/chosen"].item() == pytest.approx(chosen.mean().item())
+    assert metrics["rewards/rejected"].item() == pytest.approx(rejected.mean().item())
+
+
+def test_orpo():
+    """TRL computes the odds in float32; its likelihood term is that of chosen tokens, as a mean."""
+    from trl.experimental.orpo import ORPOTrainer  # Imported here, as it takes seconds.
+
+    batch = _pairs(9)
+    loss = DPOLoss("orpo", beta=0.3, sft_coef=1.0)
+    logprobs_T = batch["logprobs"].values.clone().requires_grad_()
+    ours, metrics = loss({"logprobs": -logprobs_T.abs()}, batch, loss.totals(batch))
+    values_T = -logprobs_T.abs()  # Log-probs are negative.
+    losses, chosen, _, ratio, _ = ORPOTrainer.odds_ratio_loss(_trainer(beta=0.3), *_means(batch, values_T))
+    is_chosen_T = torch.cat([
+        torch.full((n,), float(c)) for n, c in zip(
+            batch["response_mask"].lengths, batch["is_chosen"], strict=True)])
+    tokens_T = is_chosen_T * batch["response_mask"].values
+    theirs = -(values_T * tokens_T).sum() / tokens_T.sum() - losses.mean()
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    torch.testing.assert_close(
+        _gradient(ours, logprobs_T), _gradient(theirs, logprobs_T), rtol=1e-5, atol=1e-7)
+    assert metrics["rewards/chosen"].item() == pytest.approx(chosen.mean().item(), rel=1e-6)
+    exact = torch.autograd.gradcheck(
+        lambda x: loss({"logprobs": -x.abs()}, batch, loss.totals(batch))[0], (logprobs_T,))
+    assert exact
+
+
+@pytest.mark.parametrize("kl", [-0.4, 0.6])
+def test_kto(kl):
+    """TRL's method gets this difference of log-probs on mismatched pairs, and clamps it at 0."""
+    from trl import KTOTrainer  # Imported here, as it takes seconds.
+
+    batch = _pairs(4)
+    labels = [i % 3 > 0 for i in range(len(batch))]
+    point = torch.full((len(batch),), max(kl, 0.0)).double()
+    batch = Batch(batch.ids, batch.fields | {"label": labels, "kl": point})
+    loss = KTOLoss(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7)
+    logprobs_T = batch["logprobs"].values.clone().requires_grad_()
+    ours, metrics = loss({"logprobs": logprobs_T}, batch, loss.totals(batch))
+    packed = batch["response_mask"]
+    columns = (packed, packed.like(logprobs_T * packed.values), batch["ref_logprobs"])
+    mask, new, ref = (pad_sequence(column.split(), batch_first=True) for column in columns)
+    zeros = torch.zeros(new[:, 1:].shape)
+    outputs = SimpleNamespace(
+        log_probs=new[:, 1:], entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
+    inputs = {
+        "input_ids": torch.ones_like(mask, dtype=torch.long), "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask.long(), "label": torch.tensor(labels), "ref_logps": ref.sum(1),
+        "ref_KL_logps": torch.zeros(len(batch)).double()}
+    trainer = _trainer(
+        aux_loss_enabled=False, precompute_ref_logps=True, calculate_KL=True, loss_type="kto", beta=0.5,
+        desirable_weight=1.2, undesirable_weight=0.7,
+        _compute_kl_logps=lambda model, batch: torch.full((len(labels),), kl).double())
+    theirs = KTOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    torch.testing.assert_close(_gradient(ours, logprobs_T), _gradient(theirs, logprobs_T))
+    assert metrics["kl"].item() == pytest.approx(max(kl, 0.0))
+    assert metrics["rewards/chosen"] != metrics["rewards/rejected"]

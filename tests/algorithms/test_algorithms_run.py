@@ -1,8 +1,9 @@
-"""Runs of every critic-free algorithm: a plan that splits all calls gives the results of one process."""
+"""Runs of algorithms on sampled answers: a plan that splits all calls gives the results of one process."""
 
 import math
 
 import pytest
+import torch
 
 from realhf import (
     CISPO,
@@ -11,12 +12,19 @@ from realhf import (
     GSPO,
     PPO,
     RLOO,
+    SAPO,
     SFT,
+    DatasetConfig,
+    GenerativeReward,
+    ModelReward,
     PolicyLossConfig,
+    ProcessReward,
     ReinforcePlusPlus,
     ReMax,
     RepetitionPenalty,
     RewardKL,
+    RewardLimits,
+    SamplingConfig,
     ScaleRL,
     SoftOverlongPenalty,
 )
@@ -29,7 +37,10 @@ from tests.samples import marked
 
 SPREAD = {
     "actor_generate": "d2t2@0-3", "greedy_generate": "d4@0-3", "ref_forward": "p2@2-3",
-    "actor_train": "d2p2@0-3", "reward_forward": "d2@0-1",
+    "actor_train": "d2t2@0-3", "reward_forward": "d2@0-1", "actor_forward": "d2t2@0-3",
+    "critic_forward": "p2@0-1", "critic_train": "p2@2-3", "reward_model_forward": "d2@1-2",
+    "reward_process_forward": "t2@2-3", "reward_process_steps": "d2@0-1", "reward_judge_prompts": "d1@2",
+    "reward_judge_generate": "d2@1-2", "reward_judge_read": "d2@2-3",
 }
 
 
@@ -38,10 +49,26 @@ def passes(completions, completion_ids):
     return [float(sum(ids) % 3 > 0) for ids in completion_ids]
 
 
+def own_loss(logprobs, gen_logprobs, advantages, answer_length):
+    """Return a loss that a user might write, with a column of the dataset."""
+    ratio = (logprobs - gen_logprobs).exp().clamp(max=2.0).detach()
+    return -ratio * advantages * logprobs / answer_length
+
+
+def best_of_n(scores, groups, answer_length):
+    """Return 1 for the best samples of each prompt, and leave the others out."""
+    return torch.ones_like(scores).masked_fill(scores < scores.amax(1, keepdim=True), math.nan)
+
+
+def _length(row):
+    return {"answer_length": len(row["answer"])}
+
+
 def _experiments(directory):
     settings = common(directory) | {
         "eval_dataset": None, "steps": 2, "actor": role(directory), "reward_function": some_reward,
-        "minibatches": 2}
+        "minibatches": 2, "dataset": DatasetConfig(str(directory / "data.jsonl"), map=_length)}
+    scorer = role(directory, head="score", trainable=False)
     narrow = PolicyLossConfig(ratio="sequence_mean", clip_low=0.01, clip_high=0.02)
     return {
         "rloo": RLOO(**settings),
@@ -56,6 +83,22 @@ def _experiments(directory):
         "dr-grpo": GRPO(
             **settings, normalize="none", loss=PolicyLossConfig(average="constant", entropy_coef=0.01),
             token_rewards=(RepetitionPenalty(ngram=2),)),
+        "sapo": SAPO(**settings, loss=PolicyLossConfig(
+            objective="sapo", mask_truncated=True, top_entropy_quantile=0.5)),
+        "masks": GRPO(
+            **settings, epochs=2, shuffle_minibatches=True, loss=PolicyLossConfig(
+                proximal="recomputed", importance_floor=0.5, importance_cap=2.0, importance_mode="mask",
+                importance_ratio="sequence", off_policy_mask_threshold=0.01, mask_truncated=True)),
+        "own": GRPO(**settings, loss=own_loss, advantages=best_of_n),
+        "ppo": PPO(
+            **settings, critic=role(directory, head="score"), epochs=2, shuffle_minibatches=True,
+            loss=PolicyLossConfig(average="token", mask_truncated=True, top_entropy_quantile=0.4)),
+        "models": GRPO(
+            **settings, reward_limits=RewardLimits(on_failure="drop"), reward_models=(
+                ModelReward(scorer, weight=0.5), ProcessReward(scorer, step_end="1", reduce="mean"),
+                GenerativeReward(
+                    role(directory, trainable=False), prompt="{prompt}{completion}=", pattern=r"(\d)",
+                    scale=9.0, sampling=SamplingConfig(max_new_tokens=4)))),
         "dapo": DAPO(**settings | {"reward_function": passes}, group_size=3, overlong_buffer=3),
     }
 
@@ -76,10 +119,11 @@ def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-NAMES = ("remax", "dapo", "reinforce++-baseline", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
+NAMES = ("remax", "dapo", "reinforce++-baseline", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo", "sapo",
+         "masks", "own", "ppo", "models")
 
 
-@pytest.mark.parametrize("name", marked(NAMES, quick=[0]))
+@pytest.mark.parametrize("name", marked(NAMES, quick=[0, 9, 10, 12]))
 def test_a_plan_does_not_change_the_algorithm(pool, task, name):
     alone = pool.run(_run, name, task, {})[0]
     spread = pool.run(_run, name, task, SPREAD)[0]

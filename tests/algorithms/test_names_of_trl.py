@@ -30,7 +30,8 @@ SAME = {
 """What is equal in both -> our name."""
 ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dataset", "log_metric",
              "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks",
-             "peft_config", "maybe_convert_to_chatml", "text", "conversations", "from", "value"}
+             "peft_config", "KTOTrainer", "ORPOTrainer", "CPOTrainer",
+             "maybe_convert_to_chatml", "text", "conversations", "from", "value"}
 """Arguments of GRPOTrainer, `from_pretrained` and reward functions, columns of rows, and their reader."""
 
 
@@ -41,7 +42,7 @@ def test_options_exist():
     first_cells = "\n".join(re.findall(r"^\| (.+?) \|", page, re.M))
     named = {word for code in re.findall(r"`([^`]+)`", first_cells)
              for word in re.findall(r"^([a-z_]+)(?==|$)", code)}
-    configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig)
+    configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig)
     known = {field.name for config in configs for field in fields(config)}
     known |= set(rewards.__all__ if hasattr(rewards, "__all__") else dir(rewards)) | ELSEWHERE
     assert len(named) >= 30

@@ -136,3 +136,32 @@ def test_an_age_that_no_token_can_have_is_refused():
 def test_supervised_graphs_have_no_such_calls():
     assert list(_keys(SFT().graph())) == ["actor_train"]
     assert list(_keys(RewardModel().graph())) == ["reward_train"]
+
+
+@pytest.mark.parametrize("kind", TODAY)
+def test_the_top_entropy_is_found_before_the_update(kind):
+    graph = _experiment(kind, loss=PolicyLossConfig(average="token", top_entropy_quantile=0.2)).graph()
+    assert graph["actor_forward"].outputs == ("prox_logprobs", "prox_entropy")
+    assert graph["actor_forward"].work == LogProbs(temperature=1.0, entropy=True)
+    assert "prox_entropy" in graph["advantages"].inputs
+    assert "prox_logprobs" not in graph["actor_train"].inputs
+
+
+@pytest.mark.parametrize("kind", TODAY)
+def test_mini_batches_are_shuffled_alike_for_all_that_train(kind):
+    graph = _experiment(kind, shuffle_minibatches=True, minibatches=2, epochs=3, seed=5).graph()
+    works = [call.work for call in graph.of_kind("train_step")]
+    assert all((work.shuffle_minibatches, work.seed, work.repeats) == (True, 5, 1) for work in works)
+    assert all(work.optimizer_steps == 6 for work in works)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"shuffle_minibatches": True, "minibatches": 1},
+     "shuffle_minibatches is True and changes nothing, as minibatches is 1"),
+    ({"loss": PolicyLossConfig(mask_truncated=True), "sampling": SamplingConfig(ignore_eos=True)},
+     "all of them count as cut and nothing is learned"),
+    ({"loss": PolicyLossConfig(off_policy_mask_threshold=0.0)}, "values such as 0.1 are usual"),
+])
+def test_settings_that_are_probably_not_meant(changes, sentence):
+    assert any(sentence in doubt for doubt in _experiment("grpo", **changes).doubts())
+    assert not any(sentence in doubt for doubt in _experiment("grpo").doubts())

@@ -11,6 +11,7 @@ from realhf.algorithms.preferences import BradleyTerry, cross_entropy
 from realhf.data.batch import Batch, Packed
 
 LOSSES = [DPOLoss(), DPOLoss(label_smoothing=0.1), DPOLoss("hinge"), DPOLoss("ipo"), BradleyTerry(),
+          DPOLoss("simpo", beta=2.0, gamma=1.0), DPOLoss("orpo", sft_coef=1.0), DPOLoss(sft_coef=0.5),
           BradleyTerry(margin_key="margin", center_coef=0.1)]
 
 
@@ -72,6 +73,8 @@ def test_the_gradient_is_right_where_policy_and_reference_are_equal():
         ({"variant": "kto"}, "loss.variant is 'kto': it must be"),
         ({"label_smoothing": 0.5}, "loss.label_smoothing is 0.5: it must be at least 0 and below 0.5"),
         ({"variant": "ipo", "label_smoothing": 0.1}, "it must be 0 with loss.variant ipo"),
+        ({"gamma": 1.0}, "loss.gamma is 1.0: it must be 0 with loss.variant sigmoid"),
+        ({"sft_coef": -1.0}, "loss.sft_coef is -1.0: it must not be negative"),
     ],
 )
 def test_illegal_settings_of_dpo(settings, sentence):
@@ -84,3 +87,22 @@ def test_illegal_settings_of_a_pairwise_reward_model():
         BradleyTerry(center_coef=-1)
     assert BradleyTerry("gap").row_fault({"gap": None}) == "gap is None: it must be a finite number"
     assert BradleyTerry("gap").row_fault({"gap": 1}) is None and BradleyTerry().row_fault({}) is None
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "hinge", "ipo"])
+def test_log_probs_of_the_reference_in_the_rows(variant):
+    batch = _batch(5)
+    sums = [float((x * m).sum()) for x, m in zip(
+        batch["ref_logprobs"].split(), batch["response_mask"].split(), strict=True)]
+    columns = {"ref_chosen_logps": sums[::2], "ref_rejected_logps": sums[1::2]}
+    fields = {name: [x for x in values for _ in range(2)] for name, values in columns.items()}
+    without = {name: column for name, column in batch.fields.items() if name != "ref_logprobs"}
+    loss = DPOLoss(variant, precomputed_ref=True)
+    rows = Batch(batch.ids, without | fields)
+    assert _run(loss, rows) == pytest.approx(_run(DPOLoss(variant), batch), rel=1e-12)
+    assert not loss.needs_ref and {*columns} <= set(loss.columns)
+    assert loss.row_fault({"ref_chosen_logps": -1.0, "ref_rejected_logps": 0.5}).startswith(
+        "ref_rejected_logps is 0.5: it must be a finite number of at most 0")
+    assert DPOLoss(variant).row_fault({}) is None
+    with pytest.raises(ValueError, match="loss.precomputed_ref is True: it must be false with"):
+        DPOLoss("orpo", precomputed_ref=True)

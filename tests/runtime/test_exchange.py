@@ -1,6 +1,7 @@
 """Exchange between random layouts on four processes; assign and merge_metrics against brute force."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -60,7 +61,9 @@ def _case(seed):
         else:
             cuts = [0, *sorted(rng.randint(0, len(whole)) for _ in range(layout.dp - 1)), len(whole)]
         sources.append((layout, keys, [shuffled[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]))
-    routing = Routing(group_size, rng.choice([1, 1, 2, 4]), keep_groups=rng.random() < 0.5)
+    routing = Routing(
+        group_size, rng.choice([1, 1, 2, 4]), keep_groups=rng.random() < 0.5,
+        shuffles=rng.choice([0, 0, 1, 3]), seed=seed)
     return whole, sources, _random_layout(rng), routing
 
 
@@ -112,7 +115,7 @@ def test_every_layout_receives_everything_once(pool):
             if rank not in target:
                 assert batches is None
                 continue
-            assert len(batches) == routing.num_minibatches
+            assert len(batches) == routing.num_minibatches * max(1, routing.shuffles)
             for batch in batches:
                 _assert_equal(batch, whole.select([i - whole.ids[0] for i in batch.ids]))
             num_empty_shards += not any(len(batch) for batch in batches)
@@ -120,9 +123,15 @@ def test_every_layout_receives_everything_once(pool):
             same = [[batch.ids for batch in by_rank[rank][case]] for rank in target.grid[:, shard].ravel()]
             assert all(ids == same[0] for ids in same)
             seen += [(i, number) for number, ids in enumerate(same[0]) for i in ids]
-        minibatch_of = dict(seen)
-        assert len(seen) == len(minibatch_of) and sorted(minibatch_of) == whole.ids
-        assert minibatch_of == _minibatches_by_hand(whole.ids, routing)
+        for epoch in range(max(1, routing.shuffles)):
+            numbers = range(epoch * routing.num_minibatches, (epoch + 1) * routing.num_minibatches)
+            of_epoch = [(i, number - numbers[0]) for i, number in seen if number in numbers]
+            minibatch_of = dict(of_epoch)
+            assert len(of_epoch) == len(minibatch_of) and sorted(minibatch_of) == whole.ids
+            by_hand = _minibatches_by_hand(whole.ids, routing)
+            if not routing.shuffles:
+                assert minibatch_of == by_hand
+            assert Counter(minibatch_of.values()) == Counter(by_hand.values())
     assert num_empty_shards > 5
 
 
@@ -181,6 +190,26 @@ def test_assign_balances_shards_and_keeps_groups_together(keep_groups):
             largest = max(units if keep_groups else [costs[i] for s in part for i in s], default=0)
             assert max(loads) - min(loads) <= largest  # the property of any greedy list schedule
     assert assign({3: 1.0, 2: 9.0, 1: 1.0}, dp=2, routing=Routing()) == [[[2], [1, 3]]]
+
+
+def test_every_epoch_has_other_mini_batches_which_no_layout_changes():
+    ids = range(40, 80)
+    costs = {i: float(1 + i % 7) for i in ids}
+    routing = Routing(4, 5, shuffles=3, seed=1)
+    found = {
+        dp: [sorted(i for shard in part for i in shard) for part in assign(costs, dp=dp, routing=routing)]
+        for dp in (1, 2, 3)}
+    assert found[1] == found[2] == found[3]
+    epochs = [found[1][5 * epoch : 5 * epoch + 5] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(i for part in epoch for i in part) == list(ids)
+        assert all(len({i // 4 for i in part}) == 2 and len(part) == 8 for part in epoch)
+    assert len({str(sorted(epoch)) for epoch in epochs}) == 3
+    others = [Routing(4, 5, shuffles=3, seed=2), Routing(4, 5)]
+    first = assign(costs, dp=1, routing=routing)
+    assert all(assign(costs, dp=1, routing=other)[:5] != first[:5] for other in others)
+    later = assign({i + 40: cost for i, cost in costs.items()}, dp=1, routing=routing)
+    assert [[i - 40 for i in part[0]] for part in later[:5]] != [part[0] for part in first[:5]]
 
 
 def test_merge_metrics_averages_by_weight_and_takes_the_slowest():

@@ -11,19 +11,24 @@ import torch
 
 from realhf import (
     DPO,
+    KTO,
+    ORPO,
     BradleyTerry,
     DatasetConfig,
     DPOLoss,
+    KTOLoss,
     LoraConfig,
     PairwiseRewardModel,
     RewardModel,
     SamplingConfig,
+    SimPO,
 )
 from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts.training import unusual_training
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
@@ -35,6 +40,10 @@ WHOLE = 10**6
 CALLS = {
     "dpo": ("ref_forward", "actor_train"), "lora": ("ref_forward", "actor_train"),
     "pairwise": ("reward_train",), "outcome": ("reward_train",), "sft": ("actor_train",),
+    "simpo": ("actor_train",), "orpo": ("actor_train",),
+    "kto": ("ref_forward", "actor_train", "actor_kl_forward", "ref_kl_forward", "mismatched",
+            "reference_point"),
+    "own": ("ref_forward", "actor_train"),
 }
 ANSWERED = {"score", "response_length/mean", "response_length/clip_ratio"}
 EVALUATED = {
@@ -43,9 +52,18 @@ EVALUATED = {
     "pairwise": {"loss", "accuracy", "margin", "mean_reward"},
     "outcome": {"loss", "accuracy"},
     "sft": {"loss", "perplexity", *ANSWERED},
+    "simpo": {"loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
+    "orpo": {"loss", "nll_loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
+             "rewards/accuracies"},
+    "kto": {"loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins"},
+    "own": {"loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
 }
 CASES = [
     ("dpo", ("d4@0-3", "p2@0-1")), ("lora", ("t2@2-3", "d2@0-1")), ("sft", ("d2t2@0-3",)),
+    ("simpo", ("d2t2@0-3",)), ("simpo", ("p2@1-2",)), ("orpo", ("d2t2@0-3",)), ("orpo", ("p2@0-1",)),
+    ("kto", ("p2@0-1", "d2t2@0-3", "d2@1-2", "t2@2-3", "d1@3", "d1@1")),
+    ("kto", ("d2t2@0-3", "p2@0-1", "d1@2", "p2@2-3", "d1@3", "d1@1")),
+    ("own", ("p2@2-3", "d2t2@0-3")), ("own", ("d2t2@0-3", "p2@0-1")),
 ]
 SLOW = [
     ("dpo", ("d2@0-1", "d2@0-1")), ("dpo", ("t2@0-1", "t2@0-1")), ("pairwise", ("d2p2@0-3",)),
@@ -67,6 +85,16 @@ def task(tmp_path_factory) -> Path:
     return directory
 
 
+def margin_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, gap):
+    """Return a loss of pairs that a user might write: that of DPO with the row's margin."""
+    margin = chosen_logps - ref_chosen_logps - (rejected_logps - ref_rejected_logps)
+    return torch.nn.functional.softplus(gap - 0.5 * margin)
+
+
+def _labelled(row):
+    return {"label": row["label"] > 0.5}
+
+
 def _experiment(kind, directory, **changes):
     """Return an experiment of two steps on the pairs, with a held-out set of other size."""
     pairs = DatasetConfig(str(directory / "pairs.jsonl"))
@@ -83,6 +111,16 @@ def _experiment(kind, directory, **changes):
     if kind == "pairwise":
         loss = BradleyTerry(margin_key="gap", center_coef=0.1)
         return PairwiseRewardModel(reward=role(directory, head="score"), loss=loss, **settings)
+    if kind == "simpo":
+        return SimPO(actor=role(directory), **settings)
+    if kind == "orpo":
+        return ORPO(actor=role(directory), **settings)
+    if kind == "own":
+        return DPO(actor=role(directory), loss=margin_loss, **settings)
+    if kind == "kto":
+        settings["dataset"] = DatasetConfig(settings["dataset"].path, map=_labelled)
+        settings["eval_dataset"] = replace(settings["eval_dataset"], map=_labelled)
+        return KTO(actor=role(directory), loss=KTOLoss(beta=0.5, undesirable_weight=1.3), **settings)
     return RewardModel(reward=role(directory, head="score"), **settings)
 
 
@@ -124,7 +162,7 @@ def reference(pool, task):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layouts"), marked([*CASES, *SLOW], quick=[0]), ids=str)
+    ("kind", "layouts"), marked([*CASES, *SLOW], quick=[0, 3, 7]), ids=str)
 def test_a_plan_does_not_change_results(pool, task, reference, kind, layouts):
     """Micro-batches hold about one pair, and a chunk of logits less than a pair."""
     found = _numbers(pool.run(_small, kind, layouts, task)[0])
@@ -228,6 +266,15 @@ def test_what_is_refused(task):
         for name in ("dataset", "eval_dataset"):
             with pytest.raises(ValueError, match=f"^{name} .*bad.jsonl line 1: {fault}: it must be a"):
                 compiled(kind, **{name: DatasetConfig(str(bad)), "batch_size": 1})
+
+
+def test_a_reference_that_no_loss_reads_is_a_warning(task):
+    settings = {"dataset": DatasetConfig(str(task / "pairs.jsonl")), "batch_size": 2}
+    ref = role(task, trainable=False)
+    program = compile_program(SimPO(actor=role(task), ref=ref, **settings), None, world_size=1)
+    assert "ref is given, and no call uses it: leave it out" in list(unusual_training(program))
+    program = compile_program(DPO(actor=role(task), ref=ref, **settings), None, world_size=1)
+    assert not any("ref is given" in warning for warning in unusual_training(program))
 
 
 def test_equal_completions_are_a_warning(task, tmp_path, capsys):

@@ -33,9 +33,14 @@ def random_samples(program: Program) -> Iterator[str]:
 
 
 def equal_samples(program: Program) -> Iterator[str]:
-    """Yield warnings about sampling that draws the same answer for all samples of a prompt."""
+    """Yield warnings about sampling that draws the same answer for all samples of a prompt.
+
+    A model that is not trained beside one that is, such as a judge, may answer greedily.
+    """
     count = program.experiment.group_size
-    for sampling in (work.sampling for work in program.graph.works(Generate) if count > 1):
+    trained = {call.role for call in program.graph.of_kind("train_step")}
+    calls = [call for call in program.graph.of_kind("generate") if call.role in trained or not trained]
+    for sampling in (call.work_as(Generate).sampling for call in calls if count > 1):
         if (why := _one_token(sampling)) is not None:
             yield f"sampling.{why}: the {count} samples of a prompt are all the same"
         elif sampling.temperature < _LOW_TEMPERATURE:

@@ -40,7 +40,9 @@ def unusual_training(program: Program) -> Iterator[str]:
             num_steps = program.experiment.steps * sum(work.optimizer_steps for work in trains)
             yield from _unusual_optimizer(f"{name}.optimizer", role.optimizer, num_steps)
     if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
-        yield "ref is given, and no call uses it: set loss.kl_coef above 0, or leave it out"
+        has_kl = hasattr(getattr(program.experiment, "loss", None), "kl_coef")
+        mend = "set loss.kl_coef above 0, or leave it out" if has_kl else "leave it out"
+        yield f"ref is given, and no call uses it: {mend}"
     for name, value in leaves(to_json(program.experiment)):
         if name.endswith("entropy_coef") and isinstance(value, int | float) and value > _HIGH_ENTROPY:
             yield f"{name} is {value:g}: the model learns to be random (0 to 0.01 is usual)"

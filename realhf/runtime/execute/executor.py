@@ -269,10 +269,13 @@ class Executor:
         """Return this rank's inputs of the call."""
         call = action.call
         work = call.work_as(Work)
+        shuffled = work if isinstance(work, TrainStep) and work.shuffle_minibatches else None
         sources = [self._source(send, samples) for send in action.sends]
         routing = Routing(
             self._program.group_size, work.num_minibatches, filtered=action.filtered,
-            keep_groups=isinstance(work, Generate) or work.group_size > 1)
+            keep_groups=isinstance(work, Generate) or work.group_size > 1,
+            shuffles=0 if shuffled is None else shuffled.epochs,
+            seed=0 if shuffled is None else shuffled.seed)
         with self._waiting(call.name, f"waits for {self._producers(action)}"):
             return self._exchange.receive(sources, action.target, routing, tag=action.tag)
 
@@ -434,7 +437,7 @@ class Executor:
             counts["num_tokens"] = sampled_tokens(call, before=before, after=after)
         elif call.kind == "train_step":
             num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-            counts["num_tokens"] = call.work_as(TrainStep).epochs * num_tokens
+            counts["num_tokens"] = call.work_as(TrainStep).repeats * num_tokens
         if flops is not None and call.kind == "generate":
             counts["flops"] = generate_flops(
                 call, flops, minibatches[0], group_size=self._program.group_size, before=before, after=after)
@@ -457,7 +460,7 @@ class Executor:
             return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
-        data = Batch.concat(minibatches).pack()
+        data = Batch.concat(minibatches[: self._calls[call].call.work_as(TrainStep).minibatches]).pack()
         path.write_bytes(memory_of(data))
         warn(
             f"{call} skipped an update in step {self._context.step}, as its gradient is not finite; "

@@ -97,7 +97,7 @@ def pass_flops(call: FunctionCall, flops: ModelFlops, minibatches: Sequence[Batc
             num_outputs = int(wanted(tokens, batch.fields.get("response_mask")).sum())
         spans: list[TokenSpan] = [(0, length) for length in tokens.lengths]
         if isinstance(work, TrainStep):
-            total += work.epochs * flops.train(spans, num_outputs)
+            total += work.repeats * flops.train(spans, num_outputs)
         else:
             total += flops.forward(spans, num_outputs)
     return total

@@ -7,7 +7,8 @@ rank that lacks some of its samples. Samples are small beside parameters, so the
 memory over the control group.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from realhf.data.batch import Batch, Packed
@@ -58,7 +59,8 @@ class Routing:
 
     A mini-batch has whole groups of samples (see `data.order`), and with `keep_groups` a data shard, too.
     With `filtered`, only samples that all inputs have are assigned. The shards of a mini-batch get about
-    equally many tokens or, with `equal_costs`, samples.
+    equally many tokens or, with `equal_costs`, samples. With `shuffles`, the samples are cut into
+    mini-batches that often, each time in another order, which depends on the seed and the samples alone.
     """
 
     group_size: int = 1
@@ -66,15 +68,31 @@ class Routing:
     keep_groups: bool = False
     filtered: bool = False
     equal_costs: bool = False
+    shuffles: int = 0
+    seed: int = 0
+
+    def orders(self, groups: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+        """Yield the order in which each epoch cuts groups of samples into mini-batches: as given, without
+        shuffles."""
+        if not self.shuffles:
+            yield list(groups)
+        for epoch in range(self.shuffles):
+            first = groups[0][0] if groups else 0
+            yield random.Random(f"{self.seed}/{epoch}/{first}").sample(groups, len(groups))
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
-    """Return sample ids by mini-batch and data shard, in rising order; `dp` does not change mini-batches."""
+    """Return sample ids by mini-batch and data shard, in rising order; `dp` does not change mini-batches.
+
+    With shuffles, the mini-batches of all epochs follow each other.
+    """
     ids = sorted(costs)
     groups = [[ids[i] for i in group] for group in groups_of(ids, routing.group_size)]
     minibatches = []
-    for i in range(routing.num_minibatches):
-        chosen = groups[slice(*even_split(len(groups), routing.num_minibatches, i))]
+    parts_of_epochs = [
+        sorted(order[slice(*even_split(len(groups), routing.num_minibatches, i))])
+        for order in routing.orders(groups) for i in range(routing.num_minibatches)]
+    for chosen in parts_of_epochs:
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
         minibatches.append([[sample for index in part for sample in units[index]] for part in parts])
@@ -107,7 +125,9 @@ class Exchange:
         inputs = [self._collect(source, target) for source in sources]
         costs, located, inputs = self._locate(inputs, target, tag, routing)
         assignment = assign(costs, dp=target.dp, routing=routing)
-        shards = [[s for minibatch in assignment for s in minibatch[dp]] for dp in range(target.dp)]
+        shards = [
+            list(dict.fromkeys(s for minibatch in assignment for s in minibatch[dp]))
+            for dp in range(target.dp)]
         wanted = {rank: shards[target.coordinate(rank).dp] for rank in target.ranks}
         for arrived, where in zip(inputs, located, strict=True):
             self._send_wanted(arrived, where, wanted, tag)
@@ -115,8 +135,9 @@ class Exchange:
         pairs = zip(inputs, located, strict=True)
         parts = [self._gather(arrived, where, mine, tag) for arrived, where in pairs]
         whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
-        sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
-        return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
+        place = {sample: i for i, sample in enumerate(mine)}
+        dp = target.coordinate(self._rank).dp
+        return [whole.select([place[sample] for sample in minibatch[dp]]) for minibatch in assignment]
 
     def _collect(self, source: Source, target: Layout) -> _Arrived:
         """Return the samples that were sent to this rank, together with those that it has computed itself."""
