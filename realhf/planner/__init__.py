@@ -17,6 +17,7 @@ Bytes of each rank:
 Seconds:
     efficiencies          the shares of their peaks that devices reach, and what engines launch
     links                 groups of ranks on hosts, and seconds of messages and collectives
+    measured_links        links of a cluster as nccl-tests measured them
     rates                 seconds of a block, a head or a collective on a device, by its roofline
     shared_cores          how much longer calls take on cores that processes share
     call_cost             seconds of a call on a mesh
@@ -33,10 +34,12 @@ The search:
     memory_bounds         memory of many plans at once
     search_space          times and memory of many plans at once
     search                local search, and branch and bound with a proven lower bound
+    reserves              among plans that are nearly as fast, one with reserves of memory
 
 The answer:
     reasons               why a call has its layout, and what would change that
     make                  makes a plan: search, simulation, reasons
+    ranges                a plan that stays good if the planner's figures are off
     comparisons           a plan beside others
     report                shows a plan
 """
