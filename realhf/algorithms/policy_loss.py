@@ -108,8 +108,9 @@ class PolicyLossConfig:
             require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "not be negative")
         require(self.clip_low <= 1, "loss.clip_low", self.clip_low, "be at most 1, as ratios are above 0")
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
-        legal = self.dual_clip is None or self.objective == "ppo"
-        require(legal, "loss.dual_clip", self.dual_clip, "be None unless loss.objective is ppo")
+        require(
+            self.dual_clip is None or self.objective == "ppo", "loss.dual_clip", self.dual_clip,
+            "be None unless loss.objective is ppo")
         by_objective = [
             (name, f"loss.objective is {objective}" + " and loss.function None" * (self.function is not None),
              self.objective == objective and self.function is None)

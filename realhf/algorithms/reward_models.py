@@ -46,12 +46,15 @@ class ModelReward:
         kind = type(self).__name__
         check_types(self, f"{kind}.")
         require(math.isfinite(self.weight), f"{kind}.weight", self.weight, "be a finite number")
-        rule = "have letters, digits and _ and begin with a letter, as calls are named so"
-        require(_NAME.fullmatch(self.name) is not None, f"{kind}.name", repr(self.name), rule)
-        rule = f"have head {self.head} for a {kind}, and it has {self.role.head}"
-        require(self.role.head == self.head, f"{kind}.role", self.role.model, rule)
-        rule = "be frozen: set its optimizer to None"
-        require(self.role.optimizer is None, f"{kind}.role", self.role.model, rule)
+        require(
+            _NAME.fullmatch(self.name) is not None, f"{kind}.name", repr(self.name),
+            "have letters, digits and _ and begin with a letter, as calls are named so")
+        require(
+            self.role.head == self.head, f"{kind}.role", self.role.model,
+            f"have head {self.head} for a {kind}, and it has {self.role.head}")
+        require(
+            self.role.optimizer is None, f"{kind}.role", self.role.model,
+            "be frozen: set its optimizer to None")
 
     @property
     def role_name(self) -> str:
@@ -84,8 +87,9 @@ class ProcessReward(ModelReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.step_end), "ProcessReward.step_end", repr(self.step_end), "be a text")
-        rule = "be false: the values of steps always are probabilities"
-        require(not self.probability, "ProcessReward.probability", self.probability, rule)
+        require(
+            not self.probability, "ProcessReward.probability", self.probability,
+            "be false: the values of steps always are probabilities")
 
     def calls(self, *, tokenizer: str) -> tuple[FunctionCall, ...]:
         name = self.role_name
@@ -187,8 +191,8 @@ class GenerativeReward(ModelReward):
         require(self.lowest < self.scale, "GenerativeReward.lowest", self.lowest, rule)
         if self.pattern is not None:
             groups = UserPattern(self.pattern, "GenerativeReward.pattern").num_groups
-            rule = "be a regular expression with a group"
-            require(groups >= 1, "GenerativeReward.pattern", self.pattern, rule)
+            require(
+                groups >= 1, "GenerativeReward.pattern", self.pattern, "be a regular expression with a group")
 
     def calls(self, *, tokenizer: str) -> tuple[FunctionCall, ...]:
         name = self.role_name
@@ -294,8 +298,10 @@ class JoinedRewards(RewardCall):
 def check_models(models: Sequence[ModelReward], *, max_lag: int) -> None:
     """Raise ValueError about reward models that do not go together, or with the experiment."""
     for name, count in Counter(model.name for model in models).items():
-        rule = f"differ, and {count} reward models are named so: give each a name of its own"
-        require(count == 1, "reward_models.name", repr(name), rule)
+        require(
+            count == 1, "reward_models.name", repr(name),
+            f"differ, and {count} reward models are named so: give each a name of its own")
     generative = [model.name for model in models if isinstance(model, GenerativeReward)]
-    rule = f"be 0 with the generative reward model {generative[:1]}, whose replies are not made in rounds"
-    require(max_lag == 0 or not generative, "max_lag", max_lag, rule)
+    require(
+        max_lag == 0 or not generative, "max_lag", max_lag,
+        f"be 0 with the generative reward model {generative[:1]}, whose replies are not made in rounds")
