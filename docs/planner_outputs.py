@@ -25,7 +25,7 @@ from realhf.cli.main import main as realhf  # noqa: E402
 
 PAGE = ROOT / "docs" / "planner.md"
 _COLUMNS = "100"
-_SECONDS = 3600.0
+_SECONDS = 600.0
 _FENCE = re.compile(r"(?m)^```\n(.*?)^```$", re.S)
 
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 _TABLE = Part(r"^call ")
 _CALLS = Part(r"^ *0-\d+ [A-Za-z.]", r"^\(A: ")
-_CHANGES = "--what-if response_tokens=2000 --what-if num_hosts=1"
+_CHANGES = "--what-if batch_size=256 --what-if num_hosts=1"
 OUTPUTS: dict[str, Sequence[Part]] = {
     "realhf plan examples/ppo_70b.py --cluster h100-8x8 -o plan.yaml": (
         _TABLE, Part(r" per step: "), _CALLS, Part(r"^actor_generate: ", r"^reward_forward: ")),
@@ -47,11 +47,13 @@ OUTPUTS: dict[str, Sequence[Part]] = {
         Part(r"^what if ", r"^written")),
     "realhf plan examples/grpo_32b.py --cluster h100-8x8 --max-lag 2": (Part(r"^steps "),),
     "realhf plan examples/grpo_32b.py --cluster h100-8x8 --price by-hand.yaml": (
-        _TABLE, Part(r" per step; ", r"^devices"), _CALLS),
+        _TABLE, Part(r" per step; ", r"^fullest"), _CALLS),
     "realhf plan examples/grpo_32b.py --cluster h100-8x8 --devices 8,16,...,64 --cost-per-hour 2.5": (
         Part(r"^devices ", r"^written"),),
-    "realhf plan examples/grpo_32b.py --cluster h100-8x8 --lost-hosts 1": (Part(r"^what if ", r"^written"),),
-    "realhf plan examples/grpo_32b.py --cluster h100-8x8 --robust": (Part(r"^range ", r"^written"),),
+    "realhf plan examples/grpo_32b.py --cluster h100-8x8 --lost-hosts 1": (
+        Part(r"^what if ", r"^written"),),
+    "realhf plan examples/grpo_32b.py --cluster h100-8x8 --robust --gap 0.02": (
+        Part(r"^range ", r"^written"),),
 }
 """Command of the page -> the parts of its output that the page shows."""
 
@@ -127,17 +129,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--only", metavar="TEXT", help="commands with this text")
     options = parser.parse_args()
-    page = PAGE.read_text()
     code = 0
-    for command, before, now in updated(page, options.only):
+    for command, before, now in updated(PAGE.read_text(), options.only):
         if masked(before) != masked(now):
             code = int(options.check)
             print(f"{command}\n" + "".join(difflib.unified_diff(
                 before.splitlines(True), now.splitlines(True), "page", "now")))
-            fence = _output_fence(page, command)
-            page = page[: fence.start(1)] + now + page[fence.end(1) :]
-    if not options.check:
-        PAGE.write_text(page)
+            if not options.check:
+                page = PAGE.read_text()
+                fence = _output_fence(page, command)
+                PAGE.write_text(page[: fence.start(1)] + now + page[fence.end(1) :])
     return code
 
 
