@@ -109,6 +109,8 @@ def write_files(directory: Path) -> None:
     (directory / "examples").symlink_to(REPO / "examples")
     (directory / "first.py").write_text(snippet(beginning="# first.py"))
     (directory / "my-plan.yaml").write_text(hand_written_plan())
+    (by_hand,) = (text for text in blocks("yaml") if text.startswith("# by-hand.yaml"))
+    (directory / "by-hand.yaml").write_text(by_hand)
     for name in ("held_out", "easy", "other", "hard"):
         (directory / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (rows,) = blocks("json")
@@ -502,6 +504,22 @@ def test_the_commands_for_plans_as_they_are_written(workplace, tmp_path):
 def test_the_page_of_models_is_what_the_tables_say():
     page = runpy.run_path(str(DOCS / "models.py"))["page"]()
     assert (DOCS / "models.md").read_text() == page, "run python docs/models.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runpy.run_path(str(DOCS / "planner_outputs.py"))["OUTPUTS"])
+def test_outputs_on_the_page_of_the_planner_are_what_commands_print(command):
+    script = runpy.run_path(str(DOCS / "planner_outputs.py"))
+    ((_, before, now),) = script["updated"](script["PAGE"].read_text(), command)
+    assert script["masked"](before) == script["masked"](now), "run python docs/planner_outputs.py"
+
+
+def test_parts_of_an_output_have_dots_between_them():
+    script = runpy.run_path(str(DOCS / "planner_outputs.py"))
+    printed = "a 1\na 2\n\nb 1\nc 1\n\nd 1\n"
+    parts = [script["Part"](*words) for words in (("^a",), ("^c",), ("^d", "^e"))]
+    assert script["shown"](printed, parts) == "a 1\na 2\n...\nc 1\n...\nd 1\n"
+    assert script["masked"]("59 s, found in 17.8 s") == script["masked"]("59 s, found in 900 ms")
 
 
 # Claims that were made once and are not true -> why.

@@ -362,6 +362,7 @@ def _price(
         plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
     with _reporting(options.experiment):
         problem = problem_of(experiment, cluster)
+    _check_limits(options)
     with naming(f"--price {options.price}"):
         priced = price(problem, rates, plan)
     unmeasured = [*notes, *not_measured(rates, problem, plan)]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from realhf.planner.step_time import (
 from realhf.user_input.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
+_PREFERRING = 0.1  # The fraction in which a plan with reserves is looked for, out of that rest.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
@@ -86,7 +88,7 @@ class PricedPlan:
     def step_seconds(self) -> float:
         return self.simulation.step_seconds
 
-    @property
+    @cached_property
     def lacks(self) -> str | None:
         """Return the sentence with the numbers and the remedy if the plan does not fit in memory."""
         try:
@@ -137,8 +139,9 @@ def make_plan(
         raise ValueError(_nothing_fits(space))
     preference = None
     if slack > 0:
-        left = max(0.5, time_limit - (time.monotonic() - began)) / 2
-        preference = preferred(space, np.array(result.chosen), slack=slack, time_limit=left)
+        preference = preferred(
+            space, np.array(result.chosen), slack=slack, time_limit=_PREFERRING * time_limit,
+            should_stop=should_stop)
     if preference is not None:
         result = replace(result, chosen=preference.chosen, step_seconds=preference.step_seconds)
     chosen = np.array(result.chosen)
@@ -149,8 +152,9 @@ def make_plan(
     assert priced.memory.fits, f"the search counts less memory than the check: {priced.memory.fullest}"
     reasons = find_reasons(space, chosen) if explain else {}
     spent = time.monotonic() - began
-    return Planned(**vars(priced), space=space, result=result, reasons=reasons, heuristic=baseline,
-                   search_seconds=spent, preference=preference)
+    return Planned(
+        problem, rates, plan, priced.costs, priced.simulation, priced.memory, space, result, reasons,
+        baseline, spent, preference)
 
 
 def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:

@@ -112,12 +112,10 @@ class Robust:
         else:
             first = f"chosen over these ranges: its step is at most {self.regret:.1%} longer than the best "
             first += f"found under each change, that of the plan without ranges up to {self.first_regret:.1%}"
-        whole = [name for name, ends in self.stands.items() if ends == RANGES[name]]
         part = [f"{name} x {low:.2g} to x {high:.2g}" for name, (low, high) in self.stands.items()
                 if (low, high) != RANGES[name]]
-        stands = [f"the whole range of {' and '.join(whole)}"] if whole else []
-        where = ", and for ".join([*stands, *part])
-        return [first, f"it stays within {STANDS:.0%} of the best found in {where}"]
+        where = f"for {', '.join(part)}, and in the other ranges" if part else "in all of these ranges"
+        return [first, f"it stays within {STANDS:.0%} of the best found {where}"]
 
     def document(self) -> dict[str, Any]:
         """Return what `realhf plan --robust --json` adds."""

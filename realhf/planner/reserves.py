@@ -8,6 +8,7 @@ one call group at a time, as local search does.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,11 +65,13 @@ class Preference:
 
 
 def preferred(
-    space: SearchSpace, fastest: np.ndarray, *, slack: float, time_limit: float
+    space: SearchSpace, fastest: np.ndarray, *, slack: float, time_limit: float,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Preference | None:
     """Return a plan that is preferred to the fastest one and takes at most `slack` longer, as a fraction.
 
-    The result is None if the fastest one is itself preferred.
+    The result is None if the fastest one is itself preferred. The search for it ends after the time limit, or
+    when `should_stop` returns True.
     """
     began = time.monotonic()
     step_seconds = float(space.exact_periods(fastest[None])[0])
@@ -81,7 +84,7 @@ def preferred(
             is_better = False
             for index in range(len(space.groups)):
                 for plan in _promising(space, chosen, index, limit):
-                    if time.monotonic() - began > time_limit:
+                    if time.monotonic() - began > time_limit or (should_stop is not None and should_stop()):
                         break
                     seconds = float(space.exact_periods(plan[None])[0])
                     if seconds > limit or space.memory.excess(plan[None])[0] > 0:
