@@ -37,7 +37,7 @@ from tests.samples import marked
 
 SPREAD = {
     "actor_generate": "d2t2@0-3", "greedy_generate": "d4@0-3", "ref_forward": "p2@2-3",
-    "actor_train": "d2t2@0-3", "reward_forward": "d2@0-1", "actor_forward": "d2t2@0-3",
+    "actor_train": "d2p2@0-3", "reward_forward": "d2@0-1", "actor_forward": "d2t2@0-3",
     "critic_forward": "p2@0-1", "critic_train": "p2@2-3", "reward_model_forward": "d2@1-2",
     "reward_process_forward": "t2@2-3", "reward_process_steps": "d2@0-1", "reward_judge_prompts": "d1@2",
     "reward_judge_generate": "d2@1-2", "reward_judge_read": "d2@2-3",
@@ -123,10 +123,14 @@ NAMES = ("remax", "dapo", "reinforce++-baseline", "dr-grpo", "rloo", "reinforce+
          "masks", "own", "ppo", "models")
 
 
-@pytest.mark.parametrize("name", marked(NAMES, quick=[0, 9, 10, 12]))
-def test_a_plan_does_not_change_the_algorithm(pool, task, name):
+CASES = [(name, "d2p2@0-3") for name in NAMES[:8]] + [
+    (name, layout) for name in NAMES[8:] for layout in ("d2t2@0-3", "p2@1-2")]
+
+
+@pytest.mark.parametrize(("name", "train"), marked(CASES, quick=[0, 10, 12, 17]))
+def test_a_plan_does_not_change_the_algorithm(pool, task, name, train):
     alone = pool.run(_run, name, task, {})[0]
-    spread = pool.run(_run, name, task, SPREAD)[0]
+    spread = pool.run(_run, name, task, SPREAD | {"actor_train": train})[0]
     measured = ("timing_s/", "perf/", "realloc", "bubble/", "compute/")
     for ours, expected in zip(spread, alone, strict=True):
         names = [key for key in expected if not key.startswith(measured)]
