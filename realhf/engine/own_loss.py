@@ -37,6 +37,8 @@ class OwnLoss(Loss):
         given = given_loss(loss)
         function = getattr(given, "function", None)
         self._name = getattr(function, "__name__", type(given if function is None else function).__name__)
+        self._is_function = function is not None
+        """Whether it is a function of tokens, samples or pairs within a shipped loss."""
         self._is_tried = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
@@ -141,11 +143,14 @@ class OwnLoss(Loss):
         expected = gradient[torch.cat(entries).to(gradient.device)]
         limit = _TOLERANCE * float(expected.abs().amax() if len(expected) else 0.0) + 1e-12
         if _differs(loss, losses) or bool(((expected - gradients).abs() > limit).any()):
+            who = self._name if self._is_function else f"{self._name}.__call__()"
+            mend = "so divide by `totals` and not by what is in the part (mean, mask.sum())"
+            if self._is_function:
+                mend = "so each number that it returns must depend on its own entries alone (no mean, no sum)"
             sentences.append(
-                f"{self._name}.__call__(): the loss of a batch is {loss:g}, and those of its halves are "
-                f"{losses[0]:g} and {losses[1]:g}, or their gradients are not those of the whole: parts must "
-                "add up, so divide by `totals` and not by what is in the part (mean, mask.sum()), else loss "
-                "and gradient depend on micro-batches and on the plan")
+                f"{who}: the loss of a batch is {loss:g}, and those of its halves are {losses[0]:g} and "
+                f"{losses[1]:g}, or their gradients are not those of the whole: parts must add up, {mend}, "
+                "else loss and gradient depend on micro-batches and on the plan")
         for name, value in metrics.items():
             values = [of_half[2].get(name, 0.0) for of_half in of_halves]
             is_sum = not name.endswith("/max")

@@ -35,6 +35,8 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
           "reward_metrics", "rollout", "prox_entropy", "kl", "kl_ids", "kl_mask", "actor_kl_logprobs",
           "ref_kl_logprobs")
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
+_OF_MODELS = "reward_"
+"""How keys of reward models begin, which have their names."""
 _METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups",
             "left_out")
 """Metrics `reward/...` of all rewards together: a single reward must not have one of these names."""
@@ -135,7 +137,8 @@ def columns_of(function: RewardFunction, available: Sequence[str]) -> tuple[str,
 
 def column_key(column: str) -> str:
     """Return the key of a graph under which a reward function's call reads a column of the dataset."""
-    return COLUMN + column if column in _TAKEN else column
+    is_taken = column in _TAKEN or column.startswith(_OF_MODELS)
+    return COLUMN + column if is_taken else column
 
 
 def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:

@@ -91,7 +91,7 @@ def _experiments(directory):
                 importance_ratio="sequence", off_policy_mask_threshold=0.01, mask_truncated=True)),
         "own": GRPO(**settings, loss=own_loss, advantages=best_of_n),
         "ppo": PPO(
-            **settings, critic=role(directory, head="score"), epochs=2, shuffle_minibatches=True,
+            **settings, critic=role(directory, head="score"), group_size=4, epochs=2, shuffle_minibatches=True,
             loss=PolicyLossConfig(average="token", mask_truncated=True, top_entropy_quantile=0.4)),
         "models": GRPO(
             **settings, reward_limits=RewardLimits(on_failure="drop"), reward_models=(

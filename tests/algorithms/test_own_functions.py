@@ -25,6 +25,7 @@ from realhf.algorithms.policy_loss import PolicyLoss
 from realhf.algorithms.preferences import BradleyTerry, KTOLoss
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Loss, TrainStep, is_own
+from realhf.engine.own_loss import OwnLoss
 from realhf.errors import UserError
 from tests.algorithms.test_against_trl import _pairs
 from tests.algorithms.test_policy_against_trl import _batch, _ours
@@ -174,6 +175,24 @@ def test_functions_that_are_refused(task):
     texts = replace(batch, fields=batch.fields | {"level": ["easy"] * len(batch)})
     with pytest.raises(UserError, match="loss reads the column level with 'easy': it must have numbers"):
         _ours(texts, PolicyLossConfig(function=lambda logprobs, level: logprobs * level))
+
+
+def test_a_function_that_mixes_its_entries_is_named():
+    """A mean over a micro-batch depends on the plan; the trial of the first step compares halves."""
+    def shared(logprobs, advantages):
+        return -logprobs * advantages / advantages.abs().sum()
+
+    for function, is_named in ((shared, True), (clipped, False)):
+        batch = _batch()
+        sentences: list[str] = []
+        loss = OwnLoss(
+            PolicyLoss(PolicyLossConfig(function=function)), key="response_mask", warn=sentences.append)
+        outputs = {name: batch[name].values.clone().requires_grad_() for name in ("logprobs", "entropy")}
+        loss(outputs, batch, loss.totals(batch))
+        assert len(sentences) == is_named
+        if is_named:
+            assert sentences[0].startswith("shared: the loss of a batch is")
+            assert "must depend on its own entries alone (no mean, no sum)" in sentences[0]
 
 
 # Advantages
