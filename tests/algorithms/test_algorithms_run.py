@@ -91,8 +91,9 @@ def _experiments(directory):
                 importance_ratio="sequence", off_policy_mask_threshold=0.01, mask_truncated=True)),
         "own": GRPO(**settings, loss=own_loss, advantages=best_of_n),
         "ppo": PPO(
-            **settings, critic=role(directory, head="score"), group_size=4, epochs=2, shuffle_minibatches=True,
-            loss=PolicyLossConfig(average="token", mask_truncated=True, top_entropy_quantile=0.4)),
+            **settings, critic=role(directory, head="score"), group_size=4, epochs=2,
+            shuffle_minibatches=True, loss=PolicyLossConfig(
+                average="token", mask_truncated=True, top_entropy_quantile=0.4)),
         "models": GRPO(
             **settings, reward_limits=RewardLimits(on_failure="drop"), reward_models=(
                 ModelReward(scorer, weight=0.5), ProcessReward(scorer, step_end="1", reduce="mean"),
