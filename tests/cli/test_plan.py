@@ -302,7 +302,8 @@ def test_pins_fix_options_and_any_number_of_rows(tmp_path, capsys):
 
 def test_several_numbers_of_devices_are_a_table(capsys, tmp_path):
     path = tmp_path / "plan.yaml"
-    words = [PPO_7B, "--cluster", "h100-2x8", "--gap", "0.3", "--batch_size", "64"]
+    words = [PPO_7B, "--cluster", "h100-2x8", "--gap", "0.3", "--slack", "0", "--batch_size", "64"]
+    words += ["--time-limit", "400"]
     answer = _plan(capsys, *words, "--devices", "2,4,...,16", "--cost-per-hour", "2", "-o", path)
     assert [size["num_devices"] for size in answer["sizes"]] == [2, 4, 8, 16]
     assert "no plan fits" in answer["sizes"][0]["obstacle"]
