@@ -54,7 +54,7 @@ def generated(
         start = time.perf_counter()
         made = engine.generate(call, Batch(ids, {"prompts": prompts})).batch
         times.append(time.perf_counter() - start)
-    return min(times), [row.tolist() for row in made["sequences"].rows]
+    return min(times), [row.tolist() for row in made["sequences"].split()]
 
 
 def main() -> int:
