@@ -49,7 +49,8 @@ def priced_document(priced: PricedPlan) -> dict[str, Any]:
         call_plan = priced.plan[call.name]
         calls[call.name] = {
             "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
-            "max_rows": call_plan.max_rows, "kv_cache_gib": call_plan.kv_cache_gib, "recompute": call_plan.recompute, "offload": call_plan.offload,
+            "max_rows": call_plan.max_rows, "kv_cache_gib": call_plan.kv_cache_gib,
+            "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks)}
     return {
