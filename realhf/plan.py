@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ class CallPlan:
     layout: Layout
     micro_batch_tokens: int = 16384  # The most tokens in one forward or backward pass on a rank.
     max_rows: int | None = None  # The most sequences that a rank generates at once; None: the experiment's.
+    kv_cache_gib: float | None = None
+    """GiB of a rank for keys and values of a generation, at most the experiment's; None: the experiment's, or
+    enough for `max_rows` sequences of full length. With less, sequences wait or are computed again."""
     recompute: bool = False  # Keep only each block's input in a train step, and compute the block again.
     offload: bool = False  # Keep the frozen role's weights in host memory except while the call runs.
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -31,6 +35,10 @@ class CallPlan:
         rows = 1 if self.max_rows is None else self.max_rows
         for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
             require(is_whole(num), name, shown(num), "be a whole number of at least 1")
+        gib = self.kv_cache_gib
+        is_number = isinstance(gib, int | float) and not isinstance(gib, bool)
+        is_legal = gib is None or (is_number and 0 < gib < inf)
+        require(is_legal, "kv_cache_gib", shown(gib), "be a number of GiB above 0")
         for name in OPTIONS:
             value = getattr(self, name)
             require(isinstance(value, bool), name, shown(value), "be true or false")
@@ -85,22 +93,28 @@ class ExecutionPlan:
                 raise ValueError(f"{where}.layout {layout} uses rank {beyond[0]}, but {there_are}")
             if call.kind == "host" and layout.strategy.num_ranks != layout.dp:
                 raise ValueError(f"{where}.layout {layout.strategy}: a host call can be split over dp only")
-            if self[call.name].max_rows is not None and call.kind != "generate":
-                why = f"the call's kind is {call.kind}; only a generate call has rows"
-                raise ValueError(f"{where}.max_rows: {why}")
+            for name, what in (("max_rows", "rows"), ("kv_cache_gib", "a cache")):
+                if getattr(self[call.name], name) is not None and call.kind != "generate":
+                    why = f"the call's kind is {call.kind}; only a generate call has {what}"
+                    raise ValueError(f"{where}.{name}: {why}")
             if self[call.name].recompute and call.kind != "train_step":
                 why = "only a train_step keeps what it could recompute"
                 raise ValueError(f"{where}.recompute: the call's kind is {call.kind}; {why}")
 
-    def with_rows_and_free_memory(self, graph: DataflowGraph) -> DataflowGraph:
-        """Return the graph with the plan's `max_rows` in its generating calls.
+    def with_rows_and_caches(self, graph: DataflowGraph) -> DataflowGraph:
+        """Return the graph with the plan's `max_rows` and `kv_cache_gib` in its generating calls.
 
-        The planner has counted the memory of these rows, so the calls may take all free memory for them.
+        The planner has counted the memory of these rows, so the calls may take all free memory for them if
+        nobody says how much. A cache is at most that of the experiment.
         """
-        limits = [(call, self[call.name].max_rows) for call in graph.calls]
-        return graph.replace(*(
-            call.with_work(max_rows=rows, takes_free_memory=True)
-            for call, rows in limits if rows is not None))
+        changed = []
+        for call in graph.calls:
+            if (rows := self[call.name].max_rows) is not None:
+                call = call.with_work(max_rows=rows, takes_free_memory=True)
+            if (gib := self[call.name].kv_cache_gib) is not None:
+                call = call.with_work(kv_cache_gib=min(gib, getattr(call.work, "kv_cache_gib", None) or gib))
+            changed.append(call)
+        return graph.replace(*changed)
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":

@@ -10,6 +10,7 @@ The work of each call:
 
 Bytes of each rank:
     shard                 the part of a model that a rank holds, and the bytes of its states
+    rows                  rows that decode at once, and the cache that they need
     call_memory           bytes that one call needs on a rank
     communicator_memory   bytes of the communicators of all layouts
     memory_account        the only place that adds up a rank's memory, and checks it

@@ -23,6 +23,7 @@ from realhf.planner.links import RankGroups, rank_groups
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
+from realhf.planner.rows import RankRows
 from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
 from realhf.planner.shared_cores import SharedCores
 from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
@@ -58,7 +59,7 @@ def call_cost(
 ) -> CallCost:
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
     strategy = call_plan.layout.strategy
-    workload = workload.with_rows(call_plan.max_rows)
+    workload = workload.under(call_plan)
     estimate = _Estimate(rates, role, workload, call_plan, strategy, rank_groups(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
@@ -185,15 +186,18 @@ class _Estimate:
     def generate(self) -> CallCost:
         """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
 
-        Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
-        samples then finish one by one. The call ends with the slowest replica.
+        Each stage works on one cohort of rows. While samples wait, every slot that the cache holds has a row;
+        the last rows then finish one by one. The call ends with the slowest replica.
         """
         work = self.work
         pp = self.strategy.pp
+        rank_rows = RankRows(self.role, work, self.strategy, self.rates.cluster.device_type == "cuda")
         samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
         live = samples * work.round.num_rows
         slots = min(live, work.max_rows)
         cohorts = min(pp, math.ceil(slots))
+        if rank_rows.held < rank_rows.slots:
+            slots = max(1.0, min(slots, rank_rows.held * rank_rows.num_cohorts))
         waves = live / slots  # How often all slots are filled.
         tokens, squared = prefilled(work, slots / cohorts)
         passes = max(1.0, tokens / work.prefill_tokens)
@@ -202,17 +206,19 @@ class _Estimate:
         ).times(passes)
         stage_costs = [block.times(stages.num_layers) for stages in self._stages]
         prefill = waves * self._pipelined(stage_costs, cohorts, tokens=tokens, hops_per_slot=1).seconds
+        restarts = prefill / tokens * slots / cohorts * rank_rows.restarted_tokens
         steps = self._decode_steps(live, slots)
         compute_K, communication_K, step_K = self._decode(steps, slots, cohorts)
         decode, num_steps_K = steps.of_slowest(step_K)
         scale = decode / max(1e-30, float(step_K @ num_steps_K))
         by_cause = {
             "prefill": prefill,
+            "restarts": restarts,
             "decode": scale * float(compute_K @ num_steps_K),
             self.groups.within: scale * float(communication_K @ num_steps_K)}
-        seconds = prefill + decode
+        seconds = prefill + restarts + decode
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
-        mean = prefill + steps.of_mean(step_K)
+        mean = prefill + restarts + steps.of_mean(step_K)
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 

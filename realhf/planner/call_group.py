@@ -43,6 +43,40 @@ class Candidate(NamedTuple):
     variants: tuple[Variant, ...]
 
 
+class RowTable(NamedTuple):
+    """Seconds and bytes of a generation of a group by the numbers of its rows (see `RowAxis`), for each of
+    some variants. `of_choice` has the variant of each choice of the group."""
+
+    column: int
+    of_choice: np.ndarray
+    seconds: np.ndarray
+    num_bytes: np.ndarray
+
+    def with_meshes(self, by_mesh: Sequence[np.ndarray]) -> "RowTable":
+        """Return a table with the choices of `CallGroup.with_open_choices`: a mesh has the least of its
+        candidates, and the last choice the least of all."""
+        parts = [self.of_choice[on_mesh] for on_mesh in by_mesh]
+        parts.append(self.of_choice)
+        seconds, num_bytes = (
+            np.stack([array[np.unique(part)].min(axis=0) for part in parts])
+            for array in (self.seconds, self.num_bytes))
+        further = len(self.seconds) + np.arange(len(parts))
+        return RowTable(
+            self.column, np.append(self.of_choice, further), np.concatenate([self.seconds, seconds]),
+            np.concatenate([self.num_bytes, num_bytes]))
+
+    def least_seconds(self, choices: np.ndarray, place: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """Return the least seconds of the rows that fit in `room` bytes at a place, for some choices.
+
+        If so many rows fit, and the next number does not, there may be any number of rows in between.
+        """
+        number = self.of_choice[choices]
+        fits = self.num_bytes[number, :, place] <= room[:, None]  # Rising in the number of rows.
+        index = np.minimum(fits.sum(axis=1), fits.shape[1] - 1)
+        least: np.ndarray = self.seconds[number, index]
+        return least
+
+
 class CallGroup:
     """Calls that share a layout, and the candidates for it as arrays with one entry per candidate.
 
@@ -100,6 +134,12 @@ class CallGroup:
         self.least_resting = home[:, of_homes].sum(axis=1)
         self.least_running = running.max(axis=1)
         self.least_copied = [copied[:, number] for number in of_copies]
+        self.row_tables = []
+        for number in range(len(self.calls)):
+            axes = [some[number].rows for _, some in distinct.values()]
+            if any(axis is not None for axis in axes):
+                seconds, num_bytes = (np.stack([axis[i] for axis in axes if axis]) for i in range(2))
+                self.row_tables.append(RowTable(number, rows, seconds, num_bytes))
 
     def call_plans(self, index: int) -> list[CallPlan]:
         """Return the plan of each call under a candidate."""
@@ -177,6 +217,7 @@ class CallGroup:
                 setattr(extended_group, name, extended(getattr(self, name)))
             copied = [extended(array) for array in getattr(self, f"{prefix}copied")]
             setattr(extended_group, f"{prefix}copied", copied)
+        extended_group.row_tables = [table.with_meshes(self.by_mesh) for table in self.row_tables]
         return extended_group
 
 

@@ -9,7 +9,6 @@ Letters: e bytes of an element in the model's dtype, w bytes of one that needs p
 a float64 model). Tokens are those of a micro-batch; over cp, a rank's part of them.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +20,11 @@ from realhf.data.micro_batch import passes_in_flight
 from realhf.devices import chunk_sizes
 from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.layout import ParallelStrategy
-from realhf.models.kv_blocks import padded_size, page_tokens, tokens_for
+from realhf.models.kv_blocks import padded_size
 from realhf.plan import CallPlan
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.rows import RankRows
 from realhf.planner.shard import (
     Widths,
     exchanged,
@@ -330,7 +330,7 @@ class RunningMemory:
         self._strategy = call_plan.layout.strategy
         self._offloads = call_plan.offload
         self._peaks = CallPeaks(planned.kind, CallPieces(
-            role, planned.workload.with_rows(call_plan.max_rows), self._strategy,
+            role, planned.workload.under(call_plan), self._strategy,
             call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
 
     def on(self, stage: int) -> CallMemory:
@@ -397,11 +397,12 @@ class GenerationMoments:
     def __init__(self, pieces: CallPieces) -> None:
         self._pieces = pieces
         work = pieces.workload
-        strategy = pieces.strategy
-        self._samples = -(-work.rounds * work.most_samples("generate", strategy.dp) // strategy.cp)
-        self._num_cohorts = max(1, min(strategy.pp, self._samples, work.max_rows))
-        self._cohort = max(1, -(-self._samples // self._num_cohorts))
-        self._rows = min(self._cohort, -(-work.max_rows // self._num_cohorts))
+        rank_rows = RankRows(pieces.role, work, pieces.strategy, pieces.fused)
+        self._samples = rank_rows.all_samples
+        self._num_cohorts = rank_rows.num_cohorts
+        self._cohort = rank_rows.samples
+        self._rows = rank_rows.slots
+        self._cached_tokens = rank_rows.whole_tokens
 
     def on(self, stage: Stage) -> list[CallMemory]:
         """Return what a rank of a stage needs at each moment."""
@@ -472,31 +473,6 @@ class GenerationMoments:
         token_bytes = pieces.widths.cached * pieces.role.itemsize * stage.num_layers
         needed = float(self._num_cohorts * self._cached_tokens * token_bytes)
         return needed if limit is None else min(needed, limit * 2**30)
-
-    @cached_property
-    def _cached_tokens(self) -> int:
-        """Tokens in the cache of a cohort, whose slots have the longest rows.
-
-        The rows of each age have what they got in earlier rounds, and room for this one. A cache that is kept
-        between rounds holds all rows at once, as far as they can grow.
-        """
-        pieces = self._pieces
-        work = pieces.workload
-        samples = -(-self._cohort // work.rounds)
-        rows = self._cohort if work.keeps_cache else self._rows
-        cached_tokens = 0
-        for age in reversed(range(work.num_ages)):
-            had = age * work.round_tokens
-            slots = min(rows, samples)
-            rows -= slots
-            if slots:
-                cached_tokens += tokens_for(
-                    math.ceil(work.longest_prompt) + had, work.samples_per_prompt if age == 0 else 1,
-                    num_slots=slots, num_samples=samples,
-                    max_new_tokens=work.max_new_tokens - had if work.keeps_cache
-                    else min(work.max_new_tokens - had, work.round_tokens),
-                    page_tokens=page_tokens(pieces.role.config, pieces.role.dtype) if pieces.fused else None)
-        return cached_tokens
 
 
 class TrainMoments:

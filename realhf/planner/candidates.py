@@ -11,6 +11,9 @@ contiguous ranks. On more devices they are fewer:
 
 A variant is one call under one strategy with one combination of options. Its memory is known at some places
 of the layout, at most what the account counts there, as the bounds of a search need it.
+
+The rows that a generation decodes at once are not among the options: a plan has the best number of those that
+fit beside the rest of it (`SearchSpace.settled`). A variant says in `RowAxis` what some numbers cost.
 """
 
 import math
@@ -29,8 +32,9 @@ from realhf.plan import CallPlan
 from realhf.planner.call_cost import CallCost, call_cost, offloaded
 from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of
-from realhf.planner.problem import ModelRole, PlannedCall, Problem, parameter_table
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload, parameter_table
 from realhf.planner.rates import Rates
+from realhf.planner.rows import RankRows
 from realhf.planner.shard import (
     HOST_SHARE,
     adapter_bytes,
@@ -47,8 +51,8 @@ _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly 
 _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positions.
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 _NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves them.
-_HALVINGS = 5  # The number of values tried for the rows generated at once, each half of the one before.
 _LARGEST_MICRO_BATCH = 1 << 17
+_PRICED = 8  # The numbers of rows that are priced in a layout, from the largest that fits on.
 PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
 PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
 
@@ -152,10 +156,25 @@ class HeldBytes(NamedTuple):
     call: Any
 
 
+class RowAxis(NamedTuple):
+    """Seconds and bytes of a generation by the rows that decode at once, for G numbers that are the same in
+    all layouts.
+
+    `seconds_G` are the least with at most so many rows, and `by_place_GP` the least bytes that a rank at each
+    place needs for so many; infinity where they do not fit a device.
+    """
+
+    seconds_G: np.ndarray
+    by_place_GP: np.ndarray
+    by_stage_GS: np.ndarray
+
+
 @dataclass(frozen=True)
 class Variant:
     """The cost of one call under one strategy on a mesh of a given shape. Bytes are those of the fullest
     rank.
+
+    A generation has the least cost of any number of rows that may fit, and the plan and the bytes of one row.
 
     The ranks of `call_plan.layout` count from 0. Every rank always holds `home_bytes` if this layout is the
     home of the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
@@ -172,15 +191,40 @@ class Variant:
     call_bytes_by_stage: tuple[float, ...]
     """What the call adds on each of the stages that may differ (see `StateBytes.stages`)."""
     communicators: CommunicatorBytes
+    rows: RowAxis | None = None
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """All numbers that make a variant better or worse than others with the same number of stages.
-
-        More rows are among them, since how much of their cache is counted depends on the rest of the plan.
-        """
+        """All numbers that make a variant better or worse than others with the same number of stages."""
         states = (self.home_bytes, self.copy_bytes)
-        return (self.cost.seconds, *states, *self.call_bytes_by_stage, self.call_plan.max_rows or 0)
+        if self.rows is None:
+            return (self.cost.seconds, *states, *self.call_bytes_by_stage)
+        return (*self.rows.seconds_G.tolist(), *states, *self.rows.by_stage_GS.ravel().tolist())
+
+
+class _Prices:
+    """The costs of a call in one layout, each computed once."""
+
+    def __init__(
+        self, rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, per_host: int
+    ) -> None:
+        self._rates = rates
+        self._call = call
+        self._role = role
+        self._work = work
+        self._per_host = per_host
+        self._known: dict[tuple[int, int | None, bool], CallCost] = {}
+
+    def __call__(self, call_plan: CallPlan) -> CallCost:
+        """Return the cost of the call with these options; the whole cache of its rows is taken to fit."""
+        key = (call_plan.micro_batch_tokens, call_plan.max_rows, call_plan.recompute)
+        if key not in self._known:
+            at_rest = replace(call_plan, offload=False) if call_plan.offload else call_plan
+            self._known[key] = call_cost(
+                self._rates, self._call, self._role, self._work, at_rest, per_host=self._per_host)
+        cost = self._known[key]
+        strategy = call_plan.layout.strategy
+        return offloaded(cost, self._rates, self._role, self._work, strategy) if call_plan.offload else cost
 
 
 def find_variants(
@@ -203,28 +247,34 @@ def find_variants(
     for strategy in [only] if only is not None else strategies:
         layout = Layout(strategy, mesh)
         variants = []
-        costs: dict[int, CallCost] = {}  # By the number of the options.
+        cost_of = _Prices(rates, call, role, work, per_host)
         of_layout = None
-        for number, call_plan, memory in _fitting(problem, call, layout):
+        found: Iterable[tuple[CallPlan, CallCost, CandidateMemory, RowAxis | None]]
+        if call.kind == "generate":
+            found = _generations(problem, call, layout, cost_of)
+        else:
+            found = [(p, cost_of(p), memory, None) for p, memory in _fitting(problem, call, layout)]
+        for call_plan, cost, memory, axis in found:
             if of_layout is None:
                 placed = [on_mesh.least(layout, use) for on_mesh in communicators]
                 of_layout = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
-            if number not in costs:
-                at_rest = replace(call_plan, offload=False) if call_plan.offload else call_plan
-                costs[number] = call_cost(rates, call, role, work, at_rest, per_host=per_host)
-            cost = costs[number]
-            cost = offloaded(cost, rates, role, work, strategy) if call_plan.offload else cost
             variants.append(Variant(
-                call_plan, cost, *memory.fullest, memory.by_place, memory.by_stage, of_layout))
+                call_plan, cost, *memory.fullest, memory.by_place, memory.by_stage, of_layout, axis))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 
 
-def _fitting(
-    problem: Problem, call: FunctionCall, layout: Layout
-) -> Iterator[tuple[int, CallPlan, "CandidateMemory"]]:
-    """Yield the options of a call in a layout with which it fits a device by itself, with its memory. Options
-    that differ only in offload have equal numbers."""
+class _Room(NamedTuple):
+    """The states of a call in a layout, and what they leave of a device for what the call adds."""
+
+    states: "StateBytes"
+    offloads: list[bool]
+    at_most: float
+
+
+def _room(problem: Problem, call: FunctionCall, layout: Layout) -> _Room | None:
+    """Return the states of a call in a layout and whether its weights may be offloaded; None if they do not
+    fit a device."""
     capacity = available_bytes(problem.cluster)
     states = state_bytes(problem, call, layout.strategy)
     may_offload = _can_offload(problem, call, layout.strategy)
@@ -233,19 +283,167 @@ def _fitting(
     held = states.home if call.kind == "train_step" else states.copy
     rests = 0.0 if True in offloads else held
     if (rests + states.gradients).max() > capacity:
+        return None
+    return _Room(states, offloads, capacity - (0.0 if True in offloads else held[0]))
+
+
+def _fitting(
+    problem: Problem, call: FunctionCall, layout: Layout
+) -> Iterator[tuple[CallPlan, "CandidateMemory"]]:
+    """Yield the options of a call in a layout with which it fits a device by itself, with its memory."""
+    if (room := _room(problem, call, layout)) is None:
         return
-    room = capacity - (0.0 if True in offloads else held[0])
     plans = []
     running = []
     for call_plan in _pinned(problem, call, _options(problem, call, layout)):
-        if (needs := running_bytes(problem, call, call_plan, states, at_most=room)) is not None:
+        needs = running_bytes(problem, call, call_plan, room.states, at_most=room.at_most)
+        if needs is not None:
             plans.append(call_plan)
             running.append(needs)
-    for offload in offloads if plans else ():
-        memories = candidate_memory(problem, call, states, np.array(running), offload=offload)
-        for number, (call_plan, memory) in enumerate(zip(plans, memories, strict=True)):
-            if memory.alone <= capacity:
-                yield number, replace(call_plan, offload=True) if offload else call_plan, memory
+    for offload in room.offloads if plans else ():
+        memories = candidate_memory(problem, call, room.states, np.array(running), offload=offload)
+        for call_plan, memory in zip(plans, memories, strict=True):
+            if memory.alone <= available_bytes(problem.cluster):
+                yield replace(call_plan, offload=True) if offload else call_plan, memory
+
+
+# Rows of a generation
+
+
+def row_numbers(work: Workload) -> list[int]:
+    """Return the numbers of rows for which candidates have seconds and bytes: powers of two, the means of
+    neighbouring ones, and the most."""
+    powers = [1 << i for i in range(work.max_rows.bit_length())]
+    return sorted({*powers, *(3 * n // 2 for n in powers if 3 * n // 2 < work.max_rows), work.max_rows})
+
+
+def most_rows(work: Workload, strategy: ParallelStrategy) -> int:
+    """Return the most rows of a rank that decode at once if the memory suffices."""
+    samples = work.most_samples("generate", strategy.dp)
+    return min(work.max_rows, work.rounds * -(-samples // strategy.cp))
+
+
+def rank_rows(problem: Problem, planned: PlannedCall, call_plan: CallPlan) -> RankRows:
+    """Return the rows of a generation under a plan."""
+    role = problem.roles[planned.role]
+    is_cuda = problem.cluster.device_type == "cuda"
+    return RankRows(role, planned.workload.under(call_plan), call_plan.layout.strategy, is_cuda)
+
+
+def _with_least_cache(problem: Problem, planned: PlannedCall, layout: Layout, rows: int) -> CallPlan:
+    """Return the plan of a generation that has at least so many slots, in the smallest cache that holds so
+    many rows at once."""
+    whole = CallPlan(layout, max_rows=rows)
+    found = rank_rows(problem, planned, whole)
+    if found.least_tokens >= found.whole_tokens:
+        return whole
+    return replace(whole, kv_cache_gib=found.gib_of(found.least_tokens))
+
+
+def _generations(
+    problem: Problem, call: FunctionCall, layout: Layout, cost_of: _Prices
+) -> Iterator[tuple[CallPlan, CallCost, "CandidateMemory", RowAxis]]:
+    """Yield a generation in a layout without and with offload, as far as it fits a device by itself: the plan
+    of one row with its memory, the least cost of any number of rows, and what each number costs.
+
+    Only the largest numbers that fit are priced. Smaller ones take at least as long as the least of these,
+    and as much memory as one row.
+    """
+    planned = problem.planned(call)
+    work = planned.workload
+    numbers = row_numbers(work)
+    most = most_rows(work, layout.strategy)
+    if (room := _room(problem, call, layout)) is None:
+        return
+    if has_pinned_rows(problem, call):
+        yield from _with_pinned_rows(problem, call, layout, room, cost_of)
+        return
+    needs: dict[int, list[float]] = {}  # By the index of the number.
+    for index in reversed(range(len(numbers))):
+        if index and (numbers[index - 1] >= most or len(needs) >= _PRICED):
+            continue
+        rows = min(numbers[index], most)
+        call_plan = _with_least_cache(problem, planned, layout, rows)
+        found = running_bytes(problem, call, call_plan, room.states, at_most=room.at_most)
+        if found is not None:
+            needs[index] = found
+    if 0 not in needs:
+        return
+    one = _with_least_cache(problem, planned, layout, 1)
+    priced = sorted(needs)
+    for offload in room.offloads:
+        all_bytes = candidate_memory(
+            problem, call, room.states, np.array([needs[index] for index in priced]), offload=offload)
+        fitting = {
+            index: memory for index, memory in zip(priced, all_bytes, strict=True)
+            if memory.alone <= available_bytes(problem.cluster)}
+        if 0 not in fitting:
+            continue
+        at_one = replace(one, offload=offload)
+        axis, least = _row_axis(at_one, numbers, most, fitting, cost_of)
+        yield at_one, least, fitting[0], axis
+
+
+def has_pinned_rows(problem: Problem, call: FunctionCall) -> bool:
+    """Return whether the user has fixed the rows of a generation or its cache."""
+    return not {"max_rows", "kv_cache_gib"}.isdisjoint(problem.pinned_options.get(call.name, {}))
+
+
+def _with_pinned_rows(
+    problem: Problem, call: FunctionCall, layout: Layout, room: _Room, cost_of: _Prices
+) -> Iterator[tuple[CallPlan, CallCost, "CandidateMemory", RowAxis]]:
+    """Yield the same as `_generations` if rows and cache are those that the user has fixed."""
+    work = problem.workloads[call.name]
+    (call_plan,) = _pinned(problem, call, [CallPlan(layout, max_rows=most_rows(work, layout.strategy))])
+    needs = running_bytes(problem, call, call_plan, room.states, at_most=room.at_most)
+    count = len(row_numbers(work))
+    for offload in room.offloads if needs is not None else ():
+        (memory,) = candidate_memory(problem, call, room.states, np.array([needs]), offload=offload)
+        if memory.alone <= available_bytes(problem.cluster):
+            whole = replace(call_plan, offload=offload)
+            cost = cost_of(whole)
+            axis = RowAxis(
+                np.full(count, cost.seconds), np.tile(memory.by_place.call, (count, 1)),
+                np.tile(memory.by_stage, (count, 1)))
+            yield whole, cost, memory, axis
+
+
+def _row_axis(
+    call_plan: CallPlan, numbers: list[int], most: int, fitting: dict[int, "CandidateMemory"],
+    cost_of: _Prices,
+) -> tuple[RowAxis, CallCost]:
+    """Return the axis of a generation, given the memory of some of the numbers of rows that fit, by index;
+    and the least cost.
+
+    No cache makes as many rows faster than one with room for their full length.
+    """
+    last = max(fitting)
+    first = min(set(fitting) - {0}, default=0)
+    costs: dict[int, CallCost] = {}
+    for index in range(first, min(last + 2, len(numbers))):
+        costs[index] = cost_of(replace(call_plan, max_rows=min(numbers[index], most), kv_cache_gib=None))
+        if numbers[index] >= most:
+            break
+    one = fitting[0]
+    seconds = np.full(len(numbers), costs[first].seconds)
+    by_place = np.full((len(numbers), PLACES), np.inf)
+    by_stage = np.full((len(numbers), len(one.by_stage)), np.inf)
+    by_place[: first + 1] = one.by_place.call
+    by_stage[: first + 1] = one.by_stage
+    for index in range(first, len(numbers)):
+        seconds[index] = min(costs.get(index, costs[max(costs)]).seconds, seconds[index - 1])
+        if index in fitting:
+            by_place[index] = fitting[index].by_place.call
+            by_stage[index] = fitting[index].by_stage
+    if last in costs and numbers[last] >= most:
+        by_place[last:] = by_place[last]
+        by_stage[last:] = by_stage[last]
+    at_least_place, at_least_stage = (
+        np.minimum.accumulate(array[::-1])[::-1] for array in (by_place, by_stage))
+    return RowAxis(seconds, at_least_place, at_least_stage), min(costs.values(), key=lambda c: c.seconds)
+
+
+# Options of other calls
 
 
 def _undominated(variants: Iterable[Variant]) -> list[Variant]:
@@ -275,11 +473,6 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     sizes = {largest, largest >> 2, largest >> 4, longest}
     if call.kind == "train_step":
         sizes.add(2 * longest)
-    if call.kind == "generate":
-        rows = min(work.max_rows, work.rounds * -(-samples // strategy.cp))
-        counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
-        yield from (CallPlan(layout, max_rows=n) for n in counts)
-        return
     rising = sorted({min(max(size, longest), largest) for size in sizes})
     yield from (CallPlan(layout, tokens) for tokens in rising)
     if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
@@ -398,7 +591,7 @@ def running_bytes(
     planned_calls = [(problem.planned(call), call_plan)]
     if problem.evaluations:
         planned_calls += [
-            (beside, call_plan if has_options else at_home)
+            (beside, replace(call_plan, kv_cache_gib=None) if has_options else at_home)
             for beside, has_options in problem.evaluations_beside(call)]
     own, *others = [_least_running(problem, beside, plan) for beside, plan in planned_calls]
     needs: list[float] = []

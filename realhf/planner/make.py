@@ -346,7 +346,7 @@ def _available(problem: Problem, layout: Layout) -> float:
 
 def _nothing_fits(space: SearchSpace) -> str:
     """Return the sentence about a problem without a plan, with the remedy for the plan that lacks least."""
-    plan = ExecutionPlan(space.call_plans(leanest(space).tolist()))
+    plan = space.memory.least_plan(leanest(space).tolist())
     try:
         require_fit(space.problem, plan)
     except ValueError as error:

@@ -11,7 +11,7 @@ time, so only the largest call is added. Gradients exist during train steps only
 Arrays have one entry per rank of the cluster.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from realhf.planner import shard
 from realhf.planner.call_memory import CallMemory, RunningMemory
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, use_of
 from realhf.planner.problem import PlannedCall, Problem
+from realhf.planner.rows import GIB
 from realhf.planner.shard import HOST_SHARE, available_bytes, fixed_reserve
 from realhf.user_input.units import format_bytes
 
@@ -154,10 +155,31 @@ class MemoryAccount:
             self._states[key] = by_stage[here.stage] * here.is_inside
         return self._states[key]
 
+    def room_for(self, planned: PlannedCall, plans: Mapping[str, CallPlan]) -> Callable[[CallPlan], float]:
+        """Return a function that says how many bytes a plan leaves on the fullest rank if a generation of it
+        has other rows and another cache; below 0 if it lacks some."""
+
+        def left(call_plan: CallPlan) -> float:
+            whole = ExecutionPlan({**plans, planned.name: call_plan})
+            return -self.of_plan(whole).excess(self.available)
+
+        now = plans[planned.name]
+        if planned.workload.keeps_cache or now.offload or self.problem.evaluations:
+            return left  # Its rows count in other calls, too, or its need depends on them.
+        stage = self.rank_shards(now.layout).stage
+        free = self.available - self.of_plan(ExecutionPlan(plans)).resting_bytes
+        room = np.array([free[stage == number].min() for number in range(now.layout.pp)])
+
+        def left_beside(call_plan: CallPlan) -> float:
+            return float((room - self.running_table(planned, call_plan).sum(axis=0)).min())
+
+        return left_beside
+
     def running_table(self, planned: PlannedCall, call_plan: CallPlan) -> np.ndarray:
         """Return the bytes of each use (CallMemory) on each stage, (uses, stages), with a whole cache."""
-        options = (call_plan.micro_batch_tokens, call_plan.max_rows, call_plan.recompute, call_plan.offload)
-        key = (planned.name, call_plan.layout.strategy, *options)
+        limits = (call_plan.max_rows, call_plan.kv_cache_gib)
+        options = (call_plan.micro_batch_tokens, call_plan.recompute, call_plan.offload)
+        key = (planned.name, call_plan.layout.strategy, *limits, *options)
         if key not in self._tables:
             running = RunningMemory(self.problem, planned, call_plan)
             memories = [running.on(stage) for stage in range(call_plan.layout.pp)]
@@ -308,6 +330,25 @@ class _PlanAccount:
         passes = sizes.num_bytes - sizes.kv_cache - apart
         limit = np.maximum(cache_limit(free, passes, device_type=device), one_row)
         return sizes._replace(kv_cache=np.minimum(sizes.kv_cache, limit))
+
+
+def with_caches(problem: Problem, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan with the cache that each generation gets beside the rest of it, where neither the plan
+    nor the user says how large it is or how many rows it holds."""
+    waiting = [
+        call for call in problem.model_calls
+        if call.kind == "generate" and problem.planned(call).waits_for_blocks(plan[call.name])]
+    if not waiting:
+        return plan
+    account = MemoryAccount(problem)
+    counted = account.of_plan(plan)
+    changed = dict(plan.calls)
+    for call in waiting:
+        cache = counted.running[call.name].by_use["kv_cache"]
+        is_fullest = account.rank_shards(plan[call.name].layout).stage == 0  # It has most layers.
+        gib = float(cache[is_fullest].min()) / GIB
+        changed[call.name] = replace(plan[call.name], kv_cache_gib=gib)
+    return replace(plan, calls=changed)
 
 
 # The check

@@ -32,6 +32,20 @@ class _Layouts(NamedTuple):
     kind: np.ndarray
 
 
+class _Parts(NamedTuple):
+    """The memory of plans on the first rank of each mesh of the `groups` that are not open in all plans.
+
+    Arrays are (ranks, groups, plans), or (ranks, plans): whether and at which place a group's mesh has the
+    rank, the bytes that rest there, with those that the device lacks, and those that the group's calls add.
+    """
+
+    groups: list[int]
+    covers: np.ndarray
+    place: np.ndarray
+    resting: np.ndarray
+    running: np.ndarray
+
+
 class MemoryBounds:
     """The memory of the plans of a search space."""
 
@@ -53,7 +67,7 @@ class MemoryBounds:
         A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
         are lower bounds, and without `exact` those of all plans.
         """
-        excess = self._fullest(choices) - self._capacity
+        excess = self._fullest(self._parts(choices)) - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -63,15 +77,20 @@ class MemoryBounds:
         return excess
 
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
-        """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
+        """Return the bytes that a plan with one row in generations lacks on its fullest rank, as the check
+        counts them."""
         if chosen not in self._known:
-            plans = dict[str, CallPlan]()
-            for group, index in zip(self._groups, chosen, strict=True):
-                plans |= {
-                    self._names[i]: plan for i, plan in zip(group.calls, group.call_plans(index), strict=True)
-                }
-            self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
+            counted = self.account.of_plan(self.least_plan(chosen))
+            self._known[chosen] = counted.excess(self.account.available)
         return self._known[chosen]
+
+    def least_plan(self, chosen: Sequence[int]) -> ExecutionPlan:
+        """Return the calls on models of a plan, with one row in generations."""
+        plans = dict[str, CallPlan]()
+        for group, index in zip(self._groups, chosen, strict=True):
+            of_group = zip(group.calls, group.call_plans(index), strict=True)
+            plans |= {self._names[i]: plan for i, plan in of_group}
+        return ExecutionPlan(plans)
 
     @cached_property
     def _open_groups(self) -> list[CallGroup]:
@@ -87,9 +106,33 @@ class MemoryBounds:
             for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
-    def _fullest(self, choices: np.ndarray) -> np.ndarray:
+    def _fullest(self, parts: "_Parts") -> np.ndarray:
         """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
-        the largest and the difference were in use.
+        the largest and the difference were in use."""
+        need = parts.resting + parts.running.max(axis=1, initial=0.0)
+        fullest: np.ndarray = need.max(axis=0, initial=0.0)
+        return fullest
+
+    def raise_to_rows(self, seconds: np.ndarray, choices: np.ndarray) -> None:
+        """Raise the `seconds` of calls, (plans, calls), to those of the most rows of generations for which
+        there may be memory."""
+        tables = [(u, table) for u, group in enumerate(self._open_groups) for table in group.row_tables]
+        if not tables:
+            return
+        parts = self._parts(choices)
+        room = self._capacity - parts.resting
+        for u, table in tables:
+            if u not in parts.groups:
+                continue
+            at = parts.groups.index(u)
+            call = self._groups[u].calls[table.column]
+            for rank in range(len(parts.groups)):
+                rows = np.flatnonzero(parts.covers[rank, at])
+                least = table.least_seconds(choices[rows, u], parts.place[rank, at, rows], room[rank, rows])
+                seconds[rows, call] = np.maximum(seconds[rows, call], least)
+
+    def _parts(self, choices: np.ndarray) -> "_Parts":
+        """Return what is known of the memory of plans.
 
         Below, U is the number of the groups that are not open in all plans. `place` is the place of the first
         rank of each mesh in each group's mesh, or 0 outside it. `place`, `resting` and `running` have the
@@ -123,9 +166,7 @@ class MemoryBounds:
             resting += self._communicators(groups, choices, first, stop, moves)
         resting *= covers
         running *= covers
-        need = resting.sum(axis=1) + running.max(axis=1, initial=0.0) + smaller
-        fullest: np.ndarray = need.max(axis=0, initial=0.0)
-        return fullest
+        return _Parts(groups, covers, place, resting.sum(axis=1) + smaller, running)
 
     def _communicators(
         self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray

@@ -72,17 +72,23 @@ class Workload:
             assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
         assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
-    def with_rows(self, max_rows: int | None) -> "Workload":
-        """Return this work with `max_rows` rows decoded at once; unchanged if that is None."""
-        if max_rows is None or max_rows == self.max_rows:
+    def under(self, call_plan: CallPlan) -> "Workload":
+        """Return this work with the rows and the cache that a plan says; its own ones where it says nothing.
+
+        The cache of a plan is at most that of the experiment.
+        """
+        rows = self.max_rows if call_plan.max_rows is None else call_plan.max_rows
+        limits = [gib for gib in (self.kv_cache_gib, call_plan.kv_cache_gib) if gib is not None]
+        key = (rows, min(limits, default=None))
+        if key == (self.max_rows, self.kv_cache_gib):
             return self
-        if max_rows not in self._by_rows:
-            self._by_rows[max_rows] = replace(self, max_rows=max_rows)
-        return self._by_rows[max_rows]
+        if key not in self._by_limits:
+            self._by_limits[key] = replace(self, max_rows=rows, kv_cache_gib=key[1])
+        return self._by_limits[key]
 
     @cached_property
-    def _by_rows(self) -> dict[int, "Workload"]:
-        """Return the dictionary in which `with_rows` remembers its results, by `max_rows`."""
+    def _by_limits(self) -> dict[tuple[int, float | None], "Workload"]:
+        """Return the dictionary in which `under` remembers its results."""
         return {}
 
     @property
@@ -237,10 +243,11 @@ class PlannedCall(NamedTuple):
     def waits_for_blocks(self, call_plan: CallPlan) -> bool:
         """Return whether rows of a generation may wait for memory.
 
-        Else the whole cache is allocated: as large as the user says, for as many rows as the plan promises,
-        or for all rows if it is kept.
+        Else the whole cache is allocated: as large as the user or the plan says, for as many rows as the plan
+        promises, or for all rows if it is kept.
         """
-        promised = call_plan.max_rows is not None and not self.is_evaluation
+        limits = (call_plan.max_rows, call_plan.kv_cache_gib)
+        promised = limits != (None, None) and not self.is_evaluation
         return self.workload.kv_cache_gib is None and not promised and not self.workload.keeps_cache
 
 
@@ -315,9 +322,12 @@ class Problem:
         offloaded = {call.role for call in self.model_calls if plan[call.name].offload}
         calls = [(self.planned(call), plan[call.name]) for call in self.model_calls]
         for planned in self.evaluations:
-            named = [name for name in planned.plan_names if name in plan.calls]
+            named = next((name for name in planned.plan_names if name in plan.calls), None)
             at_home = CallPlan(homes[planned.role], offload=planned.role in offloaded)
-            calls.append((planned, plan[named[0]] if named else at_home))
+            call_plan = at_home if named is None else plan[named]
+            if named is not None and not named.startswith("eval/"):
+                call_plan = replace(call_plan, kv_cache_gib=None)  # That is for the samples of a step.
+            calls.append((planned, call_plan))
         return calls
 
     def evaluations_beside(self, call: FunctionCall) -> list[tuple[PlannedCall, bool]]:

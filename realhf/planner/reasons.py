@@ -147,12 +147,12 @@ def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
     """Return for each call on a model why it has its layout in a plan (one candidate per call group)."""
     step_seconds = float(space.exact_periods(chosen[None])[0])
     sensitivity = Sensitivity(space)
+    settled = space.settled(chosen.tolist())
     reasons = {}
     for group_index, group in enumerate(space.groups):
-        candidate = group.candidates[chosen[group_index]]
         alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, group_index)
-        for i, variant in zip(group.calls, candidate.variants, strict=True):
-            cost = variant.cost
+        for i in group.calls:
+            cost = settled[i].cost
             share = cost.seconds_by_cause[cost.limit] / cost.seconds
             reasons[space.calls[i].name] = Reason(
                 cost.limit, share, alternatives.status, alternatives.runner_up, alternatives.too_large)
@@ -244,7 +244,7 @@ class _Alternatives:
         """Return the sentence about the largest cause of the difference between two plans."""
         space = self._space
         both = np.stack([self._chosen, plan])
-        seconds, first, stop = space.call_times(both)
+        seconds, first, stop = space.exact_times(both)
         own = space.groups[self._group_index].calls
         if cause == "calls":
             before, after = (format_seconds(float(row[own].sum())) for row in seconds)
@@ -268,7 +268,7 @@ class _Alternatives:
 def explain_difference(space: SearchSpace, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
     """Return the seconds per step that calls, reallocations and waiting add from one plan to another."""
     both = np.stack([before, after])
-    seconds, first, stop = space.call_times(both)
+    seconds, first, stop = space.exact_times(both)
     moving = space.moving(both)
     mixes = list(itertools.product((0, 1), repeat=len(_CAUSES)))
     a, b, c = (np.array(column) for column in zip(*mixes, strict=True))
@@ -392,20 +392,22 @@ class _ChangedSpace:
         self._problem = problem
         self._rates = rates
         self._needs = dependencies(problem, rates)
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
         self._moving: dict[tuple[int, ...], np.ndarray] = {}
 
     def step_seconds(self, plan: np.ndarray) -> float:
         space = self._space
         seconds, first, stop = space.call_times(plan[None])
-        for group, index in zip(space.groups, plan, strict=True):
+        settled = space.settled(plan.tolist())
+        for group, index in zip(space.groups, plan.tolist(), strict=True):
             candidate = group.candidates[index]
-            for i, variant in zip(group.calls, candidate.variants, strict=True):
-                if (i, index) not in self._seconds:
-                    self._seconds[i, index] = cost_of(
-                        self._problem, self._rates, space.calls[i], variant.call_plan, candidate.layout.ranks
-                    ).seconds
-                seconds[0, i] = self._seconds[i, index]
+            for i in group.calls:
+                call_plan = settled[i].call_plan
+                key = (i, index, call_plan.max_rows, call_plan.kv_cache_gib)
+                if key not in self._seconds:
+                    self._seconds[key] = cost_of(
+                        self._problem, self._rates, space.calls[i], call_plan, candidate.layout.ranks).seconds
+                seconds[0, i] = self._seconds[key]
         return float(step_periods(
             self._problem.cluster, self._needs, seconds, first, stop, moving=self._arrivals(plan))[0])
 

@@ -49,7 +49,8 @@ def priced_document(priced: PricedPlan) -> dict[str, Any]:
         call_plan = priced.plan[call.name]
         calls[call.name] = {
             "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
-            "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
+            "max_rows": call_plan.max_rows, "kv_cache_gib": call_plan.kv_cache_gib,
+            "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks)}
     return {
@@ -97,7 +98,10 @@ def _calls_table(priced: PricedPlan) -> Table:
         micro_batches = f"{times}{cost.num_micro_batches} of {call_plan.micro_batch_tokens} tokens"
         options = [micro_batches, *call_plan.options]
         if priced.problem.graph[name].kind == "generate":
-            options = [f"{call_plan.max_rows or work.max_rows} rows at once", *call_plan.options]
+            rows = f"{call_plan.max_rows or work.max_rows} rows at once"
+            cache = call_plan.kv_cache_gib
+            rows += "" if cache is None else f" in {cache:.3g} GiB"
+            options = [rows, *call_plan.options]
         memory = format_bytes(priced.memory.by_call[name].num_bytes)
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)

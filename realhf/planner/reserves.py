@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.plan import ExecutionPlan
 from realhf.planner.search import SAME
 from realhf.planner.search_space import SearchSpace
 from realhf.user_input.units import format_bytes, format_seconds
@@ -98,7 +99,7 @@ def preferred(
         return None
     more = 0.0
     if standing.lacking_levels < before.lacking_levels:
-        free, fastest_free = (-space.memory.counted_excess(tuple(p.tolist())) for p in (chosen, fastest))
+        free, fastest_free = (_free_bytes(space, plan) for plan in (chosen, fastest))
         more = free - fastest_free
     return Preference(
         tuple(chosen.tolist()), standing.step_seconds, step_seconds, more, standing.simplicity,
@@ -112,9 +113,16 @@ def _comes_before(new: Standing, old: Standing, num_reasons: int) -> bool:
 
 
 def _standing(space: SearchSpace, chosen: np.ndarray, seconds: float) -> Standing:
-    free = -space.memory.counted_excess(tuple(chosen.tolist())) / space.capacity
+    free = _free_bytes(space, chosen) / space.capacity
     lacking = max(0, math.ceil((ENOUGH_FREE - free) / _LEVEL - SAME))
     return Standing(lacking, _simplicity(space, chosen), seconds)
+
+
+def _free_bytes(space: SearchSpace, chosen: np.ndarray) -> float:
+    """Return the bytes that a plan, with its rows, leaves on its fullest rank."""
+    account = space.memory.account
+    counted = account.of_plan(ExecutionPlan(space.call_plans(chosen.tolist())))
+    return -counted.excess(account.available)
 
 
 def _simplicity(space: SearchSpace, chosen: np.ndarray) -> Simplicity:

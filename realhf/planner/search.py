@@ -236,13 +236,7 @@ class LocalSearch:
             scores = self._exact(plans)
             best = int(np.argmin(scores))
             return (best, scores[best]) if scores[best] < below else None
-        seconds = self._space.exact_periods(plans)
-        for row in np.argsort(seconds, kind="stable").tolist():
-            if seconds[row] >= below:
-                return None
-            if self._space.memory.excess(plans[[row]])[0] <= 0:
-                return row, seconds[row]
-        return None
+        return best_fitting(self._space, plans, self._space.bounds(plans), below=below)
 
     def refine(self) -> None:
         """Improve the best plan with all candidates to choose from, unless that has been done."""
@@ -288,6 +282,9 @@ class LocalSearch:
         """
         scores = self._space.periods(plans, exact=False)
         rows = np.flatnonzero(scores <= below)
+        if len(rows):
+            scores[rows] = self._space.periods(plans[rows], exact=False, in_memory=True)
+            rows = rows[scores[rows] <= below]
         scores[rows] = self._scores(plans[rows], scores[rows], exact=False)
         return scores
 
@@ -301,6 +298,25 @@ class LocalSearch:
         """
         excess = np.maximum(0.0, self._space.memory.excess(plans, exact=exact)) / self._space.capacity
         return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
+
+
+def best_fitting(
+    space: SearchSpace, plans: np.ndarray, bounds: np.ndarray, *, below: float, most_plans: int | None = None
+) -> tuple[int, float] | None:
+    """Return the row of the best plan that fits, and its seconds per step; None if none is below the limit.
+
+    `bounds` are lower bounds of their seconds. Memory is counted in their order, for `most_plans` at most.
+    """
+    best = None
+    for row in np.argsort(bounds, kind="stable")[:most_plans].tolist():
+        if bounds[row] >= below:
+            break
+        if space.memory.excess(plans[[row]])[0] <= 0:
+            seconds = float(space.exact_periods(plans[[row]])[0])
+            if seconds < below:
+                best = (row, seconds)
+                below = seconds
+    return best
 
 
 def _by_layout(group: CallGroup) -> dict[ContiguousLayout, tuple[int, int]]:
@@ -486,20 +502,16 @@ class _Tree:
         is_complete = depth + 1 == self._leaf_depth
         if len(children) and (is_complete or (decides_candidate and self._prices_moves)):
             moving = self._space.moving(children)
-            bounds = np.maximum(bounds, self._space.periods(children, moving=moving, exact=is_complete))
+            bounds = np.maximum(bounds, self._space.periods(
+                children, moving=moving, exact=is_complete, in_memory=is_complete))
             rows = np.flatnonzero(bounds < self._goal)
-            if is_complete:
-                rows = rows[np.argsort(bounds[rows], kind="stable")]
-                rows = self._best_fitting(children, rows[:most_plans])
             children, bounds = children[rows], bounds[rows]
+            if is_complete:
+                best = best_fitting(self._space, children, bounds, below=self._goal, most_plans=most_plans)
+                rows = np.array([] if best is None else [best[0]], int)
+                children = children[rows]
+                bounds = np.array([] if best is None else [best[1]])
         return children, bounds
-
-    def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """Return the first row in this order whose plan fits; none if no plan does."""
-        for row in order:
-            if self._space.memory.excess(plans[[row]])[0] <= 0:
-                return np.array([row])
-        return order[:0]
 
     def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot fit.
@@ -518,7 +530,8 @@ class _Tree:
         fits = self._space.memory.excess(choices[rest], exact=False) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
-        bounds[rest] = np.maximum(bounds[rest], self._space.periods(choices[rest], exact=False))
+        in_memory = self._space.periods(choices[rest], exact=False, in_memory=True)
+        bounds[rest] = np.maximum(bounds[rest], in_memory)
         return bounds
 
 

@@ -9,7 +9,8 @@ Shapes: K plans, U call groups, N calls in the order in which ranks run them. `p
 """
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,15 +19,20 @@ import numpy as np
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
+from realhf.planner.call_cost import CallCost
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
+from realhf.planner.candidates import has_pinned_rows, most_rows, rank_rows, row_numbers
+from realhf.planner.links import ranks_per_host
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.memory_bounds import MemoryBounds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
+from realhf.planner.rows import GIB, largest
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
     CallTimes,
+    cost_of,
     dependencies,
     have_common_ranks,
     host_anchor,
@@ -48,6 +54,13 @@ class HostCall(NamedTuple):
     seconds: np.ndarray
 
 
+class SettledCall(NamedTuple):
+    """A call on a model of a complete plan, and its cost."""
+
+    call_plan: CallPlan
+    cost: CallCost
+
+
 class SearchSpace:
     """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
@@ -63,6 +76,8 @@ class SearchSpace:
         finally:
             gc.enable()
         self.memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
+        self._settled: dict[tuple[int, ...], dict[int, SettledCall]] = {}
+        self._costs: dict[tuple[object, ...], CallCost] = {}
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
@@ -86,12 +101,9 @@ class SearchSpace:
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
         """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
         plans: dict[str, CallPlan] = {}
-        for group, index in zip(self.groups, chosen, strict=True):
-            candidate = group.candidates[index]
-            layout = candidate.layout.as_layout
-            for i, variant in zip(group.calls, candidate.variants, strict=True):
-                predicted = {"seconds": float(f"{variant.cost.seconds:.6g}")}
-                plans[self.calls[i].name] = replace(variant.call_plan, layout=layout, predicted=predicted)
+        for i, (call_plan, cost) in self.settled(chosen).items():
+            predicted = {"seconds": float(f"{cost.seconds:.6g}")}
+            plans[self.calls[i].name] = replace(call_plan, predicted=predicted)
         for call in self.calls:
             if call.role is None:
                 anchor, is_split = host_anchor(self.problem, call)
@@ -131,11 +143,96 @@ class SearchSpace:
             stop[:, i] = np.where(is_decided, call_stop, nowhere.stop)
         return CallTimes(seconds, first, stop)
 
+    def settled(self, chosen: Sequence[int]) -> dict[int, SettledCall]:
+        """Return the calls on models of a plan by their positions. Generations have the best rows for which
+        there is memory; all rows if not even one fits, as if memory were no limit."""
+        key = tuple(int(index) for index in chosen)
+        if key not in self._settled:
+            calls = {}
+            for group, index in zip(self.groups, key, strict=True):
+                variants = group.candidates[index].variants
+                plans = group.call_plans(index)
+                for i, variant, call_plan in zip(group.calls, variants, plans, strict=True):
+                    calls[i] = SettledCall(call_plan, variant.cost)
+            generations = [group.calls[table.column] for group in self.groups for table in group.row_tables]
+            fits = not generations or self.memory.counted_excess(key) <= 0
+            for i in generations:
+                if has_pinned_rows(self.problem, self.calls[i]):
+                    continue
+                calls[i] = self._with_best_rows(calls, i) if fits else self._with_all_rows(calls[i], i)
+            self._settled[key] = calls
+        return self._settled[key]
+
+    def _with_all_rows(self, settled: SettledCall, position: int) -> SettledCall:
+        at_one = settled.call_plan
+        most = most_rows(self.problem.workloads[self.calls[position].name], at_one.layout.strategy)
+        call_plan = replace(at_one, max_rows=most, kv_cache_gib=None)
+        return SettledCall(call_plan, self._cost(position, call_plan))
+
+    def _with_best_rows(self, calls: Mapping[int, SettledCall], position: int) -> SettledCall:
+        """Return a generation with the rows and the cache with which it is fastest beside the other calls."""
+        planned = self.problem.planned(self.calls[position])
+        at_one = calls[position].call_plan
+        work = planned.workload
+        most = most_rows(work, at_one.layout.strategy)
+        plans = {self.calls[i].name: settled.call_plan for i, settled in calls.items()}
+        room = self.memory.account.room_for(planned, plans)
+        best = SettledCall(at_one, self._cost(position, at_one))
+        whole = largest(most, lambda rows: room(replace(at_one, max_rows=rows, kv_cache_gib=None)) >= 0)
+        equal = -(-most // -(-most // whole)) if whole else 1  # In as many waves as with `whole` rows.
+        fewer = [n for n in row_numbers(work) if n < most]
+        for rows in dict.fromkeys(filter(None, (whole, equal, *[n for n in fewer if n < whole][-1:]))):
+            best = self._better(best, position, replace(at_one, max_rows=rows, kv_cache_gib=None))
+        if whole == most:
+            return best
+        for rows in (most, *reversed(fewer)):
+            call_plan = replace(at_one, max_rows=rows, kv_cache_gib=None)
+            of_rank = rank_rows(self.problem, planned, call_plan)
+            counted = min(of_rank.gib_of(of_rank.whole_tokens), work.kv_cache_gib or math.inf)
+            gib = of_rank.cache_for(counted * GIB + room(call_plan)) if rows > whole else None
+            if gib is None or room(call_plan := replace(call_plan, kv_cache_gib=gib)) < 0:
+                continue
+            found = self._better(best, position, call_plan)
+            if found is best and best.call_plan.kv_cache_gib is not None:
+                break  # The times have one minimum.
+            best = found
+        return best
+
+    def _better(self, best: SettledCall, position: int, call_plan: CallPlan) -> SettledCall:
+        """Return a generation with these options if it is faster than the best one, else that one."""
+        cost = self._cost(position, call_plan)
+        return SettledCall(call_plan, cost) if cost.seconds < best.cost.seconds else best
+
+    def _cost(self, position: int, call_plan: CallPlan) -> CallCost:
+        """Return the cost of a generation, which is the same on all meshes of one shape."""
+        ranks = call_plan.layout.ranks
+        cluster = self.problem.cluster
+        shape = (cluster.kind_index(ranks), ranks_per_host(cluster, ranks), call_plan.layout.strategy)
+        key = (position, shape, call_plan.max_rows, call_plan.kv_cache_gib, call_plan.offload)
+        if key not in self._costs:
+            self._costs[key] = cost_of(self.problem, self.rates, self.calls[position], call_plan, ranks)
+        return self._costs[key]
+
+    def exact_times(self, plans: np.ndarray) -> CallTimes:
+        """Return the times and ranks of every call of complete plans, with their best rows."""
+        times = self.call_times(plans)
+        for k in range(len(plans) if any(group.row_tables for group in self.groups) else 0):
+            for i, settled in self.settled(plans[k].tolist()).items():
+                times.seconds[k, i] = settled.cost.seconds
+        return times
+
     def periods(
-        self, choices: np.ndarray, *, moving: np.ndarray | None = None, exact: bool = True
+        self, choices: np.ndarray, *, moving: np.ndarray | None = None, exact: bool = True,
+        in_memory: bool = False,
     ) -> np.ndarray:
-        """Return the seconds per step of plans: lower bounds without `exact`, or where choices are open."""
+        """Return the seconds per step of plans: lower bounds without `exact`, or where choices are open.
+
+        They are lower bounds for plans with generations, too, as these may have as many rows as fit a device;
+        or, `in_memory`, as many as may fit beside the rest of the plan.
+        """
         seconds, first, stop = self.call_times(choices)
+        if in_memory:
+            self.memory.raise_to_rows(seconds, choices)
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 
@@ -173,5 +270,12 @@ class SearchSpace:
         columns = [group.is_candidate(choice) for group, choice in zip(self.groups, choices.T, strict=True)]
         return np.stack(columns, axis=1)
 
+    def bounds(self, plans: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the seconds per step of complete plans, with reallocations."""
+        return self.periods(plans, moving=self.moving(plans), in_memory=True)
+
     def exact_periods(self, plans: np.ndarray) -> np.ndarray:
-        return self.periods(plans, moving=self.moving(plans))
+        """Return the seconds per step of complete plans, with the best rows for which there is memory."""
+        seconds, first, stop = self.exact_times(plans)
+        return step_periods(
+            self.problem.cluster, self.needs, seconds, first, stop, moving=self.moving(plans))

@@ -150,6 +150,48 @@ class DecodeSteps(NamedTuple):
         return alone_R, (many_R - alone_R) / (self.ending.rows_R - 1)
 
 
+class PeakContext(NamedTuple):
+    """The cached tokens of a slot at the time when all slots have most, on average and their deviation.
+
+    Rows that end together count as one in `deviation_per_row`, which so is that of a row on its own.
+    """
+
+    mean: float
+    deviation_per_row: float
+
+    def of(self, slots: float, *, deviations: float) -> float:
+        """Return the tokens of so many slots, with room for some standard deviations more."""
+        return slots * self.mean + deviations * self.deviation_per_row * math.sqrt(slots)
+
+
+@lru_cache(maxsize=1 << 14)
+def peak_context(rollout: Rollout, tokens_per_row: float) -> PeakContext:
+    """Return the cached tokens of a slot, if each running row has `tokens_per_row` besides what it has drawn.
+
+    Rows begin with no tokens and end at different times, so that at no time all of them are long.
+    """
+    table = _table(rollout.lengths, rollout.rounds)
+    slots = min(rollout.slots, rollout.num_rows)
+    tokens_T = tokens_per_row + table.context_T + table.bin_tokens / 2
+    ages_T = _running_since(table, rollout.num_rows, slots)
+    moments = [table.alive_T, table.alive_T * tokens_T, table.alive_T * tokens_T**2]
+    _, mean_T, squared_T = (_later(ages_T, moment_T) for moment_T in moments)
+    if slots < rollout.num_rows:  # Before that, ended rows are replaced.
+        num_bins = len(table.starts_U)
+        full = np.fft.rfft(table.starts_U, 2 * num_bins)
+        mean_U, squared_U = (
+            np.fft.irfft(full * np.fft.rfft(moment_T, 2 * num_bins), 2 * num_bins)[:num_bins]
+            for moment_T in moments[1:])
+        bins = rollout.num_rows / slots * table.mean / table.bin_tokens
+        until = max(1, min(num_bins, math.ceil(bins)))
+        mean_T = np.append(mean_T, mean_U[:until])
+        squared_T = np.append(squared_T, squared_U[:until])
+    peak = int(np.argmax(mean_T))
+    variance = max(0.0, float(squared_T[peak] - mean_T[peak] ** 2))
+    alike_rows = 1 + rollout.alike_share * (min(float(rollout.group_size), slots) - 1)
+    return PeakContext(float(mean_T[peak]), math.sqrt(variance * alike_rows))
+
+
 class _Table(NamedTuple):
     """A distribution of lengths in bins.
 

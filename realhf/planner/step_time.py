@@ -24,6 +24,7 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import CallCost, call_cost
 from realhf.planner.call_memory import top_bytes
 from realhf.planner.links import ContiguousLayout, ranks_per_host
+from realhf.planner.memory_account import with_caches
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
@@ -331,7 +332,11 @@ class Prediction:
 
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
-    """Return the prediction for a plan whose layouts are on contiguous ranks."""
+    """Return the prediction for a plan whose layouts are on contiguous ranks.
+
+    If neither it nor the user says how many rows a generation has, they are those that its memory holds.
+    """
+    plan = with_caches(problem, plan)
     costs = {
         call.name: cost_of(problem, rates, call, plan[call.name], plan[call.name].layout.ranks)
         for call in problem.model_calls}

@@ -150,9 +150,8 @@ def ranks_and_seconds(space, chosen):
     """Return the ranks and the seconds of every call of a plan, by its position."""
     found, plans = {}, space.call_plans(chosen)
     for group, index in zip(space.groups, chosen, strict=True):
-        candidate = group.candidates[index]
-        for i, variant in zip(group.calls, candidate.variants, strict=True):
-            found[i] = (candidate.layout.ranks, variant.cost.seconds)
+        for i in group.calls:
+            found[i] = (group.candidates[index].layout.ranks, space.settled(chosen)[i].cost.seconds)
     for i, call in enumerate(space.calls):
         layout = plans[call.name].layout
         name, split = host_anchor(space.problem, call) if call.role is None else (None, False)

@@ -81,7 +81,7 @@ def test_the_search_counts_the_memory_of_each_rank_as_the_check_does():
         rng = random.Random(seed)
         for _ in range(4):
             chosen = np.array([[rng.randrange(len(group.candidates)) for group in space.groups]])
-            check = check_memory(problem, ExecutionPlan(space.call_plans(chosen[0])))
+            check = check_memory(problem, space.memory.least_plan(chosen[0]))
             (excess,) = space.memory.excess(chosen)
             fitting.append(check.fits)
             assert (excess <= 0) == check.fits, seed

@@ -83,7 +83,7 @@ def test_the_search_and_the_check_count_the_same(seeds, least):
             continue
         for _ in range(5):
             chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
-            check = check_memory(problem, ExecutionPlan(space.call_plans(chosen)))
+            check = check_memory(problem, space.memory.least_plan(chosen))
             (excess,) = space.memory.excess(np.array([chosen]))
             assert (excess <= 0) == check.fits, seed
             exact = check.fullest.excess_bytes

@@ -233,7 +233,9 @@ def test_no_bound_exceeds_the_step_of_a_plan(seeds):
             expected = [
                 ends.get(before, 0.0) + ends.get(after, 0.0) + sum(work.get(i, 0.0) for i in inside)
                 for before, inside, after in all_between]
-            assert by_table[0] == pytest.approx(expected)
+            if not any(group.row_tables for group in space.groups):
+                assert by_table[0] == pytest.approx(expected)
+            assert (by_table[0] <= np.array(expected) * (1 + 1e-9)).all()
             ratios += (by_table.max(axis=1) / period).tolist()
             assert (tree._bound(begun, np.zeros(4)) <= period * (1 + 1e-9)).all()
     assert max(ratios) <= 1 + 1e-9 and len(ratios) > 3 * len(seeds)

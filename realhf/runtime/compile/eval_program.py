@@ -155,7 +155,7 @@ def compile_evaluations(
             whole = complete_plan(whole, eval_set.graph, homes, offloaded=offloaded)
             whole.check(eval_set.graph, world_size=world_size)
             checks.check_plan(eval_set.graph, whole, roles, offloaded)
-        graph = whole.with_rows_and_free_memory(eval_set.graph)
+        graph = whole.with_rows_and_caches(eval_set.graph)
         actions = compile_actions(graph, whole, roles, homes, parameter_specs(roles), first_tag=first_tag)
         first_tag += len(actions)
         compiled.append(replace(eval_set, graph=graph, plan=whole, actions=actions))
@@ -201,7 +201,8 @@ def _plan_of(
             first = next(iter(own_plans.values())).layout
             calls[call.name] = CallPlan(Layout.parse(f"d1@{first.ranks[0]}"))
         elif call.name in plan.calls:
-            calls[call.name] = plan.calls[call.name]
+            # The cache of a plan is for the samples of a step.
+            calls[call.name] = replace(plan.calls[call.name], kv_cache_gib=None)
     return ExecutionPlan(calls)
 
 

@@ -124,7 +124,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     checks.check_data(experiment, roles, datasets | _datasets(eval_sets))
     checks.check_step(experiment, graph, roles)
     graph = ending_with_turns(graph, roles, experiment.tokenizer_dir())
-    graph = plan.with_rows_and_free_memory(graph)
+    graph = plan.with_rows_and_caches(graph)
     parts = compile_parts(
         graph, plan, roles, homes, parameter_specs(roles), experiment.parts(graph),
         in_rounds=experiment.num_rounds > 1)
