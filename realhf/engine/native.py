@@ -36,7 +36,7 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
-from realhf.inference.shared_conversation import SharedConversation
+from realhf.inference.turns import SharedConversation
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
@@ -107,7 +107,7 @@ class NativeEngine(GeneratingEngine):
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
             self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
-            pool=self.pages, keeps=rests)
+            pool=self.pages, cache_rests=rests)
         held = Batch([])
         if rests:
             generation, held = self._resting.setdefault(call.name, (generation, held))
@@ -188,7 +188,7 @@ class NativeEngine(GeneratingEngine):
         if self._pool is not None:
             cache = self._pool.num_bytes
         else:
-            cache = sum(generation.kept_bytes for generation, _ in self._resting.values())
+            cache = sum(generation.resting_bytes for generation, _ in self._resting.values())
         return {"cache": cache, "merged": self.model.merged_bytes}
 
     def _micro_batches(

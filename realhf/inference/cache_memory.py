@@ -46,7 +46,7 @@ class GenerationLimits:
     ) -> None:
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
-        `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;
+        `budget` tokens (None: as many as `work` allows). A cache that rests has a `fixed_block_size`;
         blocks of a paged cache have a multiple of `page_tokens`. `most_response` are the most tokens of a
         response in turns, for which the caller has seen to the model's positions."""
         self._is_in_turns = most_response is not None

@@ -2,7 +2,7 @@
 
 Round joins the results of a round with those of earlier ones. An unfinished sample has the columns of a
 finished one: its prompt ends at the first 1 of its response mask, and its tokens from there on have been
-drawn, or inserted, for it. KeptCache holds the keys and values of unfinished samples until they are
+drawn, or inserted, for it. A RestingCache holds the keys and values of unfinished samples until they are
 continued.
 """
 
@@ -53,7 +53,7 @@ class Round:
 
     @classmethod
     def of(cls, call: FunctionCall, unfinished: Batch | None, budget: int | None, version: int) -> "Round":
-        """Return a round of a call, whose columns alone are kept of the unfinished samples."""
+        """Return a round of a call, with the columns of the unfinished samples that it needs."""
         if unfinished is None or not unfinished.ids:
             return cls(Batch([]), budget, version)
         limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
@@ -128,7 +128,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class KeptRow:
+class UnfinishedRow:
     """An unfinished sample with all of its tokens, and its blocks of the cache."""
 
     group: PromptGroup
@@ -139,19 +139,19 @@ class KeptRow:
         return replace(self.parked, sample=buffer.add(self.group).samples[0])
 
 
-class KeptCache:
-    """The pages of one cohort, and the rows whose pages it holds between rounds.
+class RestingCache:
+    """The pages of one cohort that stay leased between rounds, and the unfinished rows that have them.
 
     A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.rows: list[KeptRow] = []
+        self.rows: list[UnfinishedRow] = []
         self.blocks = BlockManager([])
 
     def num_needed(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> int:
-        """Return how many blocks suffice for the kept rows and new groups until all of them have ended."""
+        """Return how many blocks suffice for the unfinished rows and new groups until all have ended."""
         max_new = limits.work.sampling.max_new_tokens
         size = limits.block_size
         shared = {block for row in self.rows for block in row.parked.blocks[: row.parked.num_shared]}
@@ -178,7 +178,7 @@ class KeptCache:
         self.blocks = BlockManager([])
         self.rows = []
 
-    def keep(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
-        """Replace the rows of a round by those that it leaves unfinished."""
+    def take_over(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
+        """Replace the rows before a round by those that it leaves unfinished."""
         groups = buffer.as_groups([row.sample for row in parked])
-        self.rows = [KeptRow(group, row) for row, group in zip(parked, groups, strict=True)]
+        self.rows = [UnfinishedRow(group, row) for row, group in zip(parked, groups, strict=True)]

@@ -271,7 +271,7 @@ class DecodingRows:
         first = scheduler.plan()
         assert first is not None
         self._cache_positions = [chunk.cache_positions(tables.block_size) for chunk in first.chunks]
-        scheduler.update([False] * rows)
+        scheduler.count([False] * rows)
         scheduler.plan()
         self.segment = next_tokens(tables, pool.backends, device)
         """The decode step after the prompts."""
