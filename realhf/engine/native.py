@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep
+from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep, TurnSettings
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
@@ -116,13 +116,13 @@ class NativeEngine(GeneratingEngine):
             generation.submit(self._share(prompt_groups(batch, call.inputs)))
             generation.resume(self._share(round_.groups(call)))
         else:
-            conversation = self._begin_conversation(call, batch)
-            generation.submit_starts(conversation)
+            conversation = self._begin_conversation(call, batch, round_)
         stays = rests or conversation is not None  # An environment is on the replica on which it began.
         queue = PromptQueue(self.groups, stealing=work.work_stealing and not stays)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
-            generation.advance(queue, budget=round_.budget, report=report, conversation=conversation)
+            budget = round_.budget if conversation is None else None
+            generation.advance(queue, budget=budget, report=report, conversation=conversation)
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
         round_ = round_.after(held)
@@ -133,31 +133,37 @@ class NativeEngine(GeneratingEngine):
         if rests:
             self._resting[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
+        self.last_environment_time = generation.environment_time
         return generated(call, ended, unfinished, rank=self.groups.rank)
 
-    def _begin_conversation(self, call: FunctionCall, batch: Batch) -> Conversation:
-        """Start the environments of this replica's samples, on one of its ranks."""
+    def _begin_conversation(self, call: FunctionCall, batch: Batch, round_: Round) -> Conversation:
+        """Start the environments of this replica's samples, or go on with them, on one of its ranks."""
         work = call.work_as(Generate)
         assert work.environment is not None
         if self.model.rope_boundary is not None:
             raise UserError(
                 f"{call.name} has an environment, and a longrope model must compute its cache again at "
                 f"{self.model.rope_boundary} tokens: this does not work together yet")
-        own = range(*even_split(len(batch.ids), self.groups.cp.size, self.groups.cp.index))
-        rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in own}
         config = self.model.config
         groups = self.groups
         ranks = groups.layout.grid[:, groups.at.dp, groups.at.cp, :].ravel().tolist()
         leads = groups.is_last_stage and groups.at.tp == 0
         conversation = None
         if leads:
-            conversation = work.environment.begin(
-                rows, seed=work.seed, max_new_tokens=work.sampling.max_new_tokens,
-                num_positions=config.context_tokens, eos_token_ids=config.eos_token_ids)
+            rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in self._own(batch)}
+            settings = TurnSettings(
+                work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids,
+                round_.budget, work.deterministic)
+            unfinished = round_.rollouts(call, self._own(round_.unfinished))
+            conversation = work.environment.begin(rows, settings, unfinished=unfinished)
         if len(ranks) == 1:
             assert conversation is not None
             return conversation
         return SharedConversation(groups.world.group(ranks, purpose="control"), conversation)
+
+    def _own(self, samples: Batch) -> range:
+        """Return which samples of its cp group this rank begins with, by their places."""
+        return range(*even_split(len(samples.ids), self.groups.cp.size, self.groups.cp.index))
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
         """Return this rank's share of the prompts of its cp group."""

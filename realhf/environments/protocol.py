@@ -36,10 +36,11 @@ Rewards = float | dict[str, float]
 """A reward, or several by name, whose sum counts."""
 StopReason = Literal[
     "done", "max_turns", "max_tokens", "context_full", "parse_error", "step_timeout", "step_error",
-    "worker_lost"]
+    "worker_lost", "replay_differs"]
 """Why a rollout has ended. No other reason exists."""
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
-FAILURES: tuple[StopReason, ...] = ("step_timeout", "step_error", "worker_lost")
+FAILURES: tuple[StopReason, ...] = (
+    "step_timeout", "step_error", "worker_lost", "replay_differs")
 """The reasons for which `Environment.on_failure` says what happens to the rollout."""
 MAX_REPLY_BYTES = 1 << 20
 """Most bytes of what an environment returns at once, as JSON."""

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.calls import NextTurn
+from realhf.calls import Beginning, NextTurn
 from realhf.devices.pinned import Download, upload
 from realhf.distributed.group import Pending
 from realhf.inference.cache_memory import CacheSizes, GenerationLimits
@@ -39,10 +39,11 @@ from realhf.inference.forward_batch import ChunkPages, chunk_pages, paged_chunks
 from realhf.inference.kv_cache import BlockManager, RowPages
 from realhf.inference.page_pool import DecodeGraphs, PagePool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer, Size
 from realhf.inference.rounds import RestingCache
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import DecodeWindows, Prompt, Scheduler, Step
+from realhf.models.kv_blocks import num_blocks
 from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 
@@ -86,23 +87,32 @@ class _StartedStep:
         return [sample for sample in self.step.samples if sample not in self.ended_before]
 
 
+class EndedTurn(NamedTuple):
+    """A turn of a sample that is `finished`, or has as many tokens as it may get now."""
+
+    sample: int
+    tokens: list[int]
+    finished: bool
+
+
 class Cohort:
     """Samples that share pages and slots in one round.
 
     With a `resting` cache, the unfinished samples of the round before go on from their cached tokens, all new
     groups begin here, and their pages stay leased.
 
-    With `turn_ends`, samples are answered in turns, which these tokens end. A sample whose turn has ended
-    parks, `ended_turns` tells so, and `go_on` continues or ends it. In the buffer each turn is a sample of
-    its own.
+    With `turn_ends`, samples are answered in turns, which these tokens end. They come by `begin`; their
+    sizes, as far as they are known, are `expected`. A sample whose turn has ended parks, `ended_turns` tells
+    so, and `go_on` continues or ends it. In the buffer each turn is a row of its own.
     """
 
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
         *, queue: PromptQueue, seed: int, pool: PagePool, resting: RestingCache | None = None,
-        turn_ends: Collection[int] | None = None,
+        turn_ends: Collection[int] | None = None, expected: Sequence[Size] = (),
     ) -> None:
-        self.sizes = CacheSizes(groups, limits)
+        self._expected = expected
+        self.sizes = CacheSizes([*(group.size for group in groups), *expected], limits)
         num_first = self.sizes.num_at_once(groups) if resting is None else len(groups)
         self._first_groups = groups[:num_first]
         self.rest = groups[num_first:]
@@ -117,6 +127,7 @@ class Cohort:
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
         num_returning = 0 if resting is None else len(resting.rows)
         capacity = sum(len(group.ids) for group in groups) + num_returning
+        capacity += sum(size.num_samples for size in expected)
         self.buffer = ResponseBuffer(
             capacity, work=limits.work, seed=seed, device=self._device,
             eos_ids=model.config.eos_token_ids if turn_ends is None else sorted(turn_ends),
@@ -134,8 +145,10 @@ class Cohort:
         self._in_turns = turn_ends is not None
         self._newly_ended: list[int] = []
         """Turns that have ended, by their numbers in the buffer, of which `ended_turns` has not told."""
-        self._turn_of: dict[int, int] = {}
-        """Sample -> its last turn, by its number in the buffer."""
+        self._row_of: dict[int, int] = {}
+        """Sample -> the row of its last turn, by its number in the buffer."""
+        self.peers_wait = False
+        """Whether samples of some rank of the ep group wait for environments, as it has last agreed."""
 
     def start(self, waiting: Sequence[PromptGroup]) -> None:
         """Lease pages and make the scheduler for as many rows as may run at once, within the budget.
@@ -144,9 +157,9 @@ class Cohort:
         """
         rows = [] if self._resting is None else self._resting.rows
         possible = [*(row.group for row in rows), *self._first_groups, *waiting]
-        if not possible and self._parallel.ep.size == 1:
+        if not (possible or self._expected) and self._parallel.ep.size == 1:
             return
-        sizes = CacheSizes(possible, self._limits)
+        sizes = CacheSizes([*(group.size for group in possible), *self._expected], self._limits)
         if self._resting is None:
             self._leased = self._pool.lease(sizes.num_blocks, page_size=sizes.block_size)
             blocks = BlockManager(self._leased)
@@ -174,36 +187,72 @@ class Cohort:
         group = self._queue.take()
         return None if group is None else self.buffer.add(group)
 
-    def ended_turns(self) -> list[tuple[int, list[int]]]:
-        """Return each sample whose turn has ended since the last call, with the tokens of the turn."""
-        ended = []
-        for number in self._newly_ended:
-            sample = int(self.buffer.ids[number])
-            self._turn_of[sample] = number
-            ended.append((sample, self.buffer.tokens[number, 1 : 1 + self.buffer.lengths[number]].tolist()))
+    def begin(self, group: Beginning) -> None:
+        """Add samples that have a start now, or go on from an earlier round."""
+        assert self._scheduler is not None
+        self._make_room(group.num_start + group.most)
+        prompt = self.buffer.add(PromptGroup(
+            group.tokens, group.samples, group.num_drawn, group.num_drawn + group.limit, group.num_before))
+        self._row_of |= zip(group.samples, prompt.samples, strict=True)
+        if group.limit:
+            self._scheduler.add(prompt)
+
+    def go_on(self, turn: NextTurn) -> None:
+        """Continue a sample whose turn has ended with an environment's tokens, or end it."""
+        assert self._scheduler is not None
+        number = self._row_of[turn.sample]
+        if not turn.limit:
+            self._scheduler.drop(number)
+        if not (turn.limit or turn.tokens):
+            return
+        buffer = self.buffer
+        num_before = int(buffer.num_before[number] + buffer.num_drawn[number] + buffer.lengths[number])
+        prompt = buffer.add(PromptGroup(
+            [*buffer.history(number), *turn.tokens], [turn.sample], limit=turn.limit,
+            num_before=num_before + len(turn.tokens)))
+        (self._row_of[turn.sample],) = prompt.samples
+        if turn.limit:
+            self._scheduler.go_on(prompt, number)
+
+    def ended_turns(self) -> list[EndedTurn]:
+        """Return the turns that have ended since the last call."""
+        ended = [
+            EndedTurn(
+                int(self.buffer.ids[number]),
+                self.buffer.tokens[number, 1 : 1 + self.buffer.lengths[number]].tolist(),
+                bool(self.buffer.finished[number]))
+            for number in self._newly_ended]
         self._newly_ended = []
         return ended
 
-    def go_on(self, following: NextTurn) -> bool:
-        """Continue a sample with an environment's tokens, or end it; return whether it is of this cohort."""
-        if following.sample not in self._turn_of:
-            return False
-        number = self._turn_of.pop(following.sample)
+    def _make_room(self, longest: int) -> None:
+        """Widen the tables for rows of so many tokens, and lease the pages of one. Raises UserError if there
+        may not be so many."""
         assert self._scheduler is not None
-        if not following.tokens:
-            self._scheduler.drop(number)
-            return True
-        num_before = int(self.buffer.num_before[number] + self.buffer.lengths[number])
-        group = PromptGroup(
-            [*self.buffer.history(number), *following.tokens], [following.sample], limit=following.limit,
-            num_before=num_before + len(following.tokens))
-        self._scheduler.go_on(self.buffer.add(group), number)
-        return True
+        needed = num_blocks(longest, self._tables.block_size)
+        if needed <= self._tables.blocks_per_row:
+            return
+        self._limits.admit(longest)
+        lacking = needed + 1 - self._scheduler.blocks.num_blocks
+        if lacking > 0:
+            pages = self._pool.lease(lacking, page_size=self._tables.block_size)
+            self._leased += pages
+            self._scheduler.blocks.grow(pages)
+        self._tables.widen(needed, num_blocks=self._pool.cache.num_blocks)
+        self._row_pages = self._pool.table_width(needed)
+        vars(self).pop("_graphs", None)
 
-    def advance(self) -> bool:
-        """Start the next step, and read the tokens of the step before; return whether there was a next one.
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks that run other samples take part in its steps."""
+        return self._parallel.ep.size > 1
 
-        The messages of a step are in flight until the next call.
+    def advance(self, *, waits: bool = False) -> bool:
+        """Start the next step, and read the tokens of the step before; return whether there was a next one,
+        on this rank or on another one of its ep group.
+
+        The messages of a step are in flight until the next call. The rank `waits` if environments of samples
+        are at work.
         """
         if self._scheduler is None:
             return False
@@ -214,8 +263,10 @@ class Cohort:
             self._count(last)
             if not self._is_ahead or self._scheduler.may_reclaim or self._scheduler.is_idle:
                 self._read(last, following=None)
-        step = self._windows.next_step(self._scheduler, self.buffer, num_pages=self._row_pages)
+        step = self._windows.next_step(
+            self._scheduler, self.buffer, num_pages=self._row_pages, waits=waits or bool(self._newly_ended))
         is_running = self._windows.now.num_steps > 0
+        self.peers_wait = self._windows.now.waits
         self._last = None
         if step is not None:
             self._last = self._start(step)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from realhf.calls import Conversation, Generate
+from realhf.calls import Arrivals, Conversation, Generate
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
@@ -31,7 +31,14 @@ from realhf.inference.response_buffer import (
 )
 from realhf.inference.rounds import RestingCache
 from realhf.inference.sampling import stream_seed
-from realhf.inference.turns import converse, turn_columns
+from realhf.inference.turns import (
+    EnvironmentTime,
+    converse,
+    deal_sizes,
+    expected_sizes,
+    first_arrivals,
+    turn_columns,
+)
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 
@@ -80,6 +87,7 @@ class Generation:
         self._last_buffers: list[ResponseBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
+        self.environment_time = EnvironmentTime()
 
     @property
     def resting_bytes(self) -> int:
@@ -105,14 +113,21 @@ class Generation:
     ) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
-        In a `conversation`, a sample whose turn has ended parks until its environment has answered, while
-        others go on. All ranks of a replica get the same answers at the same time.
+        In a `conversation`, which knows the budget itself, samples come from there. One whose turn has ended
+        parks until its environment has answered, while others go on. All ranks of a replica get the same
+        answers at the same time.
 
         Raises UserError if a prompt is empty, or if a sample does not fit in the model's positions or in the
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
         in a cache that rests.
         """
-        limits = self._agree_on_limits(queue, budget, conversation)
+        first = Arrivals()
+        expected: list[Size] = []
+        if conversation is not None:
+            first = first_arrivals(conversation, report, waits_for_all=self._work.deterministic)
+            expected = expected_sizes(first.begun, conversation.num_samples)
+        limits = self._agree_on_limits(
+            queue, budget, expected, most_response=max((group.most for group in first.begun), default=None))
         caches: Sequence[RestingCache | None] = [None] * limits.num_cohorts
         if self._resting is None:
             by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
@@ -124,14 +139,15 @@ class Generation:
             caches = self._resting
         num_own = sum(len(cache.rows) for cache in caches if cache is not None)
         num_own += len(self._new) + len(self._resumed)
+        expected_by_cohort = deal_sizes(expected, limits.num_cohorts)
         seed = stream_seed(self._work.seed, self._stream)
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
             cohorts = [
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, resting=cache,
-                    turn_ends=None if conversation is None else conversation.end_token_ids,
+                    turn_ends=None if conversation is None else conversation.end_token_ids, expected=sizes,
                     pool=self._cohort_pool() if cache is None else cache.pool)
-                for groups, cache in zip(by_cohort, caches, strict=True)]
+                for groups, cache, sizes in zip(by_cohort, caches, expected_by_cohort, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
             if self._work.kv_cache_gib is None and self._resting is None:
                 self._limit.require_recorded(self._stream, self.cache_bytes)
@@ -144,7 +160,8 @@ class Generation:
             if self._pool is not None and self._work.cuda_graphs:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
             if conversation is not None:
-                converse(conversation, cohorts, report)
+                self.environment_time = converse(
+                    conversation, cohorts, first, report, waits_for_all=self._work.deterministic)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
         self._last_buffers = [cohort.buffer for cohort in cohorts]
@@ -165,12 +182,6 @@ class Generation:
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
         return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
-    def submit_starts(self, conversation: Conversation) -> None:
-        """Add new samples, whose environments say what they begin with."""
-        self._new += [
-            PromptGroup(tokens, [sample], limit=conversation.first_limit(sample))
-            for sample, tokens in conversation.starts().items()]
-
     def take_turns(self, conversation: Conversation) -> tuple[list[int], list]:
         """Return the same as `take` for samples that were answered in turns; the last column has what their
         environments have answered."""
@@ -183,7 +194,7 @@ class Generation:
         return ids, [*columns, torch.tensor(finished, dtype=self._model.wide), rollouts]
 
     def _agree_on_limits(
-        self, queue: PromptQueue, budget: int | None, conversation: Conversation | None
+        self, queue: PromptQueue, budget: int | None, expected: Sequence[Size], *, most_response: int | None
     ) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
 
@@ -193,8 +204,9 @@ class Generation:
         work = self._work
         groups = [row.group for cache in self._resting or [] for row in cache.rows]
         groups += [*join_equal(self._resumed), *join_equal(self._new)]
-        sizes = agreed_sizes(groups, queue.gather)
+        sizes = [*agreed_sizes(groups, queue.gather), *expected]
         most = max(queue.gather(sum(len(group.ids) for group in groups)))
+        most += sum(size.num_samples for size in expected)
         cache_bytes = None
         if work.kv_cache_gib is None:
             cache_bytes = self._limit.agree(
@@ -208,7 +220,7 @@ class Generation:
             sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts,
             cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size,
             page_tokens=None if self._pool is None else self._pool.page_tokens,
-            most_response=None if conversation is None else conversation.most_response_tokens())
+            most_response=most_response)
         if sizes:
             limits.check(model.config.num_positions)
         return limits

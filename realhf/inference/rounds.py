@@ -8,6 +8,7 @@ continued.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from realhf.calls import Generate, GenerateOutputs
 from realhf.data.batch import Batch, Packed
@@ -38,6 +39,11 @@ def _limits(samples: Batch, inputs: Sequence[str]) -> list[int | None]:
     return [*limits]
 
 
+def _limit_keys(call: FunctionCall) -> Sequence[str]:
+    """Return the key of the most tokens of each sample's response, if the call has one."""
+    return call.inputs[1:2] if call.work_as(Generate).environment is None else ()
+
+
 @dataclass(frozen=True)
 class Round:
     """One round of a generation. Weights may change between rounds, not in them.
@@ -56,7 +62,7 @@ class Round:
         """Return a round of a call, with the columns of the unfinished samples that it needs."""
         if unfinished is None or not unfinished.ids:
             return cls(Batch([]), budget, version)
-        limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+        limits = [key for key in _limit_keys(call) if key in unfinished.fields]
         return cls(unfinished.pick([*call.outputs, *limits]), budget, version)
 
     def __post_init__(self) -> None:
@@ -72,6 +78,18 @@ class Round:
         limits = _limits(self.unfinished, call.inputs)
         samples = zip(sequences, self.unfinished.ids, num_drawn, limits, strict=True)
         return [PromptGroup(tokens.tolist(), [i], *rest) for tokens, i, *rest in samples]
+
+    def rollouts(
+        self, call: FunctionCall, chosen: Sequence[int]
+    ) -> dict[int, tuple[list[int], dict[str, Any]]]:
+        """Return the tokens and the rollouts so far of unfinished samples, chosen by their places."""
+        if not self.unfinished.ids:
+            return {}
+        outputs = GenerateOutputs.of(call)
+        assert outputs.rollout is not None
+        sequences = self.unfinished[outputs.sequences].split()
+        rollouts = self.unfinished[outputs.rollout]
+        return {self.unfinished.ids[i]: (sequences[i].tolist(), rollouts[i]) for i in chosen}
 
     def after(self, earlier: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
@@ -100,13 +118,16 @@ class Round:
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = whole[outputs.mask].response_lengths().tolist()
-        most = self._most_drawn(call, made.ids, new)
-        flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
-        has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]
+        if outputs.rollout is not None:
+            has_ended = [rollout["stop"] is not None for rollout in whole[outputs.rollout]]
+        else:
+            num_drawn = whole[outputs.mask].response_lengths().tolist()
+            most = self._most_drawn(call, made.ids, new)
+            flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
+            has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]
         ended = whole.select([i for i, end in enumerate(has_ended) if end])
         unfinished = whole.select(going_on := [i for i, end in enumerate(has_ended) if not end])
-        for key in call.inputs[1:2]:
+        for key in _limit_keys(call):
             unfinished.fields[key] = [most[i] for i in going_on]
         return ended, unfinished
 

@@ -202,6 +202,10 @@ class Scheduler:
         """Whether no row runs and none can begin, but for those that are parked."""
         return not (self._running or self._queued or self._ready or self._returning)
 
+    def add(self, prompt: Prompt) -> None:
+        """Queue a further prompt."""
+        self._queued.append(prompt)
+
     def go_on(self, prompt: Prompt, sample: int) -> None:
         """Queue what follows the turn of a `sample`, whose cached tokens need not be computed again if it has
         its blocks still. It comes before prompts that have not begun."""
@@ -502,6 +506,7 @@ class DecodeWindow:
     num_rows: int = 0  # Rows of every rank that decode in a step, with padding; 0: none do.
     num_pages: int = 0  # Width of their tables.
     prefills: bool = False  # Whether some rank prefills prompts in the step.
+    waits: bool = False  # Whether samples of some rank wait for environments.
 
 
 class DecodeWindows:
@@ -514,34 +519,36 @@ class DecodeWindows:
         self.now = DecodeWindow()
         """The window of the step that has been planned last."""
 
-    def next_step(self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int) -> Step | None:
-        """Return this rank's next step; None if only other ranks have one, or if all have ended.
+    def next_step(
+        self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int, waits: bool
+    ) -> Step | None:
+        """Return this rank's next step; None if only other ranks have one, or if none has.
 
-        `num_pages` is the width of this rank's tables, which does not change in a round.
+        `num_pages` is the width of this rank's tables. The rank `waits` if environments are at work.
         """
         begins = self._num_left == 0
         step = scheduler.plan(prefills=begins)
         if begins and self._group.size == 1:
             num_rows = 0 if step is None else len(step.rows)
             prefills = step is not None and len(step.chunks) > 0
-            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills)
+            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills, waits)
         elif begins:
-            self.now = self._agree(step, scheduler, buffer, num_pages)
+            self.now = self._agree(step, scheduler, buffer, num_pages, waits)
         self._num_left = self.now.num_steps if begins else self._num_left
         self._num_left = max(0, self._num_left - 1)
         return step
 
     def _agree(
-        self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int
+        self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int, waits: bool
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
         prefilled = scheduler.prefilled_samples
         wish = (scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages)
         prefills = step is not None and len(step.chunks) > 0
-        wishes = self._group.all_gather_json([*wish, prefills])
-        num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
+        wishes = self._group.all_gather_json([*wish, prefills, waits])
+        num_rows, num_steps, num_pages, prefills, waits = map(max, zip(*wishes, strict=True))
         num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
-        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills)
+        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills, waits)
 
 
 def _padded(num_rows: int) -> int:

@@ -257,7 +257,7 @@ class DecodingRows:
         limits = GenerationLimits(
             [group.size for group in groups], work, token_bytes=1, num_cohorts=1,
             page_tokens=pool.page_tokens)
-        sizes = CacheSizes(groups, limits)
+        sizes = CacheSizes([group.size for group in groups], limits)
         blocks = BlockManager(pool.lease(sizes.num_blocks, page_size=sizes.block_size))
         self._cache = pool.cache
         tables = sizes.tables(self._cache.num_blocks)

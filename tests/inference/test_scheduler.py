@@ -246,7 +246,7 @@ def test_capacity_knows_how_many_prompts_begin_at_once(seed):
     gib = rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
     work = Generate(SamplingConfig(max_new_tokens=MAX_NEW), max_rows=max_rows, kv_cache_gib=gib)
     limits = GenerationLimits([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
-    sizes = CacheSizes(groups, limits)
+    sizes = CacheSizes([group.size for group in groups], limits)
     scheduler = Scheduler(
         prompts, tables=sizes.tables(), prefill_tokens=10_000, history=lambda sample: [])
     assert len(scheduler.plan().chunks) == max(1, sizes.num_at_once(groups))

@@ -421,7 +421,7 @@ class Executor:
         """Return the most tokens that each sample gets in this round; None: all that are left."""
         if not self._in_rounds(call):
             return None
-        return -(-call.work_as(Generate).sampling.max_new_tokens // self._program.num_rounds)
+        return -(-call.work_as(Generate).most_drawn_tokens // self._program.num_rounds)
 
     def _counts(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
