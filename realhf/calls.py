@@ -481,8 +481,6 @@ class Generate(ModelWork):
     inputs after the prompts are then columns of the rows, and there is one more output."""
 
     def __post_init__(self) -> None:
-        if self.environment is not None:
-            self._check_turns()
         require(
             self.tokenizer is not None or not self.sampling.reads_text, "tokenizer", self.tokenizer,
             "be a directory for sampling.stop and sampling.bad_words")
@@ -505,19 +503,6 @@ class Generate(ModelWork):
         require(
             gib is not None or not self.deterministic, "kv_cache_gib", gib,
             "be a number of GiB with deterministic, as the memory that is free differs between runs")
-
-    def _check_turns(self) -> None:
-        """Raise ValueError about settings that do not go together with an environment."""
-        sampling = self.sampling
-        unsupported = {
-            "sampling.stop": sampling.stop, "sampling.ignore_eos": sampling.ignore_eos,
-            "sampling.repetition_penalty": sampling.repetition_penalty != 1,
-            "sampling.presence_penalty": sampling.presence_penalty,
-            "sampling.frequency_penalty": sampling.frequency_penalty,
-            "interruption": self.interruption, "deterministic": self.deterministic}
-        for name, value in unsupported.items():
-            if value:
-                raise ValueError(f"{name} is set, and does not work with an environment yet: leave it out")
 
     @property
     def most_drawn_tokens(self) -> int:

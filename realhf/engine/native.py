@@ -67,6 +67,8 @@ class NativeEngine(GeneratingEngine):
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._paged = paged
+        self.last_num_computed = 0
+        """Tokens that have passed through this stage in the last call that generated."""
         self._resting: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation, whose cache rests between rounds; the samples are on result ranks."""
 
@@ -134,6 +136,7 @@ class NativeEngine(GeneratingEngine):
             self._resting[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
         self.last_environment_time = generation.environment_time
+        self.last_num_computed = generation.num_computed
         return generated(call, ended, unfinished, rank=self.groups.rank)
 
     def _begin_conversation(self, call: FunctionCall, batch: Batch, round_: Round) -> Conversation:
@@ -144,6 +147,10 @@ class NativeEngine(GeneratingEngine):
             raise UserError(
                 f"{call.name} has an environment, and a longrope model must compute its cache again at "
                 f"{self.model.rope_boundary} tokens: this does not work together yet")
+        if work.cache_on_update == "keep" and round_.budget is not None:
+            raise UserError(
+                f"{call.name} has an environment: cache_on_update must be 'recompute' in rounds, between "
+                "which a rollout may move to another rank")
         config = self.model.config
         groups = self.groups
         ranks = groups.layout.grid[:, groups.at.dp, groups.at.cp, :].ravel().tolist()

@@ -36,7 +36,7 @@ from realhf.environments.protocol import (
     prompt_messages,
     rollout_seed,
 )
-from realhf.environments.tool_calls import AnswerParser
+from realhf.environments.tool_calls import CALL_END, AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
 from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers, Reply
 from realhf.errors import UserError, shown, warn
@@ -144,7 +144,7 @@ class EnvironmentCalls(Conversations):
         self._check_workers(rows, settings)
         template = self.pool.template = self.pool.template or Template(
             LightTokenizer(self.tokenizer), self.template_arguments, settings.eos_token_ids,
-            keeps_thinking=environment.keep_thinking)
+            keeps_thinking=environment.keep_thinking, ends_at_call=environment.ends_at_call)
         rollouts = Rollouts(environment, self.pool, template, settings)
         for sample, (tokens, document) in (unfinished or {}).items():
             rollouts.go_on(sample, tokens, document, self._seed(sample, settings.seed))
@@ -184,9 +184,10 @@ class Template:
 
     def __init__(
         self, tokenizer: LightTokenizer, arguments: Mapping[str, Any], eos_token_ids: Collection[int],
-        *, keeps_thinking: bool,
+        *, keeps_thinking: bool, ends_at_call: bool = False,
     ) -> None:
         self._keeps_thinking = keeps_thinking
+        self._ends_at_call = ends_at_call
         self._proofs: dict[bool, TemplateProof] = {}
         self._tokenizer = tokenizer
         self._arguments = arguments
@@ -201,6 +202,11 @@ class Template:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
             self.proof(uses_tools=bool(tools))
+            template = self._tokenizer.get_chat_template(tools=list(tools) or None) or ""
+            if self._ends_at_call and tools and CALL_END not in template:
+                raise UserError(
+                    f"environment.ends_at_call is True: the chat template must write {CALL_END} after each "
+                    "call, and does not; leave it out")
             turns = TurnTokens(
                 self._tokenizer, arguments=self._arguments, tools=tools, eos_token_ids=self._eos_token_ids)
             self._by_tools[key] = turns, AnswerParser(self._tokenizer, tools)

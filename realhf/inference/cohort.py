@@ -137,6 +137,8 @@ class Cohort:
         self._is_ahead = (
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
+        self.num_computed = 0
+        """Tokens that have passed through this stage."""
         self._last: _StartedStep | None = None
         self._windows = DecodeWindows(self._parallel.ep_control)
         self._sent: list[Pending] = []
@@ -341,6 +343,7 @@ class Cohort:
         insertions = self.buffer.insertions(step.samples) if self._parallel.is_last_stage else None
         processing = self.buffer.processing(step.samples)
         inputs = self._inputs(step)
+        self.num_computed += len(step.rows) + len(inputs.prompt_T)
         self._copy(step.copies)
         hidden = self._pass(step, inputs)
         at = (inputs.sample_S, inputs.column_S)

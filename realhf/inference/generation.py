@@ -87,7 +87,10 @@ class Generation:
         self._last_buffers: list[ResponseBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
-        self.environment_time = EnvironmentTime()
+        self.environment_time: EnvironmentTime | None = None
+        """The time that environments took in the last round; None: it had none."""
+        self.num_computed = 0
+        """Tokens that have passed through this stage in the last round, those computed again included."""
 
     @property
     def resting_bytes(self) -> int:
@@ -165,6 +168,7 @@ class Generation:
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
         self._last_buffers = [cohort.buffer for cohort in cohorts]
+        self.num_computed = sum(cohort.num_computed for cohort in cohorts)
         self._new = []
         self._resumed = []
 

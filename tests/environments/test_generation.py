@@ -22,6 +22,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from tests.engine.reference import plain_model
 from tests.environments import players
+from tests.families import MOE_CASES
 from tests.inference.paged import PagedReference
 from tests.inference.rounds import BLOCK_GIB, SIZES
 from tests.samples import marked
@@ -54,9 +55,11 @@ def directory(tmp_path_factory):
 TALKS = Environment(players.Talks, max_turns=4, max_tokens=MAX_TOKENS)
 
 
-def _call(directory, environment=TALKS, pool=None, **options):
+def _call(directory, environment=TALKS, pool=None, stop=(), **options):
     calls = EnvironmentCalls(environment, str(directory), {}, GROUP, pool or WorkerPool())
-    work = Generate(SamplingConfig(max_new_tokens=12), seed=SEED, environment=calls, **options)
+    work = Generate(
+        SamplingConfig(max_new_tokens=12, stop=stop), seed=SEED, environment=calls,
+        tokenizer=str(directory) if stop else None, **options)
     inputs = ("prompts", "prompt", "number")
     outputs = ("sequences", "mask", "logprobs", "finished", "versions", "rollout")
     return FunctionCall("gen", "generate", inputs, outputs, role="actor", work=work)
@@ -70,15 +73,32 @@ def _generate(world, text, directory, options, paged):
     engine = _engine(world, layout, directory, paged)
     call = _call(directory, **options)
     made = engine.generate(call, _batch(_share(range(NUM_SAMPLES), layout, world)), version=VERSION).batch
+    _check_computed(engine, _rows(call, made), options)
     return _rows(call, made)
 
 
 def _engine(world, layout, directory, paged=False):
-    config = ModelConfig.load(str(directory))
+    config = EXPERTS if layout.ep > 1 or directory is None else ModelConfig.load(str(directory))
     engine = NativeEngine(
         model_spec(config), layout, world, dtype="float64", paged=PagedReference() if paged else None)
-    engine.load(directory, seed=0)
+    engine.load(directory if config is not EXPERTS else None, seed=0)
     return engine
+
+
+def _check_computed(engine, rows, options):
+    """Check that each token of a transcript has been computed once, those of starts once for a group."""
+    if not rows or options.get("kv_cache_gib") is not None or engine.groups.cp.size > 1:
+        return
+    starts, total = {}, 0
+    for sample, (tokens, *_, document) in rows.items():
+        start = json.loads(document)["turns"][0]["start"]
+        starts[sample // GROUP] = start
+        total += len(tokens) - start - 1  # The last token is not computed.
+    total += sum(starts.values())
+    if engine.pages is None:
+        assert engine.last_num_computed == total
+    else:  # The next step begins before the last one has been read.
+        assert total <= engine.last_num_computed <= 1.05 * (total + len(rows))
 
 
 def _share(ids, layout, world, *, shift=0):
@@ -212,6 +232,99 @@ def test_turns_are_those_of_each_transcript_alone(directory, options, paged, mon
      ("t2@0-1", {}, True), ("p2@0-1", TIGHT, False), ("p2t2@0-3", {}, False)], quick=[0, 1, 2]))
 def test_layouts_change_no_turn(pool, directory, layout, options, paged):
     _check(directory, [result for result in pool.run(_generate, layout, directory, options, paged) if result])
+
+
+EXPERTS = ModelConfig.from_hf(MOE_CASES["qwen2-moe"].hf(
+    architectures=["Qwen2MoeForCausalLM"], eos_token_id=[END]) | {
+        "num_hidden_layers": 2, "max_position_embeddings": 256, "vocab_size": 67})
+
+
+@pytest.mark.parametrize(("layout", "options"), marked(
+    [("e2@0-1", {}), ("e2@0-1", TIGHT), ("e2p2@0-3", {}), ("e2t2@0-3", {})], quick=[0]))
+def test_shared_experts_change_no_turn(pool, directory, layout, options):
+    """Ranks take part in the steps of others while all of their own rows wait."""
+    alone = _generate_experts(World(), "d1@0", directory, options)
+    rows = {
+        i: row for result in pool.run(_generate_experts, layout, directory, options)
+        for i, row in result.items()}
+    assert rows.keys() == alone.keys()
+    for sample, (tokens, mask, logprobs, versions, finished, document) in rows.items():
+        theirs = alone[sample]
+        assert (tokens, mask, versions, finished) == (theirs[0], theirs[1], theirs[3], theirs[4])
+        assert logprobs == pytest.approx(theirs[2], abs=1e-9)
+        assert json.loads(document)["messages"] == json.loads(theirs[5])["messages"]
+
+
+def _generate_experts(world, text, directory, options):
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return {}
+    engine = _engine(world, layout, None)
+    call = _call(directory, **options)
+    ids = _share(range(NUM_SAMPLES), layout, world)
+    return _rows(call, engine.generate(call, _batch(ids), version=VERSION).batch)
+
+
+def test_turns_end_at_stop_strings(directory):
+    rows = _generate(World(), "d1@0", directory, {"stop": ("a", "b", "c", "d", "Zz")}, False)
+    _check(directory, [rows])
+    said = [
+        message["content"].replace("<pad>", "") for *_, document in rows.values() for message in json.loads(document)["messages"]
+        if message["role"] == "assistant"]
+    assert sum(text[-1:] in "abcd" for text in said if text) > 1
+    assert not any(set(text[:-1]) & set("abcd") for text in said)
+
+
+@pytest.mark.parametrize("text", marked(["d1@0", "t2@0-1"], quick=[0]))
+def test_deterministic_generations_repeat_bit_for_bit(pool, directory, text):
+    """What is taken up together then depends on no timing."""
+    options = {"deterministic": True, "work_stealing": False, "kv_cache_gib": 60 * BLOCK_GIB}
+    results = [
+        [row for row in pool.run(_generate, text, directory, options, False) if row] for _ in range(2)]
+    _check(directory, results[0])
+    strip = [[{i: row[:5] for i, row in rows.items()} for rows in result] for result in results]
+    assert strip[0] == strip[1]
+
+
+def test_late_starts_keep_nobody_waiting(directory):
+    """The longest prompts come last, and need wider tables and more pages than were expected."""
+    environment = Environment(players.StartsLate, max_turns=4, max_tokens=MAX_TOKENS)
+    rows = _generate(World(), "d1@0", directory, {"environment": environment}, False)
+    _check(directory, [rows])
+    metrics = [json.loads(document)["metrics"] for *_, document in rows.values()]
+    assert min(m["first"] for m in metrics) < max(m["started"] for m in metrics)
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "stop"])
+def test_a_replay_that_differs_is_dropped_and_counted(directory, on_failure):
+    """What an earlier round has recorded is falsified here, in three ways."""
+    environment = Environment(players.Talks, max_turns=4, max_tokens=MAX_TOKENS, on_failure=on_failure)
+    engine = _engine(World(), Layout.parse("d1@0"), directory)
+    call = _call(directory, environment)
+    first = engine.generate(call, _batch(range(NUM_SAMPLES)), budget=30)
+    left = first.unfinished
+    rollouts, sequences = left["rollout"], left["sequences"].split()
+    told = [at for at, rollout in enumerate(rollouts) if len(rollout["turns"]) > 1][:4]
+    assert len(told) == 4
+    rollouts[told[0]]["turns"][0]["rewards"]["length"] += 1.0
+    sequences[told[1]][rollouts[told[1]]["turns"][0]["stop"]] += 1
+    sequences[told[2]][0] += 1
+    call = _call(directory, environment)
+    if on_failure == "stop":
+        with pytest.raises(UserError, match="replay_differs: it was started again and told what the model "):
+            engine.generate(call, _batch([]), unfinished=left, budget=1000)
+        return
+    made = engine.generate(call, _batch([]), unfinished=left, budget=1000).batch
+    by_id = dict(zip(made.ids, made["rollout"], strict=True))
+    falsified = [by_id[left.ids[at]] for at in told[:3]]
+    assert [rollout["stop"] for rollout in falsified] == ["replay_differs"] * 3
+    assert all(rollout["dropped"] for rollout in falsified)
+    for rollout, word in zip(falsified, ("rewards", "answered", "answered"), strict=True):
+        assert f"has {'given the ' * (word == 'rewards')}{word} " in rollout["sentence"]
+    others = [rollout for i, rollout in by_id.items() if i not in [left.ids[at] for at in told[:3]]]
+    assert all(r["stop"] != "replay_differs" and not r["dropped"] for r in others)
+    tokens = dict(zip(made.ids, made["sequences"].split(), strict=True))
+    assert all(torch.equal(tokens[left.ids[at]], sequences[at]) for at in told[:3])
 
 
 @pytest.fixture(scope="module")
