@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Tokenizer
 
-from realhf.calls import Generate, SamplingConfig
+from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
@@ -234,6 +234,30 @@ def test_layouts_change_no_turn(pool, directory, layout, options, paged):
     _check(directory, [result for result in pool.run(_generate, layout, directory, options, paged) if result])
 
 
+def test_the_first_ratio_is_1_up_to_rounding(directory):
+    """Generation and a pass over whole sequences differ by less than either does from float64."""
+    engines = {}
+    for dtype in ("float32", "float64"):
+        engines[dtype] = NativeEngine(
+            model_spec(ModelConfig.load(str(directory))), Layout.parse("d1@0"), World(), dtype=dtype)
+        engines[dtype].load(directory, seed=0)
+    call = FunctionCall(
+        "pass", "forward", ("sequences", "mask"), ("logprobs",), role="actor", work=LogProbs())
+    found = {}
+    for dtype, engine in engines.items():
+        made = engine.generate(_call(directory), _batch(range(NUM_SAMPLES))).batch
+        sampled = made["mask"].values > 0
+        passes = [
+            of.forward(call, made.pick(("sequences", "mask")), micro_batch_tokens=10**6)["logprobs"].values
+            for of in (engine, engines["float64"])]
+        found[dtype] = [x.double()[sampled] for x in (made["logprobs"].values, *passes)]
+    assert (found["float64"][0] - found["float64"][1]).abs().max() < 1e-12
+    generated, passed, exact = found["float32"]
+    errors = [(x - exact).square().mean().sqrt() for x in (generated, passed)]
+    assert (generated - passed).square().mean().sqrt() < min(errors)
+    assert (generated - passed).abs().max() < 2e-5, "log-probs down to -7, each of thousands of products"
+
+
 EXPERTS = ModelConfig.from_hf(MOE_CASES["qwen2-moe"].hf(
     architectures=["Qwen2MoeForCausalLM"], eos_token_id=[END]) | {
         "num_hidden_layers": 2, "max_position_embeddings": 256, "vocab_size": 67})
@@ -269,7 +293,8 @@ def test_turns_end_at_stop_strings(directory):
     rows = _generate(World(), "d1@0", directory, {"stop": ("a", "b", "c", "d", "Zz")}, False)
     _check(directory, [rows])
     said = [
-        message["content"].replace("<pad>", "") for *_, document in rows.values() for message in json.loads(document)["messages"]
+        message["content"].replace("<pad>", "")
+        for *_, document in rows.values() for message in json.loads(document)["messages"]
         if message["role"] == "assistant"]
     assert sum(text[-1:] in "abcd" for text in said if text) > 1
     assert not any(set(text[:-1]) & set("abcd") for text in said)

@@ -85,7 +85,7 @@ LAG = ["--max_lag", "2", "--steps", "4", "--batch_size", "2", "--group_size", "4
 
 @pytest.mark.parametrize("rounds", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_lag_of_two_goes_on_after_a_kill_in_the_middle_of_rollouts(example, rounds):
-    """As if nothing had happened: tokens, masks, log-probs and versions, in turns that several rounds made."""
+    """Tokens, masks, log-probs and versions are those of the whole run, in turns of several rounds."""
     assert main(["run", str(example), "--out", "out", "--rounds", rounds, *LAG]) == 0
     whole = _without_seconds(Path("out/rollouts.jsonl"))
     ages = [row["versions"][1] - row["versions"][0] for row in whole]
