@@ -105,6 +105,7 @@ class SharedConversation(Conversation):
         assert self._own is not None, "another rank speaks with the environments"
         return self._own.results(samples)
 
+
 @dataclass
 class EnvironmentTime:
     """The time that environments took in a generation of this rank."""
@@ -150,7 +151,7 @@ def first_arrivals(conversation: Conversation, report: Report, *, waits_for_all:
         arrived = arrived.and_then(conversation.poll(_WAIT_SECONDS))
     while conversation.num_waiting and (more := conversation.poll(_GATHERING_SECONDS)).samples:
         arrived = arrived.and_then(more)
-    return arrived
+    return arrived.in_order() if waits_for_all else arrived
 
 
 def expected_sizes(begun: Sequence[Beginning], num_samples: int) -> list[Size]:

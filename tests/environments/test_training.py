@@ -79,8 +79,9 @@ def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys
     assert "assistant (turn 1, " in shown and f"stopped by {newest['stop']}" in " ".join(shown.split())
 
 
-LAG = ["--max_lag", "2", "--steps", "4", "--batch_size", "2", "--group_size", "4", "--eval_dataset", "None",
-       "--checkpoint_every", "1", "--keep_checkpoints", "9", "--nproc", "1", "--rollouts.tokens"]
+LAG = ["--max_lag", "2", "--steps", "4", "--batch_size", "2", "--group_size", "4", "--eval_every", "2",
+       "--checkpoint_every", "1", "--keep_checkpoints", "9", "--nproc", "1", "--rollouts.tokens",
+       "--deterministic", "--no-work_stealing", "--kv_cache_gib", "0.1"]
 
 
 @pytest.mark.parametrize("rounds", ["2", pytest.param("3", marks=pytest.mark.slow)])
@@ -173,7 +174,7 @@ def test_turns_may_end_at_calls(example):
     for graph in (experiment.graph(), experiment.eval_graph()):
         (call,) = graph.of_kind("generate")
         assert call.work.sampling.stop == ("</tool_call>",)
-    for template, is_legal in ((OWN["hermes"], True), (OWN["llama"], False)):
+    for template, is_legal in ((OWN["hermes"], True), (OWN["mistral"], False)):
         directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), template)
         calls = EnvironmentCalls(replace(players.TOOLS, ends_at_call=True), str(directory))
         settings = TurnSettings(1, 400, 4000, [])
