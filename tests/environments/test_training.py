@@ -177,7 +177,7 @@ def test_turns_may_end_at_calls(example):
     for template, is_legal in ((OWN["hermes"], True), (OWN["mistral"], False)):
         directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), template)
         calls = EnvironmentCalls(replace(players.TOOLS, ends_at_call=True), str(directory))
-        settings = TurnSettings(1, 400, 4000, [])
+        settings = TurnSettings(1, 400, 4000, [0])
         if is_legal:
             assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
         else:
