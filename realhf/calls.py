@@ -331,12 +331,52 @@ CacheOnUpdate = Annotated[
         "stealing).")]
 
 
+class Beginning(NamedTuple):
+    """Samples that begin in this generation with the same tokens; or one that goes on from an earlier round.
+
+    Its tokens are then the start, `num_before` tokens of earlier turns and answers, and `num_drawn` tokens of
+    the turn in which the model is.
+    """
+
+    samples: list[int]
+    tokens: list[int]
+    limit: int  # Most tokens that the model draws now; 0: none in this round.
+    most: int  # Most tokens after the start.
+    num_before: int = 0
+    num_drawn: int = 0
+
+    @property
+    def num_start(self) -> int:
+        return len(self.tokens) - self.num_before - self.num_drawn
+
+
 class NextTurn(NamedTuple):
-    """The environment's tokens after a turn of a sample, or nothing if the response has ended."""
+    """The environment's tokens after a turn of a sample, if there are any."""
 
     sample: int
     tokens: list[int]
-    limit: int = 0  # Most tokens of the next turn.
+    limit: int = 0  # Most tokens that the model draws now; 0: none in this round.
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What environments have answered: samples that begin, and what follows after turns of others."""
+
+    begun: tuple[Beginning, ...] = ()
+    followed: tuple[NextTurn, ...] = ()
+
+    @property
+    def samples(self) -> list[int]:
+        """The samples that wait no longer."""
+        begun = [sample for group in self.begun for sample in group.samples]
+        return begun + [turn.sample for turn in self.followed]
+
+    def and_then(self, later: Arrivals) -> Arrivals:
+        return Arrivals(self.begun + later.begun, self.followed + later.followed)
+
+    def in_order(self) -> Arrivals:
+        """Return the same, in an order that does not depend on what has arrived first."""
+        return Arrivals(tuple(sorted(self.begun)), tuple(sorted(self.followed)))
 
 
 class Conversation(ABC):
@@ -345,34 +385,46 @@ class Conversation(ABC):
     end_token_ids: Collection[int]
     """The tokens that end a turn."""
 
+    @property
     @abstractmethod
-    def starts(self) -> dict[int, list[int]]:
-        """Wait until all environments have started; return the tokens before each sample's first turn."""
+    def num_samples(self) -> int:
+        """Samples that begin in this generation, or go on in it."""
+
+    @property
+    @abstractmethod
+    def method_seconds(self) -> tuple[float, int]:
+        """How long the methods of environments have taken so far, and how many have, as this rank knows."""
 
     @abstractmethod
-    def first_limit(self, sample: int) -> int:
-        """Return the most tokens of a sample's first turn."""
+    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
+        """Take the tokens of a turn that is `finished`, or has as many tokens as it may get now."""
 
     @abstractmethod
-    def most_response_tokens(self) -> int:
-        """Return the most tokens that follow the start of any sample; all must have started."""
-
-    @abstractmethod
-    def said(self, sample: int, tokens: list[int]) -> None:
-        """Take the tokens of a turn that has ended."""
-
-    @abstractmethod
-    def poll(self, timeout: float) -> list[NextTurn]:
+    def poll(self, timeout: float) -> Arrivals:
         """Return what has arrived; wait for it at most so many seconds."""
 
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Samples whose environments have not answered yet."""
+        """Samples whose environments have not answered yet, or have not started."""
 
     @abstractmethod
     def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
-        """Return what each sample's environment has answered, as JSON, and whether it ended by itself."""
+        """Return what each sample's environment has answered, as JSON, and whether it ended by itself.
+
+        A sample whose `stop` is None goes on in the next round.
+        """
+
+
+class TurnSettings(NamedTuple):
+    """What environments must know about a generation."""
+
+    seed: int
+    max_new_tokens: int  # Of each turn.
+    num_positions: int | None
+    eos_token_ids: Collection[int]
+    budget: int | None = None  # Most tokens that the model draws of each sample; None: there are no rounds.
+    waits_for_all: bool = False  # Whether answers are taken up only when all of them are here.
 
 
 class Conversations(ABC):
@@ -383,11 +435,18 @@ class Conversations(ABC):
         """Return the most tokens of a response whose turns have at most `max_new_tokens` each."""
 
     @abstractmethod
+    def most_drawn(self, max_new_tokens: int) -> int:
+        """Return the most tokens that the model draws of a response."""
+
+    @abstractmethod
     def begin(
-        self, rows: Mapping[int, Mapping[str, Any]], *, seed: int, max_new_tokens: int,
-        num_positions: int | None, eos_token_ids: Collection[int],
+        self, rows: Mapping[int, Mapping[str, Any]], settings: TurnSettings,
+        *, unfinished: Mapping[int, tuple[list[int], dict[str, Any]]] | None = None,
     ) -> Conversation:
-        """Start an environment for each sample, given the row of each."""
+        """Start an environment for each sample, given the row of each.
+
+        The `unfinished` samples of an earlier round have their tokens and their rollouts so far.
+        """
 
 
 @dataclass(frozen=True)
@@ -422,8 +481,6 @@ class Generate(ModelWork):
     inputs after the prompts are then columns of the rows, and there is one more output."""
 
     def __post_init__(self) -> None:
-        if self.environment is not None:
-            self._check_turns()
         require(
             self.tokenizer is not None or not self.sampling.reads_text, "tokenizer", self.tokenizer,
             "be a directory for sampling.stop and sampling.bad_words")
@@ -447,18 +504,12 @@ class Generate(ModelWork):
             gib is not None or not self.deterministic, "kv_cache_gib", gib,
             "be a number of GiB with deterministic, as the memory that is free differs between runs")
 
-    def _check_turns(self) -> None:
-        """Raise ValueError about settings that do not go together with an environment."""
-        sampling = self.sampling
-        unsupported = {
-            "sampling.stop": sampling.stop, "sampling.ignore_eos": sampling.ignore_eos,
-            "sampling.repetition_penalty": sampling.repetition_penalty != 1,
-            "sampling.presence_penalty": sampling.presence_penalty,
-            "sampling.frequency_penalty": sampling.frequency_penalty,
-            "interruption": self.interruption, "deterministic": self.deterministic}
-        for name, value in unsupported.items():
-            if value:
-                raise ValueError(f"{name} is set, and does not work with an environment yet: leave it out")
+    @property
+    def most_drawn_tokens(self) -> int:
+        """The most tokens of a response that are drawn, as far as the settings tell."""
+        if self.environment is not None:
+            return self.environment.most_drawn(self.sampling.max_new_tokens)
+        return self.sampling.max_new_tokens
 
     @property
     def most_response_tokens(self) -> int:

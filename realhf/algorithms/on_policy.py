@@ -36,6 +36,7 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import extra_columns
 from realhf.environments.protocol import Environment
 from realhf.environments.rollouts import ROLLOUT, EnvironmentCalls, RolloutRewards, WorkerPool
+from realhf.environments.tool_calls import CALL_END
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
@@ -132,13 +133,14 @@ class OnPolicy(Experiment):
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
         conversations = self._conversations()
         phrase = self.interruption
+        sampling = self._turn_sampling(self.sampling)
         work = Generate(
-            sampling=self.sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
+            sampling=sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
             deterministic=self.deterministic, cuda_graphs=self.cuda_graphs,
             cache_on_update=self.cache_on_update, environment=conversations,
             interruption=None if phrase is None else phrase.tokenized(self.tokenizer_dir()),
-            tokenizer=self.tokenizer_dir() if self.sampling.reads_text else None)
+            tokenizer=self.tokenizer_dir() if sampling.reads_text else None)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
         inputs: tuple[str, ...] = ("prompt_ids", *limits)
         outputs: tuple[str, ...] = (*RESPONSE, *self.version_keys)
@@ -146,6 +148,13 @@ class OnPolicy(Experiment):
             inputs = ("prompt_ids", *row_keys(self.dataset))
             outputs = (*outputs, ROLLOUT)
         return FunctionCall("actor_generate", inputs=inputs, outputs=outputs, role="actor", work=work)
+
+    def _turn_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return how turns are sampled, which may end with tool calls."""
+        environment = self.used_environment()
+        if environment is None or not environment.ends_at_call or CALL_END in sampling.stop:
+            return sampling
+        return replace(sampling, stop=(*sampling.stop, CALL_END))
 
     @cached_property
     def _worker_pool(self) -> WorkerPool:
@@ -180,8 +189,8 @@ class OnPolicy(Experiment):
             credit == "trajectory" or self.credits_turns, "environment.credit", credit,
             f"be trajectory with {type(self).__name__}, which does not compare turns of a group")
         require(
-            self.num_rounds == 1, "rounds", self.num_rounds,
-            "be 1 with an environment, whose rollouts are not continued in later rounds yet")
+            self.num_rounds == 1 or self.cache_on_update != "keep", "cache_on_update", self.cache_on_update,
+            "be recompute with an environment and rounds, between which a rollout may change its rank")
         baseline = getattr(self, "baseline", None)
         require(
             baseline != "greedy", "baseline", baseline,
@@ -409,7 +418,7 @@ class OnPolicy(Experiment):
         def evaluated(call: FunctionCall) -> FunctionCall:
             if call.kind != "generate":
                 return call
-            sampling = held_out.sampling_for(call.work_as(Generate).sampling)
+            sampling = self._turn_sampling(held_out.sampling_for(call.work_as(Generate).sampling))
             tokenizer = self.tokenizer_dir() if sampling.reads_text else None
             prompts, *limits = call.inputs  # Training rows alone may have a column of limits.
             limits = [key for key in limits if key in columns or graph.producer(key) is not None]

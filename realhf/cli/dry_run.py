@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realhf.calls import Generate, HostFunction, TrainStep, is_own
+from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
@@ -146,10 +146,9 @@ def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollo
     config = spec_of(program.roles[call.role].config()).config
     row = rows.parts[0].rows[0]
     said = _known_answer(row) or "1"
-    rollout = play(
-        work.environment, {key: row[key] for key in call.inputs[1:]}, said, seed=work.seed,
-        max_new_tokens=work.sampling.max_new_tokens, num_positions=config.context_tokens,
-        eos_token_ids=config.eos_token_ids)
+    settings = TurnSettings(
+        work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids)
+    rollout = play(work.environment, {key: row[key] for key in call.inputs[1:]}, said, settings)
     failure = f"the environment has ended with {rollout['stop']}: {rollout['sentence']}"
     if rollout["sentence"] and len(rollout["messages"]) == 0:
         raise UserError(failure)

@@ -41,6 +41,8 @@ class LightTokenizer:
             name: _content(settings[name], f"{where}: {name}") for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings, "default")
         self._tool_template = _chat_template(path, settings, "tool_use")
+        self.response_template = settings.get("response_template")
+        """How transformers parses what the model says, as JSON; None: the tokenizer does not say so."""
 
     @property
     def backend(self) -> Any:

@@ -34,6 +34,7 @@ from realhf.engine.own_loss import OwnLoss
 from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.inference.cache_memory import CacheLimits
+from realhf.inference.turns import EnvironmentTime
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.transformer import Transformer
@@ -328,6 +329,8 @@ class GeneratingEngine(Engine):
 
     last_cache_bytes = 0
     """Bytes of the keys and values of the last call that generated."""
+    last_environment_time: EnvironmentTime | None = None
+    """The time that environments took in the last call that generated; None: there are none."""
 
     @cached_property
     def cache_limits(self) -> CacheLimits:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep
+from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep, TurnSettings
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
@@ -36,7 +36,7 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
-from realhf.inference.shared_conversation import SharedConversation
+from realhf.inference.turns import SharedConversation
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
@@ -67,6 +67,8 @@ class NativeEngine(GeneratingEngine):
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._paged = paged
+        self.last_num_computed = 0
+        """Tokens that have passed through this stage in the last call that generated."""
         self._resting: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation, whose cache rests between rounds; the samples are on result ranks."""
 
@@ -107,7 +109,7 @@ class NativeEngine(GeneratingEngine):
             self.release("cache")  # What is free is measured without the pages of other calls.
         generation = Generation(
             self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
-            pool=self.pages, keeps=rests)
+            pool=self.pages, cache_rests=rests)
         held = Batch([])
         if rests:
             generation, held = self._resting.setdefault(call.name, (generation, held))
@@ -116,13 +118,13 @@ class NativeEngine(GeneratingEngine):
             generation.submit(self._share(prompt_groups(batch, call.inputs)))
             generation.resume(self._share(round_.groups(call)))
         else:
-            conversation = self._begin_conversation(call, batch)
-            generation.submit_starts(conversation)
+            conversation = self._begin_conversation(call, batch, round_)
         stays = rests or conversation is not None  # An environment is on the replica on which it began.
         queue = PromptQueue(self.groups, stealing=work.work_stealing and not stays)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
-            generation.advance(queue, budget=round_.budget, report=report, conversation=conversation)
+            budget = round_.budget if conversation is None else None
+            generation.advance(queue, budget=budget, report=report, conversation=conversation)
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
         round_ = round_.after(held)
@@ -133,31 +135,42 @@ class NativeEngine(GeneratingEngine):
         if rests:
             self._resting[call.name] = (generation, unfinished)
         self.last_cache_bytes = generation.cache_bytes
+        self.last_environment_time = generation.environment_time
+        self.last_num_computed = generation.num_computed
         return generated(call, ended, unfinished, rank=self.groups.rank)
 
-    def _begin_conversation(self, call: FunctionCall, batch: Batch) -> Conversation:
-        """Start the environments of this replica's samples, on one of its ranks."""
+    def _begin_conversation(self, call: FunctionCall, batch: Batch, round_: Round) -> Conversation:
+        """Start the environments of this replica's samples, or go on with them, on one of its ranks."""
         work = call.work_as(Generate)
         assert work.environment is not None
         if self.model.rope_boundary is not None:
             raise UserError(
                 f"{call.name} has an environment, and a longrope model must compute its cache again at "
                 f"{self.model.rope_boundary} tokens: this does not work together yet")
-        own = range(*even_split(len(batch.ids), self.groups.cp.size, self.groups.cp.index))
-        rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in own}
+        if work.cache_on_update == "keep" and round_.budget is not None:
+            raise UserError(
+                f"{call.name} has an environment: cache_on_update must be 'recompute' in rounds, between "
+                "which a rollout may move to another rank")
         config = self.model.config
         groups = self.groups
         ranks = groups.layout.grid[:, groups.at.dp, groups.at.cp, :].ravel().tolist()
         leads = groups.is_last_stage and groups.at.tp == 0
         conversation = None
         if leads:
-            conversation = work.environment.begin(
-                rows, seed=work.seed, max_new_tokens=work.sampling.max_new_tokens,
-                num_positions=config.context_tokens, eos_token_ids=config.eos_token_ids)
+            rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in self._own(batch)}
+            settings = TurnSettings(
+                work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids,
+                round_.budget, work.deterministic)
+            unfinished = round_.rollouts(call, self._own(round_.unfinished))
+            conversation = work.environment.begin(rows, settings, unfinished=unfinished)
         if len(ranks) == 1:
             assert conversation is not None
             return conversation
         return SharedConversation(groups.world.group(ranks, purpose="control"), conversation)
+
+    def _own(self, samples: Batch) -> range:
+        """Return which samples of its cp group this rank begins with, by their places."""
+        return range(*even_split(len(samples.ids), self.groups.cp.size, self.groups.cp.index))
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
         """Return this rank's share of the prompts of its cp group."""
@@ -188,7 +201,7 @@ class NativeEngine(GeneratingEngine):
         if self._pool is not None:
             cache = self._pool.num_bytes
         else:
-            cache = sum(generation.kept_bytes for generation, _ in self._resting.values())
+            cache = sum(generation.resting_bytes for generation, _ in self._resting.values())
         return {"cache": cache, "merged": self.model.merged_bytes}
 
     def _micro_batches(

@@ -36,10 +36,11 @@ Rewards = float | dict[str, float]
 """A reward, or several by name, whose sum counts."""
 StopReason = Literal[
     "done", "max_turns", "max_tokens", "context_full", "parse_error", "step_timeout", "step_error",
-    "worker_lost"]
+    "worker_lost", "replay_differs"]
 """Why a rollout has ended. No other reason exists."""
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
-FAILURES: tuple[StopReason, ...] = ("step_timeout", "step_error", "worker_lost")
+FAILURES: tuple[StopReason, ...] = (
+    "step_timeout", "step_error", "worker_lost", "replay_differs")
 """The reasons for which `Environment.on_failure` says what happens to the rollout."""
 MAX_REPLY_BYTES = 1 << 20
 """Most bytes of what an environment returns at once, as JSON."""
@@ -114,6 +115,9 @@ class Environment:
     on_parse_error: Literal["reply", "end"] = "reply"
     """If the model calls a tool in a wrong way: `reply` tells it what is wrong, which takes a turn; `end`
     ends the rollout."""
+    ends_at_call: bool = False
+    """Whether a turn ends with its first complete tool call, so that nothing made up can follow it; there are
+    no parallel calls then. The chat template must write `</tool_call>` after each call."""
     keep_thinking: bool = False
     """Whether the model goes on to see its earlier thinking where the chat template would leave it out. If
     not, such a template is refused, as the model would be trained on other texts than it is used with."""

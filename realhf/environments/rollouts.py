@@ -3,8 +3,8 @@
 A turn of the model goes as a message to the sample's environment, and what this answers comes back as the
 tokens that the chat template writes for it. What a rollout has become is a JSON object in the column
 `rollout`: `turns` (start and stop of each turn's tokens in the sequence, rewards by name, seconds of the
-environment), `stop` (why it has ended), `messages`, `metrics`, `seconds`, `dropped` and, if its environment
-has failed, a `sentence`.
+environment), `stop` (why it has ended; None: it goes on in the next round), `messages`, `metrics`, `seconds`,
+`dropped` and, if its environment has failed, a `sentence`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from realhf.calls import Conversation, Conversations, NextTurn
+from realhf.calls import Arrivals, Beginning, Conversation, Conversations, NextTurn, TurnSettings
 from realhf.data.dataset import column_of
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.order import prompt_of
+from realhf.data.rows import json_form
 from realhf.environments.protocol import (
     FAILURES,
     STOP_REASONS,
@@ -33,10 +36,10 @@ from realhf.environments.protocol import (
     prompt_messages,
     rollout_seed,
 )
-from realhf.environments.tool_calls import AnswerParser
+from realhf.environments.tool_calls import CALL_END, AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
 from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers, Reply
-from realhf.errors import UserError, warn
+from realhf.errors import UserError, shown, warn
 from realhf.rewards.scoring import RewardCall
 
 if TYPE_CHECKING:
@@ -54,12 +57,28 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: EnvironmentWorkers | None = None
         self.template: Template | None = None
+        self.unfinished: dict[int, _Rollout] = {}
+        """Sample -> its rollout, if this process has its environment and a round has left it unfinished."""
+        self._num_keys = 0
 
     def get(self, environment: Environment) -> EnvironmentWorkers:
         """Return the workers, all of the same environment."""
         if self._workers is None:
             self._workers = EnvironmentWorkers(environment, source_of(environment))
         return self._workers
+
+    def new_key(self) -> int:
+        """Return a number for another environment of this process."""
+        self._num_keys += 1
+        return self._num_keys
+
+    def close_left(self) -> None:
+        """Close the environments of unfinished rollouts, which go on elsewhere."""
+        assert self._workers is not None or not self.unfinished
+        for rollout in self.unfinished.values():
+            assert self._workers is not None
+            self._workers.close(rollout.key)
+        self.unfinished = {}
 
 
 def source_of(environment: Environment) -> EnvironmentSource:
@@ -109,32 +128,55 @@ class EnvironmentCalls(Conversations):
     def most_tokens(self, max_new_tokens: int) -> int:
         return self.environment.max_tokens or max_new_tokens
 
+    def most_drawn(self, max_new_tokens: int) -> int:
+        environment = self.environment
+        return min(environment.max_turns * max_new_tokens, environment.max_tokens or sys.maxsize)
+
     def begin(
-        self, rows: Mapping[int, Mapping[str, Any]], *, seed: int, max_new_tokens: int,
-        num_positions: int | None, eos_token_ids: Collection[int],
+        self, rows: Mapping[int, Mapping[str, Any]], settings: TurnSettings,
+        *, unfinished: Mapping[int, tuple[list[int], dict[str, Any]]] | None = None,
     ) -> Rollouts:
-        most = self.environment.max_tokens
-        if most is None and num_positions is None:
+        environment = self.environment
+        if environment.max_tokens is None and settings.num_positions is None:
             raise UserError(
                 "environment.max_tokens must be a number, as the model's config has no "
                 "max_position_embeddings")
-        workers = self.environment.workers
-        if self.environment.isolated and workers is not None and workers < len(rows):
-            raise UserError(
-                f"environment.workers is {workers}: with isolated, it must be None or at least {len(rows)}, "
-                "the samples of a rank, as all of them start together")
+        self._check_workers(rows, settings)
         template = self.pool.template = self.pool.template or Template(
-            LightTokenizer(self.tokenizer), self.template_arguments, eos_token_ids,
-            keeps_thinking=self.environment.keep_thinking)
-        rollouts = Rollouts(
-            self.environment, self.pool.get(self.environment), template, max_new_tokens=max_new_tokens,
-            num_positions=num_positions)
+            LightTokenizer(self.tokenizer), self.template_arguments, settings.eos_token_ids,
+            keeps_thinking=environment.keep_thinking, ends_at_call=environment.ends_at_call)
+        rollouts = Rollouts(environment, self.pool, template, settings)
+        for sample, (tokens, document) in (unfinished or {}).items():
+            rollouts.go_on(sample, tokens, document, self._seed(sample, settings.seed))
         for sample, row in rows.items():
-            start_seed = rollout_seed(
-                seed, step=0, prompt=prompt_of(sample, self.group_size), sample=sample % self.group_size,
-                own_start=self.environment.own_start)
-            rollouts.begin(sample, {column_of(key): value for key, value in row.items()}, start_seed)
+            rollouts.begin(
+                sample, {column_of(key): value for key, value in row.items()},
+                self._seed(sample, settings.seed),
+                group=sample if environment.own_start else prompt_of(sample, self.group_size))
+        if settings.budget is not None:  # Others are evaluations, or of runs without rounds.
+            self.pool.close_left()
         return rollouts
+
+    def _seed(self, sample: int, run_seed: int) -> int:
+        return rollout_seed(
+            run_seed, step=0, prompt=prompt_of(sample, self.group_size), sample=sample % self.group_size,
+            own_start=self.environment.own_start)
+
+    def _check_workers(self, rows: Mapping[int, Any], settings: TurnSettings) -> None:
+        """Raise UserError if samples that begin together, and stay, need more processes than there are."""
+        workers = self.environment.workers
+        if not self.environment.isolated or workers is None:
+            return
+        groups = Counter(prompt_of(sample, self.group_size) for sample in rows)
+        if settings.budget is not None or settings.waits_for_all:
+            needed = len(rows)
+            which = "the samples of a rank, all of which are at work together in rounds or if deterministic"
+        else:
+            needed = 1 if self.environment.own_start else max(groups.values(), default=1)
+            which = "the samples of a prompt, which start together"
+        if workers < needed:
+            rule = f"with isolated, it must be None or at least {needed}, {which}"
+            raise UserError(f"environment.workers is {workers}: {rule}")
 
 
 class Template:
@@ -142,9 +184,10 @@ class Template:
 
     def __init__(
         self, tokenizer: LightTokenizer, arguments: Mapping[str, Any], eos_token_ids: Collection[int],
-        *, keeps_thinking: bool,
+        *, keeps_thinking: bool, ends_at_call: bool = False,
     ) -> None:
         self._keeps_thinking = keeps_thinking
+        self._ends_at_call = ends_at_call
         self._proofs: dict[bool, TemplateProof] = {}
         self._tokenizer = tokenizer
         self._arguments = arguments
@@ -159,6 +202,11 @@ class Template:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
             self.proof(uses_tools=bool(tools))
+            template = self._tokenizer.get_chat_template(tools=list(tools) or None) or ""
+            if self._ends_at_call and tools and CALL_END not in template:
+                raise UserError(
+                    f"environment.ends_at_call is True: the chat template must write {CALL_END} after each "
+                    "call, and does not; leave it out")
             turns = TurnTokens(
                 self._tokenizer, arguments=self._arguments, tools=tools, eos_token_ids=self._eos_token_ids)
             self._by_tools[key] = turns, AnswerParser(self._tokenizer, tools)
@@ -178,22 +226,39 @@ class Template:
 
 
 @dataclass
+class _Record:
+    """What an earlier round has recorded of a rollout, which its environment is now told again."""
+
+    tokens: list[int]
+    turns: list[dict[str, Any]]
+    open_turn: int | None
+    seconds: float
+
+
+@dataclass
 class _Rollout:
     """A conversation and its tokens so far."""
 
+    sample: int
     row: Mapping[str, Any]
     turns: TurnTokens
     parse: AnswerParser
+    key: int = 0
+    """Its number among the environments of this process."""
+    group: int | None = None
+    """Samples of one group begin together."""
     messages: list[ChatMessage] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     num_start: int = 0
     """Tokens before the first turn."""
-    num_tokens: int = 0
-    """All tokens so far."""
     prefix: list[int] = field(default_factory=list)
     """The tokens of the start, or of the last observation."""
     limit: int = 0
     """Most tokens after the start."""
-    last_token: int = 0
+    open_turn: int | None = None
+    """Where a turn begins that goes on in the next round."""
+    num_left_in_round: int | None = None
+    """Tokens that the model may still draw in this round; None: as many as it likes."""
     num_calls: int = 0
     spans: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -201,10 +266,19 @@ class _Rollout:
     stop: StopReason | None = None
     sentence: str = ""
     dropped: bool = False
+    has_row: bool = False
+    """Whether the generation of this round has its tokens."""
+    record: _Record | None = None
+    """What is still to be told again; None: nothing."""
 
     @property
     def num_left(self) -> int:
-        return self.limit - (self.num_tokens - self.num_start)
+        return self.limit - (len(self.tokens) - self.num_start)
+
+    @property
+    def turn_start(self) -> int:
+        """Where the turn begins that the model is in, or that comes next."""
+        return len(self.tokens) if self.open_turn is None else self.open_turn
 
     def note(self, turn: Turn, seconds: float) -> None:
         """Add what an environment has answered to the last turn."""
@@ -216,210 +290,388 @@ class _Rollout:
         for name, value in turn.metrics.items():
             self.metrics.setdefault(name, []).append(value)
 
+    def give_up_replay(self) -> None:
+        """Take what has been recorded as all that there is."""
+        assert self.record is not None
+        self.tokens = self.record.tokens
+        self.spans = self.record.turns
+        self.seconds = self.record.seconds
+        if self.record.open_turn is not None:
+            self.spans.append(_span(self.record.open_turn, len(self.tokens)))
+        self.record = None
+        self.open_turn = None
+
+    def as_document(self) -> dict[str, Any]:
+        """Return what the column of rollouts has."""
+        document = {
+            "turns": self.spans, "stop": self.stop, "messages": self.messages,
+            "metrics": {name: fmean(values) for name, values in self.metrics.items()},
+            "seconds": self.seconds, "dropped": self.dropped, "sentence": self.sentence}
+        if self.stop is None:  # It goes on in the next round.
+            document |= {
+                "row": json_form(self.row, as_text=True), "num_start": self.num_start,
+                "open_turn": self.open_turn}
+        return document
+
+
+def _span(start: int, stop: int) -> dict[str, Any]:
+    return {"start": start, "stop": stop, "rewards": {}, "seconds": 0.0}
+
 
 class Rollouts(Conversation):
-    """The rollouts of one replica in one generation."""
+    """The rollouts of one replica in one generation, or in one round of it.
+
+    A rollout that a round leaves unfinished goes on in the next one. If this process has its environment, as
+    it usually has, nothing more is needed. Otherwise the run has been resumed, or the sample is on another
+    rank now: then a new environment is started, and told again what the model has said so far. If it answers
+    otherwise than is recorded, the rollout ends with `replay_differs`.
+    """
 
     def __init__(
-        self, environment: Environment, workers: EnvironmentWorkers, template: Template,
-        *, max_new_tokens: int, num_positions: int | None,
+        self, environment: Environment, pool: WorkerPool, template: Template, settings: TurnSettings
     ) -> None:
         self._environment = environment
-        self._workers = workers
+        self._pool = pool
+        self._workers = pool.get(environment)
         self._template = template
-        self._max_new_tokens = max_new_tokens
-        self._num_positions = num_positions
+        self._settings = settings
         self._rollouts: dict[int, _Rollout] = {}
-        self._starting: set[int] = set()
-        self._starts: dict[int, list[int]] = {}
+        self._by_key: dict[int, _Rollout] = {}
+        self._not_started: dict[int, set[int]] = {}
+        """Group -> its samples whose environments have not started."""
         self._waiting: set[int] = set()
-        self._ready: list[NextTurn] = []
-        """What needs no environment, such as what is said about a wrong tool call."""
+        self._begun: list[Beginning] = []
+        self._followed: list[NextTurn] = []
+        self._to_tell: deque[tuple[_Rollout, list[int]]] = deque()
+        """Turns that are told again."""
         self._has_warned = False
+        self._num_answers = 0
+        self._seconds = 0.0
         self.end_token_ids = template.with_tools(())[0].end_token_ids
 
-    def begin(self, sample: int, row: Mapping[str, Any], seed: int) -> None:
+    @property
+    def num_samples(self) -> int:
+        return len(self._rollouts)
+
+    def begin(self, sample: int, row: Mapping[str, Any], seed: int, *, group: int) -> None:
         """Start the environment of a sample."""
-        self._rollouts[sample] = _Rollout(row, *self._template.with_tools(()))
-        self._starting.add(sample)
-        self._workers.start(sample, row, seed)
+        self._not_started.setdefault(group, set()).add(sample)
+        self._start_anew(sample, row, seed).group = group
+
+    def go_on(self, sample: int, tokens: list[int], document: dict[str, Any], seed: int) -> None:
+        """Continue a rollout of an earlier round, of which these are the tokens and what is recorded."""
+        live = self._pool.unfinished.pop(sample, None)
+        if live is not None and live.tokens == tokens:
+            self._add(live)
+            live.has_row = False
+            live.num_left_in_round = self._settings.budget
+            self._begin_row(live)
+            return
+        if live is not None:
+            self._workers.close(live.key)
+        rollout = self._start_anew(sample, document["row"], seed)
+        rollout.record = _Record(tokens, document["turns"], document["open_turn"], document["seconds"])
+        rollout.num_start = document["num_start"]
+
+    def _start_anew(self, sample: int, row: Mapping[str, Any], seed: int) -> _Rollout:
+        rollout = _Rollout(
+            sample, row, *self._template.with_tools(()), key=self._pool.new_key(),
+            num_left_in_round=self._settings.budget)
+        self._add(rollout)
+        self._workers.start(rollout.key, row, seed)
+        return rollout
+
+    def _add(self, rollout: _Rollout) -> None:
+        self._rollouts[rollout.sample] = rollout
+        self._by_key[rollout.key] = rollout
+        self._waiting.add(rollout.sample)
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences about what may surprise in the chat template."""
         return self._template.proof(uses_tools=False).notes
 
-    def starts(self) -> dict[int, list[int]]:
-        while self._starting:
-            for reply in self._workers.poll(None):
-                if reply.kind == "start":
-                    assert reply.start is not None
-                    self._start(reply.sample, reply.start, reply.seconds)
-                elif reply.kind == "end":
-                    self._fail(reply)
-                    self._give_up(reply.sample)
-        return {sample: self._starts[sample] for sample in self._rollouts}
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
-    def _start(self, sample: int, start: Start, seconds: float) -> None:
-        rollout = self._rollouts[sample]
+    @property
+    def method_seconds(self) -> tuple[float, int]:
+        return self._seconds, self._num_answers
+
+    def poll(self, timeout: float) -> Arrivals:
+        if not self._waiting:
+            return Arrivals()
+        deadline = time.monotonic() + timeout
+        while True:
+            has_arrived = bool(self._begun or self._followed)
+            left = 0.0 if has_arrived else max(0.0, deadline - time.monotonic())
+            for reply in self._workers.poll(left):
+                if (rollout := self._by_key.get(reply.sample)) is not None:
+                    self._take(rollout, reply)
+            while self._to_tell:
+                self._turn_ended(*self._to_tell.popleft())
+            if self._begun or self._followed or time.monotonic() >= deadline:
+                break
+        arrived = Arrivals(tuple(self._begun), tuple(self._followed))
+        self._begun = []
+        self._followed = []
+        self._waiting.difference_update(arrived.samples)
+        return arrived
+
+    def _take(self, rollout: _Rollout, reply: Reply) -> None:
+        """Take what an environment has answered."""
+        rollout.seconds += reply.seconds
+        self._seconds += reply.seconds
+        self._num_answers += 1
+        if reply.kind == "start":
+            assert reply.start is not None
+            self._started(rollout, reply.start)
+        elif reply.kind == "turn":
+            assert reply.turn is not None
+            rollout.note(reply.turn, reply.seconds)
+            if rollout.record is not None and self._differs(rollout, [], is_done=reply.turn.done):
+                return
+            if rollout.stop is not None or reply.turn.done:  # `finish` has answered, or it is done.
+                rollout.stop = rollout.stop or "done"
+                self._end(rollout)
+            else:
+                assert isinstance(reply.turn.messages, list)
+                self._observe(rollout, reply.turn.messages)
+        elif reply.kind == "end":
+            self._fail(rollout, reply)
+
+    def _started(self, rollout: _Rollout, start: Start) -> None:
         rollout.turns, rollout.parse = self._template.with_tools(list(start.tools))
         assert isinstance(start.messages, list)
         rollout.messages = list(start.messages)
-        rollout.seconds += seconds
         tokens = rollout.turns.start(rollout.messages)
-        if self._limit_after(tokens) < 1:
-            self._workers.close(sample)
+        limits = [self._environment.max_tokens]
+        if self._settings.num_positions is not None:
+            limits.append(self._settings.num_positions - len(tokens))
+        rollout.limit = min(limit for limit in limits if limit is not None)
+        if rollout.record is not None:
+            self._tell_next(rollout, tokens)
+            return
+        if rollout.limit < 1:
+            self._workers.close(rollout.key)
             rollout.stop = "context_full"
             rollout.dropped = True
-            self._give_up(sample)
+            self._give_up(rollout)
             return
-        self._set_start(sample, tokens, self._limit_after(tokens))
+        self._set_start(rollout, tokens)
 
-    def _give_up(self, sample: int) -> None:
+    def _give_up(self, rollout: _Rollout) -> None:
         """Let a sample without a start draw a single token, which nothing is learned from."""
-        rollout = self._rollouts[sample]
         try:
             messages = prompt_messages(rollout.row)
         except UserError:
             messages = [{"role": "user", "content": "-"}]
         tokens = rollout.turns.start(messages)
-        if self._num_positions is not None:
-            tokens = tokens[: self._num_positions - 1]
-        self._set_start(sample, tokens, 1)
+        if self._settings.num_positions is not None:
+            tokens = tokens[: self._settings.num_positions - 1]
+        rollout.limit = 1
+        self._set_start(rollout, tokens)
 
-    def _set_start(self, sample: int, tokens: list[int], limit: int) -> None:
-        rollout = self._rollouts[sample]
-        rollout.num_start = rollout.num_tokens = len(tokens)
+    def _set_start(self, rollout: _Rollout, tokens: list[int]) -> None:
+        """Let a group begin when all of its environments have started. Equal starts share their pages."""
+        rollout.num_start = len(tokens)
+        rollout.tokens = list(tokens)
         rollout.prefix = tokens
-        rollout.limit = limit
-        self._starts[sample] = tokens
-        self._starting.discard(sample)
+        assert rollout.group is not None
+        missing = self._not_started[rollout.group]
+        missing.discard(rollout.sample)
+        if missing:
+            return
+        ready = sorted(
+            (r for r in self._rollouts.values() if r.group == rollout.group and not r.has_row),
+            key=lambda r: r.sample)
+        together: dict[tuple[int, ...], list[_Rollout]] = {}
+        for member in ready:
+            together.setdefault((member.limit, *member.tokens), []).append(member)
+        for members in together.values():
+            self._begin_row(members[0], [member.sample for member in members])
+            for member in members:
+                member.has_row = True
 
-    def _limit_after(self, start: Sequence[int]) -> int:
-        """Return the most tokens that may follow a start."""
-        limits = [self._environment.max_tokens]
-        if self._num_positions is not None:
-            limits.append(self._num_positions - len(start))
-        return min(limit for limit in limits if limit is not None)
+    def _begin_row(self, rollout: _Rollout, samples: Sequence[int] = ()) -> None:
+        """Let the model go on with a row that is new to the generation, for this sample or for several."""
+        rollout.has_row = True
+        self._begun.append(Beginning(
+            list(samples) or [rollout.sample], [*rollout.tokens], self._limit(rollout), rollout.limit,
+            num_before=rollout.turn_start - rollout.num_start,
+            num_drawn=len(rollout.tokens) - rollout.turn_start))
 
-    def first_limit(self, sample: int) -> int:
-        return min(self._max_new_tokens, self._rollouts[sample].limit)
+    def _turn_limit(self, rollout: _Rollout) -> int:
+        """Return the most tokens of the turn in which the model is, or of the next one."""
+        after_start = rollout.turn_start - rollout.num_start
+        return min(self._settings.max_new_tokens, rollout.limit - after_start)
 
-    def most_response_tokens(self) -> int:
-        return max((rollout.limit for rollout in self._rollouts.values()), default=1)
+    def _limit(self, rollout: _Rollout) -> int:
+        """Return the most tokens that the model draws now; 0: it goes on in the next round, or not at all."""
+        if rollout.stop is not None and rollout.spans:
+            return 0
+        left = self._turn_limit(rollout) - (len(rollout.tokens) - rollout.turn_start)
+        in_round = rollout.num_left_in_round
+        return left if in_round is None else min(left, in_round)
 
-    def said(self, sample: int, tokens: list[int]) -> None:
+    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
         rollout = self._rollouts[sample]
         self._waiting.add(sample)
-        start = rollout.num_tokens
-        rollout.num_tokens += len(tokens)
-        rollout.last_token = tokens[-1]
-        rollout.spans.append({"start": start, "stop": rollout.num_tokens, "rewards": {}, "seconds": 0.0})
+        if rollout.num_left_in_round is not None:
+            rollout.num_left_in_round -= len(tokens)
+        whole = [*rollout.tokens[rollout.turn_start :], *tokens]
+        if finished or len(whole) == self._turn_limit(rollout):
+            del rollout.tokens[rollout.turn_start :]
+            self._turn_ended(rollout, whole)
+            return
+        rollout.open_turn = rollout.turn_start  # The round ends before the turn does.
+        rollout.tokens += tokens
+        self._followed.append(NextTurn(sample, []))
+
+    def _turn_ended(self, rollout: _Rollout, tokens: list[int]) -> None:
+        """Pass a turn of the model on to its environment."""
+        rollout.open_turn = None
+        start = len(rollout.tokens)
+        rollout.tokens += tokens
+        rollout.spans.append(_span(start, len(rollout.tokens)))
         if rollout.stop is not None:  # It has failed at its start.
-            self._ready.append(NextTurn(sample, []))
+            self._followed.append(NextTurn(rollout.sample, []))
             return
         text = rollout.turns.answer_text(tokens)
         answer = rollout.parse(text, prefix=rollout.turns.text(rollout.prefix), first_call=rollout.num_calls)
         rollout.num_calls += len(answer.message.get("tool_calls", ()))
         rollout.messages.append(answer.message)
         if answer.is_sound:
-            self._workers.step(sample, answer.message)
+            self._workers.step(rollout.key, answer.message)
         elif self._environment.on_parse_error == "end":
-            self._stop(sample, "parse_error")
+            self._stop(rollout, "parse_error")
         else:
-            self._observe(sample, answer.replies())
+            self._observe(rollout, answer.replies())
 
-    def poll(self, timeout: float) -> list[NextTurn]:
-        if not self._waiting:
-            return []
-        for reply in self._workers.poll(0.0 if self._ready else timeout):
-            rollout = self._rollouts.get(reply.sample)
-            if rollout is None:
-                continue
-            rollout.seconds += reply.seconds
-            if reply.kind == "turn":
-                assert reply.turn is not None
-                rollout.note(reply.turn, reply.seconds)
-                if rollout.stop is not None or reply.turn.done:  # `finish` has answered, or it is done.
-                    rollout.stop = rollout.stop or "done"
-                    self._end(reply.sample)
-                else:
-                    assert isinstance(reply.turn.messages, list)
-                    self._observe(reply.sample, reply.turn.messages)
-            elif reply.kind == "end":
-                self._fail(reply)
-                self._end(reply.sample)
-        arrived = self._ready
-        self._ready = []
-        self._waiting -= {turn.sample for turn in arrived}
-        return arrived
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def _observe(self, sample: int, messages: list[ChatMessage]) -> None:
+    def _observe(self, rollout: _Rollout, messages: list[ChatMessage]) -> None:
         """Continue a rollout with messages of its environment, or stop it if it has reached a limit."""
-        rollout = self._rollouts[sample]
         if len(rollout.spans) >= self._environment.max_turns:
-            self._stop(sample, "max_turns")
+            self._stop(rollout, "max_turns")
             return
         tokens = rollout.turns.observation(
-            messages, answer=rollout.messages[-1], last_token=rollout.last_token)
+            messages, answer=rollout.messages[-1], last_token=rollout.tokens[-1])
         if rollout.num_left <= len(tokens):
             own_limit = self._environment.max_tokens
-            self._stop(sample, "max_tokens" if rollout.limit == own_limit else "context_full")
+            self._stop(rollout, "max_tokens" if rollout.limit == own_limit else "context_full")
             return
         rollout.messages += messages
-        rollout.num_tokens += len(tokens)
+        if rollout.record is not None:
+            self._tell_next(rollout, tokens)
+            return
+        rollout.tokens += tokens
         rollout.prefix = tokens
-        self._ready.append(NextTurn(sample, tokens, min(self._max_new_tokens, rollout.num_left)))
+        self._followed.append(NextTurn(rollout.sample, tokens, self._limit(rollout)))
 
-    def _stop(self, sample: int, reason: StopReason) -> None:
+    def _tell_next(self, rollout: _Rollout, tokens: list[int]) -> None:
+        """Go on telling again: after these tokens comes a recorded turn, or the end of the record."""
+        record = rollout.record
+        assert record is not None
+        if self._differs(rollout, tokens):
+            return
+        rollout.tokens += tokens
+        rollout.prefix = tokens
+        number = len(rollout.spans)
+        if number < len(record.turns):
+            turn = record.turns[number]
+            self._to_tell.append((rollout, record.tokens[turn["start"] : turn["stop"]]))
+            return
+        rollout.seconds = record.seconds
+        rollout.tokens = list(record.tokens)
+        rollout.spans = record.turns
+        rollout.open_turn = record.open_turn
+        rollout.record = None
+        self._begin_row(rollout)
+
+    def _differs(self, rollout: _Rollout, tokens: list[int], *, is_done: bool = False) -> bool:
+        """Return whether an environment has answered otherwise than is recorded, and end its rollout then."""
+        record = rollout.record
+        assert record is not None
+        number = len(rollout.spans)
+        start = len(rollout.tokens)
+        stop = record.turns[number]["start"] if number < len(record.turns) else record.open_turn
+        recorded = record.tokens[start : len(record.tokens) if stop is None else stop]
+        what = ""
+        if is_done:
+            what = "is done, and was not"
+        elif tokens and tokens != recorded:
+            now, before = (shown(rollout.turns.text(answer)) for answer in (tokens, recorded))
+            what = f"has answered {now}, and before {before}"
+        elif number and rollout.spans[-1]["rewards"] != record.turns[number - 1]["rewards"]:
+            now, before = rollout.spans[-1]["rewards"], record.turns[number - 1]["rewards"]
+            what = f"has given the rewards {now}, and before {before}"
+        if not what:
+            return False
+        self._workers.close(rollout.key)
+        self._end_badly(rollout, "replay_differs", (
+            f"it was started again and told what the model had said, and {what} (turn {number}): "
+            "its steps must follow from the row, the seed and the messages"))
+        return True
+
+    def _stop(self, rollout: _Rollout, reason: StopReason) -> None:
         """Stop a rollout before its environment is done, which may still give a reward."""
-        self._rollouts[sample].stop = reason
-        self._workers.finish(sample, reason)
+        if rollout.record is not None:
+            self._differs(rollout, [], is_done=True)
+            return
+        rollout.stop = reason
+        self._workers.finish(rollout.key, reason)
 
-    def _fail(self, reply: Reply) -> None:
-        """Note that an environment has failed. Raises UserError if that ends the run."""
+    def _fail(self, rollout: _Rollout, reply: Reply) -> None:
+        """Note that an environment has failed."""
         assert reply.stop is not None
-        rollout = self._rollouts[reply.sample]
-        rollout.stop = reply.stop
-        rollout.sentence = reply.sentence
-        what = f"the environment of sample {reply.sample} has ended with {reply.stop}: {reply.sentence}"
+        self._end_badly(rollout, reply.stop, reply.sentence)
+
+    def _end_badly(self, rollout: _Rollout, stop: StopReason, sentence: str) -> None:
+        """End a rollout whose environment has failed. Raises UserError if that ends the run."""
+        rollout.stop = stop
+        rollout.sentence = sentence
+        what = f"the environment of sample {rollout.sample} has ended with {stop}: {sentence}"
         on_failure = self._environment.on_failure
         if on_failure == "stop":
             raise UserError(f"{what} (environment.on_failure is 'stop')")
-        rollout.dropped = reply.stop in FAILURES and on_failure == "drop"
+        rollout.dropped = stop in FAILURES and on_failure == "drop"
         if not self._has_warned:
             self._has_warned = True
             then = "it is dropped with its group" if rollout.dropped else "it has the rewards so far"
             warn(f"{what}; {then}")
+        if rollout.record is not None:
+            rollout.give_up_replay()
+        if not rollout.tokens:
+            self._give_up(rollout)
+        else:
+            self._end(rollout)
 
-    def _end(self, sample: int) -> None:
-        self._ready.append(NextTurn(sample, []))
+    def _end(self, rollout: _Rollout) -> None:
+        if rollout.has_row:
+            self._followed.append(NextTurn(rollout.sample, []))
+        else:
+            self._begin_row(rollout)
 
     def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
         rollouts = [self._rollouts[sample] for sample in samples]
-        documents = []
-        for rollout in rollouts:
-            assert rollout.stop is not None, "all rollouts have ended"
-            documents.append({
-                "turns": rollout.spans, "stop": rollout.stop, "messages": rollout.messages,
-                "metrics": {name: fmean(values) for name, values in rollout.metrics.items()},
-                "seconds": rollout.seconds, "dropped": rollout.dropped, "sentence": rollout.sentence})
+        unfinished = {rollout.sample: rollout for rollout in rollouts if rollout.stop is None}
+        assert self._settings.budget is not None or not unfinished, "all rollouts have ended"
+        self._pool.unfinished |= unfinished
+        documents = [rollout.as_document() for rollout in rollouts]
         return documents, [rollout.stop in ("done", "max_turns") for rollout in rollouts]
 
 
-def play(calls: EnvironmentCalls, row: Mapping[str, Any], said: str, **settings: Any) -> dict[str, Any]:
-    """Return a rollout in which a stub always says the same text; `settings` are those of `begin`."""
-    rollouts = calls.begin({0: row}, **settings)
+def play(
+    calls: EnvironmentCalls, row: Mapping[str, Any], said: str, settings: TurnSettings
+) -> dict[str, Any]:
+    """Return a rollout in which a stub always says the same text."""
+    rollouts = calls.begin({0: row}, settings)
     (end,) = sorted(rollouts.end_token_ids)[:1]
     tokens = [*LightTokenizer(calls.tokenizer).encode(said, add_special_tokens=False), end]
-    limit = rollouts.starts()[0] and rollouts.first_limit(0)
-    while limit:
-        rollouts.said(0, tokens[:limit])
-        while rollouts.num_waiting:
-            limit = next((turn.limit for turn in rollouts.poll(1.0)), limit)
+    while rollouts.num_waiting:
+        arrived = rollouts.poll(1.0)
+        limits = [group.limit for group in arrived.begun] + [turn.limit for turn in arrived.followed]
+        for limit in filter(None, limits):
+            rollouts.said(0, tokens[:limit], finished=len(tokens) <= limit)
     (rollout,), _ = rollouts.results([0])
     return rollout | {"notes": rollouts.notes()}
 

@@ -46,7 +46,7 @@ class GenerationLimits:
     ) -> None:
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
-        `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`;
+        `budget` tokens (None: as many as `work` allows). A cache that rests has a `fixed_block_size`;
         blocks of a paged cache have a multiple of `page_tokens`. `most_response` are the most tokens of a
         response in turns, for which the caller has seen to the model's positions."""
         self._is_in_turns = most_response is not None
@@ -87,6 +87,11 @@ class GenerationLimits:
             return count
         return min(count, max(self._least, self._cache_bytes // self.num_cohorts // self.block_bytes))
 
+    def admit(self, longest: int) -> None:
+        """Take a sample of so many tokens into account. Raises UserError if it cannot fit in the cache."""
+        self._longest = max(self._longest, longest)
+        self.check(None)
+
     def check(self, num_positions: int | None) -> None:
         """Raise UserError if a sample cannot fit in the model's positions or in the cache."""
         if not self._is_in_turns:
@@ -101,10 +106,9 @@ class GenerationLimits:
 
 
 class CacheSizes:
-    """The sizes of a cohort's cache and tables, large enough that each of these prompts can run."""
+    """The sizes of a cohort's cache and tables, large enough that prompts of these sizes can run."""
 
-    def __init__(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> None:
-        sizes = [group.size for group in groups]
+    def __init__(self, sizes: Sequence[Size], limits: GenerationLimits) -> None:
         self.block_size = limits.block_size
         num_samples = sum(size.num_samples for size in sizes)
         self.num_slots = min(-(-limits.work.max_rows // limits.num_cohorts), num_samples)

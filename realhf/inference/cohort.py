@@ -4,17 +4,18 @@ All ranks of a replica execute the scheduler's steps in lockstep (continuous bat
 later pipeline stages. Tokens flow back to earlier ones, from host to host: on NCCL they would have to wait
 for hidden states of other cohorts, whose senders may wait for them (docs/reallocation.md).
 
-On the paged path, without a pipeline, a step starts before the host has read the tokens of the step before.
-The scheduler then learns in two parts which samples have ended. Say that samples 7 and 8 decode in step 1, in
-which 8 gets as many tokens as it may have, and 7 draws its end-of-sequence token. The next `advance` calls
+Every step is started, then counted, then read. Counting needs no tokens: it gives each sample of the step one
+token more, and stops those that have the most tokens that they may get now. Reading waits for the tokens, and
+stops the samples that end with theirs. On the paged path, without a pipeline, the next step starts before the
+last one has been read. Say that samples 7 and 8 decode in step 1, in which 8 gets as many tokens as it may
+have, and 7 draws its end-of-sequence token. The next `advance` calls
 
-- `_receive(step 1)`, which counts a token for 7 and for 8, and reads neither. By its count, 8 has ended, so
-  the scheduler's `update([False, True])` frees its slot.
-- `_compute(step 2)`, in which 7 decodes again, and gets a token that nobody will read.
-- `_read_late(step 1)`, which waits for the tokens and finds that 7 has ended. The scheduler's `end({7})`
-  frees its slot, and step 2 notes 7 in `ended_before`, so that the next `_receive` counts no token for it.
+- `_count(step 1)`: the scheduler's `count([False, True])` frees the slot of 8.
+- `_start(step 2)`, in which 7 decodes again, and gets a token that nobody will read.
+- `_read(step 1)`: 7 has ended. The scheduler's `end({7})` frees its slot, and step 2 notes 7 in
+  `ended_before`, so that the next `_count` counts no token for it.
 
-If a later round may continue 8, `update` parks it instead: 8 leaves its slot and keeps its blocks. Should its
+If a later round may continue 8, `count` parks it instead: 8 leaves its slot and keeps its blocks. Should its
 token turn out to be an end, too, `end({7, 8})` releases them.
 """
 
@@ -29,19 +30,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.calls import NextTurn
+from realhf.calls import Beginning, NextTurn
 from realhf.devices.pinned import Download, upload
 from realhf.distributed.group import Pending
 from realhf.inference.cache_memory import CacheSizes, GenerationLimits
 from realhf.inference.cpu_decoding import DecodingSteps, cpu_segments
 from realhf.inference.forward_batch import ChunkPages, chunk_pages, paged_chunks, paged_rows, prefill
-from realhf.inference.kv_cache import BlockManager, Flags, RowPages
+from realhf.inference.kv_cache import BlockManager, RowPages
 from realhf.inference.page_pool import DecodeGraphs, PagePool
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.response_buffer import PromptGroup, ResponseBuffer
-from realhf.inference.rounds import KeptCache
+from realhf.inference.response_buffer import PromptGroup, ResponseBuffer, Size
+from realhf.inference.rounds import RestingCache
 from realhf.inference.sampling import for_vocabulary, sample
 from realhf.inference.scheduler import DecodeWindows, Prompt, Scheduler, Step
+from realhf.models.kv_blocks import num_blocks
 from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 
@@ -74,6 +76,7 @@ class _StartedStep:
     at: tuple[torch.Tensor, torch.Tensor]  # Where the buffer keeps the tokens and log-probs.
     drawn_S: torch.Tensor  # On the last stage: the token of each of the step's samples.
     download: Download  # The same tokens on the host.
+    is_read: bool = False
     ended_before: set[int] = field(default_factory=set)
     """Samples that had ended before the step, as has been found out since."""
 
@@ -84,37 +87,47 @@ class _StartedStep:
         return [sample for sample in self.step.samples if sample not in self.ended_before]
 
 
+class EndedTurn(NamedTuple):
+    """A turn of a sample that is `finished`, or has as many tokens as it may get now."""
+
+    sample: int
+    tokens: list[int]
+    finished: bool
+
+
 class Cohort:
     """Samples that share pages and slots in one round.
 
-    With `kept_cache`, the unfinished samples of the round before go on from their cached tokens, all new
+    With a `resting` cache, the unfinished samples of the round before go on from their cached tokens, all new
     groups begin here, and their pages stay leased.
 
-    With `turn_ends`, samples are answered in turns, which these tokens end. A sample whose turn has ended
-    parks, `ended_turns` tells so, and `go_on` continues or ends it. In the buffer each turn is a sample of
-    its own.
+    With `turn_ends`, samples are answered in turns, which these tokens end. They come by `begin`; their
+    sizes, as far as they are known, are `expected`. A sample whose turn has ended parks, `ended_turns` tells
+    so, and `go_on` continues or ends it. In the buffer each turn is a row of its own.
     """
 
     def __init__(
         self, model: Transformer, limits: GenerationLimits, groups: Sequence[PromptGroup],
-        *, queue: PromptQueue, seed: int, pool: PagePool, kept_cache: KeptCache | None = None,
-        turn_ends: Collection[int] | None = None,
+        *, queue: PromptQueue, seed: int, pool: PagePool, resting: RestingCache | None = None,
+        turn_ends: Collection[int] | None = None, expected: Sequence[Size] = (),
     ) -> None:
-        self.sizes = CacheSizes(groups, limits)
-        num_first = self.sizes.num_at_once(groups) if kept_cache is None else len(groups)
+        self._expected = expected
+        self.sizes = CacheSizes([*(group.size for group in groups), *expected], limits)
+        num_first = self.sizes.num_at_once(groups) if resting is None else len(groups)
         self._first_groups = groups[:num_first]
         self.rest = groups[num_first:]
         """The groups that have to wait in the queue."""
         self._model = model
         self._limits = limits
         self._pool = pool
-        self._kept = kept_cache
+        self._resting = resting
         self._parallel = model.groups
         self._device = model.flat.device
         self._queue = queue
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
-        num_parked = 0 if kept_cache is None else len(kept_cache.rows)
-        capacity = sum(len(group.ids) for group in groups) + num_parked
+        num_returning = 0 if resting is None else len(resting.rows)
+        capacity = sum(len(group.ids) for group in groups) + num_returning
+        capacity += sum(size.num_samples for size in expected)
         self.buffer = ResponseBuffer(
             capacity, work=limits.work, seed=seed, device=self._device,
             eos_ids=model.config.eos_token_ids if turn_ends is None else sorted(turn_ends),
@@ -124,6 +137,8 @@ class Cohort:
         self._is_ahead = (
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
         self._upload = StepUpload(self._device)
+        self.num_computed = 0
+        """Tokens that have passed through this stage."""
         self._last: _StartedStep | None = None
         self._windows = DecodeWindows(self._parallel.ep_control)
         self._sent: list[Pending] = []
@@ -132,36 +147,38 @@ class Cohort:
         self._in_turns = turn_ends is not None
         self._newly_ended: list[int] = []
         """Turns that have ended, by their numbers in the buffer, of which `ended_turns` has not told."""
-        self._turn_of: dict[int, int] = {}
-        """Sample -> its last turn, by its number in the buffer."""
+        self._row_of: dict[int, int] = {}
+        """Sample -> the row of its last turn, by its number in the buffer."""
+        self.peers_wait = False
+        """Whether samples of some rank of the ep group wait for environments, as it has last agreed."""
 
     def start(self, waiting: Sequence[PromptGroup]) -> None:
         """Lease pages and make the scheduler for as many rows as may run at once, within the budget.
 
         Any of the groups that are `waiting` may come out of the queue.
         """
-        rows = [] if self._kept is None else self._kept.rows
+        rows = [] if self._resting is None else self._resting.rows
         possible = [*(row.group for row in rows), *self._first_groups, *waiting]
-        if not possible and self._parallel.ep.size == 1:
+        if not (possible or self._expected) and self._parallel.ep.size == 1:
             return
-        sizes = CacheSizes(possible, self._limits)
-        if self._kept is None:
+        sizes = CacheSizes([*(group.size for group in possible), *self._expected], self._limits)
+        if self._resting is None:
             self._leased = self._pool.lease(sizes.num_blocks, page_size=sizes.block_size)
             blocks = BlockManager(self._leased)
         else:
-            self._kept.make_room(self._first_groups, self._limits)
-            blocks = self._kept.blocks
+            self._resting.make_room(self._first_groups, self._limits)
+            blocks = self._resting.blocks
         self._tables = sizes.tables(self._pool.cache.num_blocks)
         self._decoding = DecodingSteps(self._tables)
         self._row_pages = self._pool.table_width(self._tables.blocks_per_row)
-        parked = [row.continue_in(self.buffer) for row in rows]
-        self.buffer.set_last_tokens([row.sample for row in parked])
+        returning = [row.continue_in(self.buffer) for row in rows]
+        self.buffer.set_last_tokens([row.sample for row in returning])
         prompts = [self.buffer.add(group) for group in self._first_groups]
         self._scheduler = Scheduler(
             prompts, tables=self._tables,
             history=self.buffer.history, prefill_tokens=self._limits.work.prefill_tokens,
-            restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked,
-            gives_up=self._in_turns)
+            restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks,
+            returning=returning, may_go_on=self._may_go_on, takes_from_parked=self._in_turns)
 
     @cached_property
     def _graphs(self) -> DecodeGraphs | None:
@@ -172,55 +189,93 @@ class Cohort:
         group = self._queue.take()
         return None if group is None else self.buffer.add(group)
 
-    def ended_turns(self) -> list[tuple[int, list[int]]]:
-        """Return each sample whose turn has ended since the last call, with the tokens of the turn."""
-        ended = []
-        for number in self._newly_ended:
-            sample = int(self.buffer.ids[number])
-            self._turn_of[sample] = number
-            ended.append((sample, self.buffer.tokens[number, 1 : 1 + self.buffer.lengths[number]].tolist()))
+    def begin(self, group: Beginning) -> None:
+        """Add samples that have a start now, or go on from an earlier round."""
+        assert self._scheduler is not None
+        self._make_room(group.num_start + group.most)
+        prompt = self.buffer.add(PromptGroup(
+            group.tokens, group.samples, group.num_drawn, group.num_drawn + group.limit, group.num_before))
+        self._row_of |= zip(group.samples, prompt.samples, strict=True)
+        if group.limit:
+            self._scheduler.add(prompt)
+
+    def go_on(self, turn: NextTurn) -> None:
+        """Continue a sample whose turn has ended with an environment's tokens, or end it."""
+        assert self._scheduler is not None
+        number = self._row_of[turn.sample]
+        if not turn.limit:
+            self._scheduler.drop(number)
+        if not (turn.limit or turn.tokens):
+            return
+        buffer = self.buffer
+        num_before = int(buffer.num_before[number] + buffer.num_drawn[number] + buffer.lengths[number])
+        prompt = buffer.add(PromptGroup(
+            [*buffer.history(number), *turn.tokens], [turn.sample], limit=turn.limit,
+            num_before=num_before + len(turn.tokens)))
+        (self._row_of[turn.sample],) = prompt.samples
+        if turn.limit:
+            self._scheduler.go_on(prompt, number)
+
+    def ended_turns(self) -> list[EndedTurn]:
+        """Return the turns that have ended since the last call."""
+        ended = [
+            EndedTurn(
+                int(self.buffer.ids[number]),
+                self.buffer.tokens[number, 1 : 1 + self.buffer.lengths[number]].tolist(),
+                bool(self.buffer.finished[number]))
+            for number in self._newly_ended]
         self._newly_ended = []
         return ended
 
-    def go_on(self, following: NextTurn) -> bool:
-        """Continue a sample with an environment's tokens, or end it; return whether it is of this cohort."""
-        if following.sample not in self._turn_of:
-            return False
-        number = self._turn_of.pop(following.sample)
+    def _make_room(self, longest: int) -> None:
+        """Widen the tables for rows of so many tokens, and lease the pages of one. Raises UserError if there
+        may not be so many."""
         assert self._scheduler is not None
-        if not following.tokens:
-            self._scheduler.drop(number)
-            return True
-        num_before = int(self.buffer.num_before[number] + self.buffer.lengths[number])
-        group = PromptGroup(
-            [*self.buffer.history(number), *following.tokens], [following.sample], limit=following.limit,
-            num_before=num_before + len(following.tokens))
-        self._scheduler.go_on(self.buffer.add(group), number)
-        return True
+        needed = num_blocks(longest, self._tables.block_size)
+        if needed <= self._tables.blocks_per_row:
+            return
+        self._limits.admit(longest)
+        lacking = needed + 1 - self._scheduler.blocks.num_blocks
+        if lacking > 0:
+            pages = self._pool.lease(lacking, page_size=self._tables.block_size)
+            self._leased += pages
+            self._scheduler.blocks.grow(pages)
+        self._tables.widen(needed, num_blocks=self._pool.cache.num_blocks)
+        self._row_pages = self._pool.table_width(needed)
+        vars(self).pop("_graphs", None)
 
-    def advance(self) -> bool:
-        """Start the next step, and read the tokens of the step before; return whether there was a next one.
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks that run other samples take part in its steps."""
+        return self._parallel.ep.size > 1
 
-        The messages of a step are in flight until the next call.
+    def advance(self, *, waits: bool = False) -> bool:
+        """Start the next step, and read the tokens of the step before; return whether there was a next one,
+        on this rank or on another one of its ep group.
+
+        The messages of a step are in flight until the next call. The rank `waits` if environments of samples
+        are at work.
         """
         if self._scheduler is None:
             return False
         self._wait_for_sent()
         last = self._last
-        is_read = last is None or self._receive(last)
-        if not is_read and (self._scheduler.may_reclaim or self._scheduler.is_idle):
-            assert last is not None
-            self._read_late(last, following=None)
-            is_read = True
-        step = self._windows.next_step(self._scheduler, self.buffer, num_pages=self._row_pages)
+        if last is not None:
+            self._receive(last)
+            self._count(last)
+            if not self._is_ahead or self._scheduler.may_reclaim or self._scheduler.is_idle:
+                self._read(last, following=None)
+        step = self._windows.next_step(
+            self._scheduler, self.buffer, num_pages=self._row_pages, waits=waits or bool(self._newly_ended))
         is_running = self._windows.now.num_steps > 0
+        self.peers_wait = self._windows.now.waits
         self._last = None
         if step is not None:
-            self._last = self._compute(step)
+            self._last = self._start(step)
         elif is_running:  # Another rank of the ep group has a step.
             self._pass(Step([], [], []), NO_INPUTS)
-        if not is_read and last is not None:
-            self._read_late(last, following=self._last)
+        if last is not None and not last.is_read:
+            self._read(last, following=self._last)
         if not is_running and not self._in_turns:
             self.finish()
         return is_running
@@ -231,17 +286,16 @@ class Cohort:
         self._sent = []
 
     def finish(self) -> None:
-        """Keep the unfinished rows of the round, or give the pages back."""
+        """Leave the parked rows for the next round, or give the pages back."""
         self._wait_for_sent()
-        if self._scheduler is not None and self._kept is not None:
-            self._kept.keep(self._scheduler.parked, self.buffer)
+        if self._scheduler is not None and self._resting is not None:
+            self._resting.take_over(self._scheduler.parked, self.buffer)
         self._pool.give_back(self._leased)
         self._leased = []
         self._scheduler = None
 
-    def _receive(self, last: _StartedStep) -> bool:
-        """Take over the tokens of the last step, and tell the scheduler which samples have ended, as far as
-        the host knows; return whether it knows all."""
+    def _receive(self, last: _StartedStep) -> None:
+        """Receive the tokens of the last step from the last stage, or send them to earlier ones."""
         if not self._parallel.is_last_stage:
             tokens_S = torch.empty(len(last.step.samples), dtype=torch.long)
             self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, tokens_S)])
@@ -250,52 +304,46 @@ class Cohort:
         elif not last.download.is_here:
             self._send_back(last)
         self.buffer.tokens[last.at] = last.drawn_S
+
+    def _count(self, last: _StartedStep) -> None:
+        """Stop the samples that have the most tokens of the round, or of their turn."""
         live = last.live_samples()
-        has_ended = self.buffer.count(live)
-        if not self._is_ahead:
-            has_ended |= self._finished(last, live)
-        stopped = np.array(live, np.int64)[has_ended]
+        stopped = self.buffer.count(live)
         if last.ended_before:  # The scheduler knows that these have ended.
-            has_ended = np.isin(last.step.samples, [*last.ended_before, *stopped.tolist()])
+            numbers = np.array(live, np.int64)[stopped].tolist()
+            stopped = np.isin(last.step.samples, [*last.ended_before, *numbers])
         assert self._scheduler is not None
-        self._copy(self._scheduler.update(has_ended, parks=self._parks(stopped.tolist())))
-        return not self._is_ahead
+        self._copy(self._scheduler.count(stopped))
 
-    def _read_late(self, last: _StartedStep, *, following: _StartedStep | None) -> None:
-        """End the samples whose tokens of the last step say so; the `following` step may have begun."""
+    def _read(self, last: _StartedStep, *, following: _StartedStep | None) -> None:
+        """Stop the samples that end with their tokens of the last step; the `following` step may have
+        started."""
         live = last.live_samples()
-        finished = np.array(live, np.int64)[self._finished(last, live)].tolist()
-        if following is not None:
-            following.ended_before |= set(finished)
-        if self._scheduler is not None:
-            self._copy(self._scheduler.end(
-                finished, parks=self._parks(finished), is_next_planned=following is not None))
-
-    def _finished(self, last: _StartedStep, live: Sequence[int]) -> Flags:
-        """Wait for the tokens of a step, and return which of its `live_samples` end with theirs, whatever
-        their limits are."""
         tokens_S = last.download.wait()
         if last.ended_before:
             tokens_S = tokens_S[~np.isin(last.step.samples, list(last.ended_before))]
         finished = self.buffer.finish(live, tokens_S)
+        numbers = np.array(live, np.int64)
         if self._in_turns:
             have_ended = finished | (self.buffer.lengths[live] >= self.buffer.limits(live))
-            self._newly_ended += np.array(live, np.int64)[have_ended].tolist()
-        return finished
+            self._newly_ended += numbers[have_ended].tolist()
+        ends = numbers[finished].tolist()
+        if following is not None:
+            following.ended_before |= set(ends)
+        assert self._scheduler is not None
+        self._copy(self._scheduler.end(ends, is_next_planned=following is not None))
+        last.is_read = True
 
-    def _parks(self, stopped: Collection[int]) -> set[int]:
-        """Return which of these samples keep their pages for later turns or rounds."""
-        if self._in_turns:
-            return set(stopped)
-        if self._kept is None:
-            return set()
-        return {sample for sample in stopped if self.buffer.may_go_on(sample)}
+    def _may_go_on(self, sample: int) -> bool:
+        """Return whether a sample that stops may get tokens in a later turn or round."""
+        return self._in_turns or (self._resting is not None and self.buffer.may_go_on(sample))
 
-    def _compute(self, step: Step) -> _StartedStep:
+    def _start(self, step: Step) -> _StartedStep:
         """Compute this stage's part of a step; on the last stage also sample."""
         insertions = self.buffer.insertions(step.samples) if self._parallel.is_last_stage else None
         processing = self.buffer.processing(step.samples)
         inputs = self._inputs(step)
+        self.num_computed += len(step.rows) + len(inputs.prompt_T)
         self._copy(step.copies)
         hidden = self._pass(step, inputs)
         at = (inputs.sample_S, inputs.column_S)

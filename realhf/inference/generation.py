@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from realhf.calls import Conversation, Generate
+from realhf.calls import Arrivals, Conversation, Generate
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
@@ -28,16 +28,21 @@ from realhf.inference.response_buffer import (
     Size,
     join_equal,
     output_columns,
+)
+from realhf.inference.rounds import RestingCache
+from realhf.inference.sampling import stream_seed
+from realhf.inference.turns import (
+    EnvironmentTime,
+    converse,
+    deal_sizes,
+    expected_sizes,
+    first_arrivals,
     turn_columns,
 )
-from realhf.inference.rounds import KeptCache
-from realhf.inference.sampling import stream_seed
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 
 _GIB = 1 << 30
-_WAIT_SECONDS = 1.0
-"""Longest wait for environments after which progress is reported again."""
 
 
 class PassBytes(Protocol):
@@ -50,21 +55,21 @@ class PassBytes(Protocol):
 class Generation:
     """The samples of one replica. All of its ranks call its methods alike.
 
-    Weights may change between two calls of `advance`. With `keeps`, the keys and values of unfinished samples
-    stay cached, and the next call continues these samples on the cohort on which they began. Without it,
+    Weights may change between two calls of `advance`. If its `cache_rests`, the keys and values of unfinished
+    samples stay cached, and the next call continues these samples on the cohort on which they began. If not,
     `take` hands unfinished samples over to the caller, who brings them back by `resume`; then all their
     tokens are computed again.
     """
 
     def __init__(
         self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, pass_bytes: PassBytes,
-        pool: PagePool | None = None, keeps: bool = False,
+        pool: PagePool | None = None, cache_rests: bool = False,
     ) -> None:
         """Each `stream` (the call's name) has its own random numbers. `limit` limits the KV cache unless
         `work` does; `pass_bytes` tells what it must leave free. The cache consists of pages of `pool`;
         without a pool, every cohort has a cache of its own. Raises UserError if the model cannot keep its
         cache."""
-        if keeps and model.rope_boundary is not None:
+        if cache_rests and model.rope_boundary is not None:
             raise UserError(
                 f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "
                 f"{model.rope_boundary} tokens: set it to 'recompute'")
@@ -76,17 +81,21 @@ class Generation:
         self._pool = pool
         self._new: list[PromptGroup] = []
         self._resumed: list[PromptGroup] = []
-        self._kept: list[KeptCache] | None = [] if keeps else None
+        self._resting: list[RestingCache] | None = [] if cache_rests else None
         """One cache for each cohort, once there are any."""
         self._block_size: int | None = None
         self._last_buffers: list[ResponseBuffer] = []
         self.cache_bytes = 0
         """Bytes of the keys and values for which the last round had blocks."""
+        self.environment_time: EnvironmentTime | None = None
+        """The time that environments took in the last round; None: it had none."""
+        self.num_computed = 0
+        """Tokens that have passed through this stage in the last round, those computed again included."""
 
     @property
-    def kept_bytes(self) -> int:
+    def resting_bytes(self) -> int:
         """Bytes of the caches that stay between rounds."""
-        return sum(cache.pool.num_bytes for cache in self._kept or [])
+        return sum(cache.pool.num_bytes for cache in self._resting or [])
 
     def submit(self, prompts: Sequence[PromptGroup]) -> None:
         """Add new samples, one in each group."""
@@ -97,8 +106,8 @@ class Generation:
         self._resumed += begun
 
     def release(self) -> None:
-        """Free the cache that is kept, and forget its samples."""
-        for cache in self._kept or []:
+        """Free the cache that rests, and forget its samples."""
+        for cache in self._resting or []:
             cache.release()
 
     def advance(
@@ -107,34 +116,43 @@ class Generation:
     ) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
-        In a `conversation`, a sample whose turn has ended parks until its environment has answered, while
-        others go on. All ranks of a replica get the same answers at the same time.
+        In a `conversation`, which knows the budget itself, samples come from there. One whose turn has ended
+        parks until its environment has answered, while others go on. All ranks of a replica get the same
+        answers at the same time.
 
         Raises UserError if a prompt is empty, or if a sample does not fit in the model's positions or in the
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
-        in a cache that is kept.
+        in a cache that rests.
         """
-        limits = self._agree_on_limits(queue, budget, conversation)
-        caches: Sequence[KeptCache | None] = [None] * limits.num_cohorts
-        if self._kept is None:
+        first = Arrivals()
+        expected: list[Size] = []
+        if conversation is not None:
+            first = first_arrivals(conversation, report, waits_for_all=self._work.deterministic)
+            expected = expected_sizes(first.begun, conversation.num_samples)
+        limits = self._agree_on_limits(
+            queue, budget, expected, most_response=max((group.most for group in first.begun), default=None))
+        caches: Sequence[RestingCache | None] = [None] * limits.num_cohorts
+        if self._resting is None:
             by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
         else:
-            self._kept = self._kept or [KeptCache(self._cohort_pool()) for _ in range(limits.num_cohorts)]
-            by_cohort = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
-            self._check_kept(by_cohort, limits)
-            caches = self._kept
+            if not self._resting:
+                self._resting = [RestingCache(self._cohort_pool()) for _ in range(limits.num_cohorts)]
+            by_cohort = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._resting])
+            self._check_resting(by_cohort, limits)
+            caches = self._resting
         num_own = sum(len(cache.rows) for cache in caches if cache is not None)
         num_own += len(self._new) + len(self._resumed)
+        expected_by_cohort = deal_sizes(expected, limits.num_cohorts)
         seed = stream_seed(self._work.seed, self._stream)
         with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
             cohorts = [
                 Cohort(
-                    self._model, limits, groups, queue=queue, seed=seed, kept_cache=cache,
-                    turn_ends=None if conversation is None else conversation.end_token_ids,
+                    self._model, limits, groups, queue=queue, seed=seed, resting=cache,
+                    turn_ends=None if conversation is None else conversation.end_token_ids, expected=sizes,
                     pool=self._cohort_pool() if cache is None else cache.pool)
-                for groups, cache in zip(by_cohort, caches, strict=True)]
+                for groups, cache, sizes in zip(by_cohort, caches, expected_by_cohort, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
-            if self._work.kv_cache_gib is None and self._kept is None:
+            if self._work.kv_cache_gib is None and self._resting is None:
                 self._limit.require_recorded(self._stream, self.cache_bytes)
                 self._limit.warn_once(
                     self._stream, taken=self.cache_bytes,
@@ -145,10 +163,12 @@ class Generation:
             if self._pool is not None and self._work.cuda_graphs:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
             if conversation is not None:
-                _converse(conversation, cohorts, report)
+                self.environment_time = converse(
+                    conversation, cohorts, first, report, waits_for_all=self._work.deterministic)
             while any([cohort.advance() for cohort in cohorts]):
                 report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
         self._last_buffers = [cohort.buffer for cohort in cohorts]
+        self.num_computed = sum(cohort.num_computed for cohort in cohorts)
         self._new = []
         self._resumed = []
 
@@ -166,12 +186,6 @@ class Generation:
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
         return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
-    def submit_starts(self, conversation: Conversation) -> None:
-        """Add new samples, whose environments say what they begin with."""
-        self._new += [
-            PromptGroup(tokens, [sample], limit=conversation.first_limit(sample))
-            for sample, tokens in conversation.starts().items()]
-
     def take_turns(self, conversation: Conversation) -> tuple[list[int], list]:
         """Return the same as `take` for samples that were answered in turns; the last column has what their
         environments have answered."""
@@ -184,7 +198,7 @@ class Generation:
         return ids, [*columns, torch.tensor(finished, dtype=self._model.wide), rollouts]
 
     def _agree_on_limits(
-        self, queue: PromptQueue, budget: int | None, conversation: Conversation | None
+        self, queue: PromptQueue, budget: int | None, expected: Sequence[Size], *, most_response: int | None
     ) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
 
@@ -192,35 +206,36 @@ class Generation:
         """
         model = self._model
         work = self._work
-        groups = [row.group for cache in self._kept or [] for row in cache.rows]
+        groups = [row.group for cache in self._resting or [] for row in cache.rows]
         groups += [*join_equal(self._resumed), *join_equal(self._new)]
-        sizes = agreed_sizes(groups, queue.gather)
+        sizes = [*agreed_sizes(groups, queue.gather), *expected]
         most = max(queue.gather(sum(len(group.ids) for group in groups)))
+        most += sum(size.num_samples for size in expected)
         cache_bytes = None
         if work.kv_cache_gib is None:
             cache_bytes = self._limit.agree(
                 lambda: self._pass_bytes(sizes, num_samples=most),
-                takes_all=work.takes_free_memory or self._kept is not None)
+                takes_all=work.takes_free_memory or self._resting is not None)
         pp = model.groups.layout.pp
         num_cohorts = pp if model.groups.ep.size > 1 else max(1, min(pp, most, work.max_rows))
-        if self._kept is not None:
+        if self._resting is not None:
             num_cohorts = min(pp, work.max_rows) if model.groups.ep.size == 1 else pp
         limits = GenerationLimits(
             sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts,
             cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size,
             page_tokens=None if self._pool is None else self._pool.page_tokens,
-            most_response=None if conversation is None else conversation.most_response_tokens())
+            most_response=most_response)
         if sizes:
             limits.check(model.config.num_positions)
         return limits
 
-    def _check_kept(self, by_cohort: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
+    def _check_resting(self, by_cohort: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
-        assert self._kept is not None
-        pairs = zip(self._kept, by_cohort, strict=True)
+        assert self._resting is not None
+        pairs = zip(self._resting, by_cohort, strict=True)
         needed = [cache.num_needed(groups, limits) for cache, groups in pairs]
         most = max(needed)
-        num_rows = sum(len(cache.rows) for cache in self._kept)
+        num_rows = sum(len(cache.rows) for cache in self._resting)
         num_rows += len(self._new) + len(self._resumed)
         gib = most * limits.num_cohorts * limits.block_bytes / _GIB if limits.affordable(most) < most else 0.0
         gib, num_rows = max(self._model.groups.replicas_control.all_gather_json((gib, num_rows)))
@@ -232,26 +247,6 @@ class Generation:
                 f"{self._stream}: cache_on_update is 'keep', and the {num_rows} unfinished samples of a rank "
                 f"need {1.01 * gib:.3g} GiB for their keys and values; {limit}")
         self._block_size = limits.block_size if any(needed) else self._block_size
-
-
-def _converse(conversation: Conversation, cohorts: Sequence[Cohort], report: Report) -> None:
-    """Run cohorts until all samples have ended, with what their environments answer meanwhile."""
-    is_running = True
-    num_ended = num_turns = 0
-    while is_running or conversation.num_waiting:
-        for following in conversation.poll(0.0 if is_running else _WAIT_SECONDS):
-            is_here = any(cohort.go_on(following) for cohort in cohorts)
-            assert is_here, f"sample {following.sample} does not wait here"
-            num_turns += 1
-            num_ended += not following.tokens
-        is_running = any([cohort.advance() for cohort in cohorts])
-        for cohort in cohorts:
-            for sample, tokens in cohort.ended_turns():
-                conversation.said(sample, tokens)
-        waiting = f"{conversation.num_waiting} wait for their environments"
-        report(f"{num_ended} samples of this rank have ended after {num_turns} turns, {waiting}")
-    for cohort in cohorts:
-        cohort.finish()
 
 
 def _split(

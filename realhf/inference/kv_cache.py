@@ -166,6 +166,12 @@ class BlockTables:
         self.num_changes = 0
         """How often a row has started, stopped or got a block."""
 
+    def widen(self, blocks_per_row: int, *, num_blocks: int) -> None:
+        """Let rows have so many blocks, of a cache that has perhaps got more."""
+        self.num_changes += 1
+        self.num_blocks = num_blocks
+        self.table = np.pad(self.table, ((0, 0), (0, blocks_per_row - self.blocks_per_row)))
+
     def start(
         self, slot: int, blocks: Sequence[int], *, length: int, num_shared: int = 0, ordinal: int = 0
     ) -> None:
@@ -233,7 +239,8 @@ class BlockTables:
         rows.position_B[:count] = lens
         rows.cache_position_B[:count] = cache_positions
         rows.lens_B[:count] = lens + 1
-        rows.table_BM[:count, : self.table.shape[1]] = self.table[slots]
+        width = min(num_pages, self.blocks_per_row)  # (Rows of a window are shorter than those that come.)
+        rows.table_BM[:count, :width] = self.table[slots, :width]
         return rows
 
 

@@ -298,35 +298,3 @@ def output_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> lis
         finished.append(torch.from_numpy(part.finished[:count]).to(floats))
     packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
     return [*packed, torch.cat(finished)]
-
-
-def turn_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> tuple[list[int], list]:
-    """Return the ids of samples that were answered in turns, and their sequences, response masks and
-    log-probs. A buffer has each turn as a sample of its own, in order; the mask is 1 on drawn tokens only."""
-    ids: list[int] = []
-    sequences, masks, logprobs = [], [], []
-    lengths: list[int] = []
-    for part in parts:
-        count = len(part.prompts)
-        drawn_RC, logprobs_RC = part.tokens[:count].cpu(), part.logprobs[:count].cpu()
-        turns: dict[int, list[int]] = {}
-        for number, i in enumerate(part.ids[:count].tolist()):
-            turns.setdefault(i, []).append(number)
-        for i, numbers in turns.items():
-            last = numbers[-1]
-            stop = 1 + int(part.lengths[last])
-            tokens_T = torch.cat([torch.tensor(part.prompts[last]), drawn_RC[last, 1:stop]])
-            mask_T = torch.zeros(len(tokens_T), dtype=wide)
-            logprobs_T = torch.zeros(len(tokens_T), dtype=wide)
-            for number in numbers:
-                start, length = len(part.prompts[number]), int(part.lengths[number])
-                mask_T[start : start + length] = 1
-                logprobs_T[start : start + length] = logprobs_RC[number, 1 : 1 + length].to(wide)
-            ids.append(i)
-            sequences.append(tokens_T)
-            masks.append(mask_T)
-            logprobs.append(logprobs_T)
-            lengths.append(len(tokens_T))
-    nothing = torch.zeros(0, dtype=wide)
-    columns = ([nothing.long(), *sequences], [nothing, *masks], [nothing, *logprobs])
-    return ids, [Packed(torch.cat(column), lengths) for column in columns]

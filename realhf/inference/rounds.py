@@ -2,12 +2,13 @@
 
 Round joins the results of a round with those of earlier ones. An unfinished sample has the columns of a
 finished one: its prompt ends at the first 1 of its response mask, and its tokens from there on have been
-drawn, or inserted, for it. KeptCache holds the keys and values of unfinished samples until they are
+drawn, or inserted, for it. A RestingCache holds the keys and values of unfinished samples until they are
 continued.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from realhf.calls import Generate, GenerateOutputs
 from realhf.data.batch import Batch, Packed
@@ -38,6 +39,11 @@ def _limits(samples: Batch, inputs: Sequence[str]) -> list[int | None]:
     return [*limits]
 
 
+def _limit_keys(call: FunctionCall) -> Sequence[str]:
+    """Return the key of the most tokens of each sample's response, if the call has one."""
+    return call.inputs[1:2] if call.work_as(Generate).environment is None else ()
+
+
 @dataclass(frozen=True)
 class Round:
     """One round of a generation. Weights may change between rounds, not in them.
@@ -53,10 +59,10 @@ class Round:
 
     @classmethod
     def of(cls, call: FunctionCall, unfinished: Batch | None, budget: int | None, version: int) -> "Round":
-        """Return a round of a call, whose columns alone are kept of the unfinished samples."""
+        """Return a round of a call, with the columns of the unfinished samples that it needs."""
         if unfinished is None or not unfinished.ids:
             return cls(Batch([]), budget, version)
-        limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+        limits = [key for key in _limit_keys(call) if key in unfinished.fields]
         return cls(unfinished.pick([*call.outputs, *limits]), budget, version)
 
     def __post_init__(self) -> None:
@@ -72,6 +78,18 @@ class Round:
         limits = _limits(self.unfinished, call.inputs)
         samples = zip(sequences, self.unfinished.ids, num_drawn, limits, strict=True)
         return [PromptGroup(tokens.tolist(), [i], *rest) for tokens, i, *rest in samples]
+
+    def rollouts(
+        self, call: FunctionCall, chosen: Sequence[int]
+    ) -> dict[int, tuple[list[int], dict[str, Any]]]:
+        """Return the tokens and the rollouts so far of unfinished samples, chosen by their places."""
+        if not self.unfinished.ids:
+            return {}
+        outputs = GenerateOutputs.of(call)
+        assert outputs.rollout is not None
+        sequences = self.unfinished[outputs.sequences].split()
+        rollouts = self.unfinished[outputs.rollout]
+        return {self.unfinished.ids[i]: (sequences[i].tolist(), rollouts[i]) for i in chosen}
 
     def after(self, earlier: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
@@ -100,13 +118,16 @@ class Round:
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = whole[outputs.mask].response_lengths().tolist()
-        most = self._most_drawn(call, made.ids, new)
-        flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
-        has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]
+        if outputs.rollout is not None:
+            has_ended = [rollout["stop"] is not None for rollout in whole[outputs.rollout]]
+        else:
+            num_drawn = whole[outputs.mask].response_lengths().tolist()
+            most = self._most_drawn(call, made.ids, new)
+            flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
+            has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]
         ended = whole.select([i for i, end in enumerate(has_ended) if end])
         unfinished = whole.select(going_on := [i for i, end in enumerate(has_ended) if not end])
-        for key in call.inputs[1:2]:
+        for key in _limit_keys(call):
             unfinished.fields[key] = [most[i] for i in going_on]
         return ended, unfinished
 
@@ -128,7 +149,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class KeptRow:
+class UnfinishedRow:
     """An unfinished sample with all of its tokens, and its blocks of the cache."""
 
     group: PromptGroup
@@ -139,19 +160,19 @@ class KeptRow:
         return replace(self.parked, sample=buffer.add(self.group).samples[0])
 
 
-class KeptCache:
-    """The pages of one cohort, and the rows whose pages it holds between rounds.
+class RestingCache:
+    """The pages of one cohort that stay leased between rounds, and the unfinished rows that have them.
 
     A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.rows: list[KeptRow] = []
+        self.rows: list[UnfinishedRow] = []
         self.blocks = BlockManager([])
 
     def num_needed(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> int:
-        """Return how many blocks suffice for the kept rows and new groups until all of them have ended."""
+        """Return how many blocks suffice for the unfinished rows and new groups until all have ended."""
         max_new = limits.work.sampling.max_new_tokens
         size = limits.block_size
         shared = {block for row in self.rows for block in row.parked.blocks[: row.parked.num_shared]}
@@ -178,7 +199,7 @@ class KeptCache:
         self.blocks = BlockManager([])
         self.rows = []
 
-    def keep(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
-        """Replace the rows of a round by those that it leaves unfinished."""
+    def take_over(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
+        """Replace the rows before a round by those that it leaves unfinished."""
         groups = buffer.as_groups([row.sample for row in parked])
-        self.rows = [KeptRow(group, row) for row, group in zip(parked, groups, strict=True)]
+        self.rows = [UnfinishedRow(group, row) for row, group in zip(parked, groups, strict=True)]

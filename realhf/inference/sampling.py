@@ -137,27 +137,27 @@ def sample(
         max_B = logits_BV.max(-1).values
         # All tokens of a shard may be forbidden, and then have minus infinity.
         processed_max_B = processed_max_B.clamp(min=torch.finfo(max_B.dtype).min)
-    kept_BV = processed_BV if greedy else _filter(
+    allowed_BV = processed_BV if greedy else _filter(
         processed_BV, processed_max_B, config, group=group, widest_shard=widest_shard)
-    cdf_BC = _chunk_sums(kept_BV, processed_max_B).cumsum(-1)
-    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
-    shard = _Shard(logits_BV, max_B, sum_B, kept_BV, processed_max_B, cdf_BC, best_B)
+    cdf_BC = _chunk_sums(allowed_BV, processed_max_B).cumsum(-1)
+    sum_B = cdf_BC[:, -1] if allowed_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    shard = _Shard(logits_BV, max_B, sum_B, allowed_BV, processed_max_B, cdf_BC, best_B)
     if group.size == 1:
         return _sample_whole(shard, None if greedy else uniform_B)
     return _sample_sharded(shard, None if greedy else uniform_B, vocab_start=vocab_start, group=group)
 
 
 class _Shard(NamedTuple):
-    """A rank's shard of the vocabulary: the model's logits at the temperature, and what is kept of them to
-    draw from, after processing and filters. Sums are those of exp(value - maximum of the shard)."""
+    """A rank's shard of the vocabulary: its logits at the temperature, and those of the allowed tokens,
+    which may be drawn after processing and filters. Sums are those of exp(value - maximum of the shard)."""
 
     logits_BV: Tensor
     max_B: Tensor
     sum_B: Tensor
-    kept_BV: Tensor
-    kept_max_B: Tensor
-    kept_cdf_BC: Tensor  # Cumulative sums, up to the end of each chunk of the vocabulary.
-    best_B: Tensor  # The token with the largest kept value, numbered within the shard like all tokens here.
+    allowed_BV: Tensor
+    allowed_max_B: Tensor
+    allowed_cdf_BC: Tensor  # Cumulative sums, up to the end of each chunk of the vocabulary.
+    best_B: Tensor  # The allowed token with the largest value, numbered within the shard.
 
     def chosen_logits(self, tokens_B: Tensor) -> Tensor:
         return self.logits_BV.gather(-1, tokens_B[:, None])[:, 0]
@@ -167,7 +167,7 @@ def _sample_whole(shard: _Shard, uniform_B: Tensor | None) -> tuple[Tensor, Tens
     """Return tokens and log-probs of a rank with the whole vocabulary; the best ones without `uniform_B`."""
     tokens_B = shard.best_B
     if uniform_B is not None:
-        tokens_B = _inverse_cdf(shard, uniform_B * shard.kept_cdf_BC[:, -1])
+        tokens_B = _inverse_cdf(shard, uniform_B * shard.allowed_cdf_BC[:, -1])
     return tokens_B, shard.chosen_logits(tokens_B).double().sub_(shard.max_B).sub_(shard.sum_B.log())
 
 
@@ -181,10 +181,11 @@ def _sample_sharded(
     """
     sums = _gather_sums(shard, group=group)
     if uniform_B is None:
-        owner_B = sums.kept_max_RB.argmax(0)
+        owner_B = sums.allowed_max_RB.argmax(0)
         local_B = shard.best_B
     else:
-        owner_B, inside_B = _in_shard(shard.kept_cdf_BC, sums.kept_mass_RB, uniform_B, index=group.index)
+        mass_RB = sums.allowed_mass_RB
+        owner_B, inside_B = _in_shard(shard.allowed_cdf_BC, mass_RB, uniform_B, index=group.index)
         local_B = _inverse_cdf(shard, inside_B)
     logprobs_B = shard.chosen_logits(local_B) - sums.log_total_B
     answer_2B = torch.stack([(local_B + vocab_start).to(logprobs_B.dtype), logprobs_B])
@@ -197,8 +198,8 @@ class _ShardSums(NamedTuple):
 
     max_RB: Tensor
     sum_RB: Tensor
-    kept_max_RB: Tensor
-    kept_sum_RB: Tensor
+    allowed_max_RB: Tensor
+    allowed_sum_RB: Tensor
 
     @property
     def log_total_B(self) -> Tensor:
@@ -207,14 +208,14 @@ class _ShardSums(NamedTuple):
         return top_B + (self.sum_RB * (self.max_RB - top_B).exp()).sum(0).log()
 
     @property
-    def kept_mass_RB(self) -> Tensor:
-        """The sums of what is kept, on one scale for all shards."""
-        return self.kept_sum_RB * (self.kept_max_RB - self.kept_max_RB.max(0).values).exp()
+    def allowed_mass_RB(self) -> Tensor:
+        """The sums of the allowed tokens, on one scale for all shards."""
+        return self.allowed_sum_RB * (self.allowed_max_RB - self.allowed_max_RB.max(0).values).exp()
 
 
 def _gather_sums(shard: _Shard, *, group: Group) -> _ShardSums:
     """Return the sums of all shards, gathered in one message."""
-    columns = (shard.max_B, shard.sum_B, shard.kept_max_B, shard.kept_cdf_BC[:, -1])
+    columns = (shard.max_B, shard.sum_B, shard.allowed_max_B, shard.allowed_cdf_BC[:, -1])
     sums_4B = torch.stack([column.to(shard.sum_B.dtype) for column in columns])
     return _ShardSums(*group.all_gather(sums_4B).unbind(1))
 
@@ -256,9 +257,9 @@ def _in_shard(cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int)
 
 def _inverse_cdf(shard: _Shard, inside_B: Tensor) -> Tensor:
     """Return the token of the shard at this value of its CDF: find the chunk first, then the token in it."""
-    logits_BV = shard.kept_BV
-    max_B = shard.kept_max_B
-    cdf_BC = shard.kept_cdf_BC
+    logits_BV = shard.allowed_BV
+    max_B = shard.allowed_max_B
+    cdf_BC = shard.allowed_cdf_BC
     if cdf_BC.shape[1] == 1:
         cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
         return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[:, 0]

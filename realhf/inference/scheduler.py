@@ -5,6 +5,15 @@ al. 2022). Rows get memory in blocks as they grow; when no block is left, the ne
 and is computed again later (vLLM, arXiv:2309.06180). All decisions depend on lengths alone, so that they
 are the same on every rank of a replica.
 
+| state of a sample | it waits for | its blocks |
+|---|---|---|
+| queued | its tokens to be computed, for the first time or again | none, or those that are cached already |
+| ready | a slot; its prompt is cached | those of its prompt, shared with other samples of this |
+| returning | a slot, in which it goes on where it was parked | its own |
+| running | nothing: it has a slot and decodes | its own, one more whenever they are full |
+| parked | its environment, or the next round | its own, unless they have been taken away |
+| ended | nothing | none |
+
 The ranks of an expert-parallel group decode different rows but pass through the experts together, so each
 takes part in the steps of the others. DecodeWindows has them agree on the number and the shapes of the next
 steps. Inside such a window they exchange no further messages about it: a rank without rows computes padding
@@ -134,17 +143,20 @@ class Scheduler:
         self, prompts: Iterable[Prompt], *, tables: BlockTables, prefill_tokens: int,
         history: Callable[[int], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
-        parked: Iterable[ParkedRow] = (), gives_up: bool = False,
+        returning: Iterable[ParkedRow] = (), may_go_on: Callable[[int], bool] = lambda sample: False,
+        takes_from_parked: bool = False,
     ) -> None:
         """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
         is called for another prompt, until it returns None.
 
-        `blocks` are those of a cache that is kept, in which the rows that were `parked` have their blocks;
-        None: all blocks are free. These rows go on first. There must then be enough blocks for all rows, as
-        those of parked rows are not taken away, unless they `gives_up`: then parked rows lose their blocks
-        before others do, and `go_on` has them computed again."""
-        self._queue = deque(prompts)
+        `blocks` are those of a cache that rests, in which the `returning` rows have their blocks; None: all
+        blocks are free. These rows go on first.
+
+        A sample that stops is parked if it `may_go_on`, and ends otherwise. Parked rows lose their blocks
+        before others do if the scheduler `takes_from_parked`; `go_on` then has them computed again.
+        Otherwise there must be enough blocks for all rows."""
+        self._queued = deque(prompts)
         self._more = more
         self._history = history
         self._prefill_tokens = prefill_tokens
@@ -152,14 +164,14 @@ class Scheduler:
         self.blocks = BlockManager(range(tables.num_blocks)) if blocks is None else blocks
         self._tables = tables
         self._ready: deque[Prompt] = deque()
-        """Cached prompts whose samples wait for slots."""
-        self._rows: dict[int, int] = {}
+        """Cached prompts, each with samples that are ready."""
+        self._running: dict[int, int] = {}
         """Slot -> sample, the newest last."""
         self._free_slots = list(range(tables.num_slots))[::-1]
-        self._resumed = deque(parked)
-        self._gives_up = gives_up
+        self._returning = deque(returning)
+        self._may_go_on = may_go_on
+        self._takes_from_parked = takes_from_parked
         self.parked: list[ParkedRow] = []
-        """Rows that keep their blocks after these steps."""
         self._last: Step | None = None
         self._last_slots: list[int] = []
         """The slots of the last step's rows."""
@@ -177,31 +189,35 @@ class Scheduler:
         copies = self._start_rows()
         self._grow()
         chunks = self._chunks() if prefills else []
-        if not self._rows and not chunks:
-            waits = self._queue or self._ready or self._resumed
+        if not self._running and not chunks:
+            waits = self._queued or self._ready or self._returning
             assert not (prefills and waits), "samples wait, but nobody can begin"
             return None
         self._last_slots = self._tables.running().tolist()
-        self._last = Step(copies, [self._rows[slot] for slot in self._last_slots], chunks)
+        self._last = Step(copies, [self._running[slot] for slot in self._last_slots], chunks)
         return self._last
 
     @property
     def is_idle(self) -> bool:
         """Whether no row runs and none can begin, but for those that are parked."""
-        return not (self._rows or self._queue or self._ready or self._resumed)
+        return not (self._running or self._queued or self._ready or self._returning)
+
+    def add(self, prompt: Prompt) -> None:
+        """Queue a further prompt."""
+        self._queued.append(prompt)
 
     def go_on(self, prompt: Prompt, sample: int) -> None:
-        """Queue what follows the turn of a `sample`, whose cached tokens need not be computed again if it is
-        parked still. It comes before prompts that have not begun."""
+        """Queue what follows the turn of a `sample`, whose cached tokens need not be computed again if it has
+        its blocks still. It comes before prompts that have not begun."""
         if (row := self._unpark(sample)) is not None:
             prompt.blocks = list(row.blocks)
             prompt.num_cached = row.num_cached
             prompt.num_shared = row.num_shared
             prompt.num_started = row.ordinal
-        place = next((i for i, other in enumerate(self._queue) if not other.follows), len(self._queue))
-        first_has_begun = self._queue and self._queue[0].blocks  # It then stays first.
+        place = next((i for i, other in enumerate(self._queued) if not other.follows), len(self._queued))
+        first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
         prompt.follows = True
-        self._queue.insert(max(place, int(bool(first_has_begun))), prompt)
+        self._queued.insert(max(place, int(bool(first_has_begun))), prompt)
 
     def drop(self, sample: int) -> None:
         """Release the blocks of a row that has been parked."""
@@ -209,7 +225,7 @@ class Scheduler:
             self.blocks.release(row.blocks)
 
     def _unpark(self, sample: int) -> ParkedRow | None:
-        """Remove a row from those that are parked; None: it has given its blocks up."""
+        """Remove a row from those that are parked; None: its blocks have been taken away."""
         row = next((row for row in self.parked if row.sample == sample), None)
         if row is not None:
             self.parked.remove(row)
@@ -219,7 +235,7 @@ class Scheduler:
     def prefilled_samples(self) -> list[int]:
         """The samples that run, or could run without a prompt being prefilled first."""
         waiting = [sample for prompt in self._ready for sample in prompt.waiting]
-        return [*self._rows.values(), *(row.sample for row in self._resumed), *waiting]
+        return [*self._running.values(), *(row.sample for row in self._returning), *waiting]
 
     @property
     def most_rows(self) -> int:
@@ -229,98 +245,88 @@ class Scheduler:
     @property
     def may_reclaim(self) -> bool:
         """Whether the next plan may have to take blocks away from a row or a prompt."""
-        starts = len(self._resumed) + sum(len(prompt.waiting) for prompt in self._ready)
+        starts = len(self._returning) + sum(len(prompt.waiting) for prompt in self._ready)
         # A row that starts takes one block at most: for a copied tail, or for its next token.
         wants = len(self._tables.full()) + min(starts, len(self._free_slots))
         return self.blocks.num_free < wants
 
-    def update(self, ended: Sequence[bool] | Flags, *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
-        """Record which of the last step's `samples` have got their last token for now; those in `parks` keep
-        their blocks.
+    def count(self, stopped: Sequence[bool] | Flags) -> list[tuple[int, int]]:
+        """Record which of the last step's `samples` stop, as they have the most tokens that they may get now.
 
-        If the tokens have not been read yet, these are the samples that have ended by their number of tokens,
-        and `end` follows (see the example in cohort.py). Returns blocks to copy at once, as (from, to).
+        `end` follows when the tokens have been read (see the example in cohort.py). Returns blocks to copy at
+        once, as (from, to).
         """
         assert self._last is not None
         copies: list[tuple[int, int]] = []
         num_rows = len(self._last_slots)
-        for index in np.flatnonzero(np.asarray(ended[:num_rows], dtype=bool)).tolist():
+        for index in np.flatnonzero(np.asarray(stopped[:num_rows], dtype=bool)).tolist():
             slot = self._last_slots[index]
-            sample = self._last.rows[index]
-            if self._rows.get(slot) != sample:  # It ended one step earlier, as `end` has told.
-                continue
-            if sample in parks:
-                self._park(slot)
-            else:
-                self._stop(slot)
-        flags = iter(ended[num_rows:])
+            if self._running.get(slot) == self._last.rows[index]:  # Others stopped in `end`, a step earlier.
+                self._leave(slot)
+        flags = iter(stopped[num_rows:])
         for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
-            waits = [not end or sample in parks for sample, end in zip(prompt.samples, flags, strict=False)]
-            prompt.waiting = [sample for sample, wait in zip(prompt.samples, waits, strict=True) if wait]
-            if len(prompt.tokens) == self._restart_at:
-                self._restart_waiting(prompt)
+            pairs = list(zip(prompt.samples, flags, strict=False))
+            parks = {sample for sample, stops in pairs if stops and self._may_go_on(sample)}
+            prompt.waiting = [sample for sample, stops in pairs if not stops or sample in parks]
+            if not prompt.waiting:
+                self.blocks.release(prompt.blocks)
                 continue
-            copies += self._park_waiting(prompt, parks)
+            copies += self._park_ready(prompt, parks)
             if prompt.waiting:
                 self._ready.append(prompt)
-            elif not any(waits):
-                self.blocks.release(prompt.blocks)
         return copies
 
-    def end(
-        self, samples: Collection[int], *, parks: Collection[int], is_next_planned: bool
-    ) -> list[tuple[int, int]]:
-        """End samples by their tokens of the step for which `update` has been called last; those in `parks`
-        keep their blocks.
+    def end(self, samples: Collection[int], *, is_next_planned: bool = False) -> list[tuple[int, int]]:
+        """Stop samples by their tokens of the step for which `count` has been called last.
 
         If the next step `is_next_planned`, these rows compute one token too many in it, which nobody reads.
         Returns blocks to copy at once, as (from, to).
         """
-        slot_of = {sample: slot for slot, sample in self._rows.items()} if samples else {}
+        slot_of = {sample: slot for slot, sample in self._running.items()} if samples else {}
         copies: list[tuple[int, int]] = []
         for sample in samples:
             slot = slot_of.get(sample)
-            if slot is not None and sample in parks:
-                self._park(slot, num_unread=int(is_next_planned))
-            elif slot is not None:
-                self._stop(slot)
+            if slot is not None:
+                self._leave(slot, num_unread=int(is_next_planned))
             else:
-                copies += self._end_elsewhere(sample, parks)
+                copies += self._end_without_slot(sample)
         return copies
 
-    def _end_elsewhere(self, sample: int, parks: Collection[int]) -> list[tuple[int, int]]:
-        """End a sample that waits for a slot, or has been parked; one without blocks has ended already."""
+    def _end_without_slot(self, sample: int) -> list[tuple[int, int]]:
+        """Stop a sample that is ready or parked; others have ended already."""
         for prompt in [prompt for prompt in self._ready if sample in prompt.waiting]:
-            if sample in parks:
-                copies = self._park_waiting(prompt, {sample})
+            copies = []
+            if self._may_go_on(sample):
+                copies = self._park_ready(prompt, {sample})
             else:
-                copies = []
                 prompt.waiting.remove(sample)
                 if not prompt.waiting:
                     self.blocks.release(prompt.blocks)
             if not prompt.waiting:
                 self._ready.remove(prompt)
             return copies
-        for row in [row for row in self.parked if row.sample == sample and sample not in parks]:
-            self.blocks.release(row.blocks)
-            self.parked.remove(row)
+        if not self._may_go_on(sample):
+            self.drop(sample)
         return []
 
-    def _park(self, slot: int, *, num_unread: int = 0) -> None:
-        """Remove the row from the slot and keep its blocks; its last `num_unread` tokens do not count."""
+    def _leave(self, slot: int, *, num_unread: int = 0) -> None:
+        """Park the row of a slot, without its last `num_unread` tokens, or end it."""
+        if not self._may_go_on(self._running[slot]):
+            self._stop(slot)
+            return
         num_cached = int(self._tables.lens[slot]) - num_unread
         num_shared, ordinal = self._tables.sharing(slot)
         blocks = self._tables.stop(slot)
         self._free_slots.append(slot)
-        self.parked.append(ParkedRow(self._rows.pop(slot), blocks, num_cached, num_shared, ordinal))
+        self.parked.append(ParkedRow(self._running.pop(slot), blocks, num_cached, num_shared, ordinal))
 
-    def _park_waiting(self, prompt: Prompt, parks: Collection[int]) -> list[tuple[int, int]]:
+    def _park_ready(self, prompt: Prompt, parks: Collection[int]) -> list[tuple[int, int]]:
         """Give blocks of their own to samples of a cached prompt that park before they have had a slot."""
         copies = []
         num_tail = int(len(prompt.tokens) % self._tables.block_size > 0)
         for sample in [sample for sample in prompt.waiting if sample in parks]:
-            if self._gives_up and len(prompt.waiting) > 1 and self.blocks.num_free < num_tail:
-                prompt.waiting.remove(sample)  # It gives up its blocks at once.
+            if self._takes_from_parked and len(prompt.waiting) > 1 and self.blocks.num_free < num_tail:
+                prompt.waiting.remove(sample)  # It loses its blocks at once.
                 continue
             blocks, tail_copies = self._blocks_of_next_row(prompt)
             copies += tail_copies
@@ -339,12 +345,12 @@ class Scheduler:
         """Remove the row from the slot and return its sample."""
         self.blocks.release(self._tables.stop(slot))
         self._free_slots.append(slot)
-        return self._rows.pop(slot)
+        return self._running.pop(slot)
 
     def _restart(self, sample: int) -> None:
         self.num_restarts += 1
-        first_has_begun = self._queue and self._queue[0].blocks  # It then stays first.
-        self._queue.insert(1 if first_has_begun else 0, Prompt(self._history(sample), [sample]))
+        first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
+        self._queued.insert(1 if first_has_begun else 0, Prompt(self._history(sample), [sample]))
 
     def _restart_waiting(self, prompt: Prompt) -> None:
         """Release the prompt's blocks and queue its waiting samples to be computed again."""
@@ -354,16 +360,19 @@ class Scheduler:
 
     def _restart_long_rows(self) -> None:
         if self._restart_at is not None:
+            for prompt in [prompt for prompt in self._ready if len(prompt.tokens) == self._restart_at]:
+                self._ready.remove(prompt)
+                self._restart_waiting(prompt)
             lens = self._tables.lens
-            for slot in [slot for slot in self._rows if lens[slot] == self._restart_at]:
+            for slot in [slot for slot in self._running if lens[slot] == self._restart_at]:
                 self._restart(self._stop(slot))
 
     def _grow(self) -> None:
         """Give every row a block for its next token; if there are too few, some rows lose all of theirs."""
         for slot in self._tables.full():
-            while slot in self._rows and self.blocks.num_free == 0:
+            while slot in self._running and self.blocks.num_free == 0:
                 self._reclaim_blocks()
-            if slot in self._rows:
+            if slot in self._running:
                 self._tables.append(slot, *self.blocks.allocate(1))
 
     def _reclaim_blocks(self) -> None:
@@ -371,18 +380,18 @@ class Scheduler:
         and prompts in the queue come first."""
         if self._reclaim_idle_blocks():
             return
-        if len(self._ready) > 1 or (self._ready and self._rows):  # Keep a last one that can start at once.
+        if len(self._ready) > 1 or (self._ready and self._running):  # Keep a last one that can start at once.
             self._restart_waiting(self._ready.pop())
         else:
-            self._restart(self._stop(next(reversed(self._rows))))
+            self._restart(self._stop(next(reversed(self._running))))
 
     def _reclaim_idle_blocks(self, *, but: Prompt | None = None) -> bool:
         """Release the blocks of a parked row, or of a prompt in the queue: one that has been prefilled in
         part, or that goes on from an earlier turn. Return whether there was one, `but` this prompt."""
-        if self._gives_up and self.parked:
+        if self._takes_from_parked and self.parked:
             self.blocks.release(self.parked.pop().blocks)
             return True
-        prompt = next((p for p in reversed(self._queue) if p.blocks and p is not but), None)
+        prompt = next((p for p in reversed(self._queued) if p.blocks and p is not but), None)
         if prompt is None:
             return False
         self.blocks.release(prompt.blocks)
@@ -399,18 +408,18 @@ class Scheduler:
         of its rows gets an empty block for its next token.
         """
         copies = []
-        while self._resumed and self._free_slots:
-            row = self._resumed.popleft()
+        while self._returning and self._free_slots:
+            row = self._returning.popleft()
             slot = self._free_slots.pop()
             self._tables.start(
                 slot, row.blocks, length=row.num_cached, num_shared=row.num_shared, ordinal=row.ordinal)
-            self._rows[slot] = row.sample
+            self._running[slot] = row.sample
         while self._ready and self._free_slots:
             prompt = self._ready[0]
             has_tail = len(prompt.tokens) % self._tables.block_size > 0
             is_last = len(prompt.waiting) == 1
             if not (has_tail and is_last):  # It needs one more block: a copy of the tail, or an empty one.
-                while not self._rows and self.blocks.num_free == 0:
+                while not self._running and self.blocks.num_free == 0:
                     self._reclaim_blocks()
                 if self.blocks.num_free == 0:
                     break
@@ -422,7 +431,7 @@ class Scheduler:
                 ordinal=prompt.num_started)
             if not has_tail:
                 self._tables.append(slot, *self.blocks.allocate(1))
-            self._rows[slot] = prompt.waiting.pop(0)
+            self._running[slot] = prompt.waiting.pop(0)
             prompt.num_started += 1
             if is_last:
                 self._ready.popleft()
@@ -442,10 +451,10 @@ class Scheduler:
         """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
-        num_rows = len(self._rows) + len(self._resumed)
+        num_rows = len(self._running) + len(self._returning)
         num_rows += sum(len(prompt.waiting) for prompt in self._ready)
-        while budget > 0 and (self._queue or self._fetch(num_rows)):
-            prompt = self._queue[0]
+        while budget > 0 and (self._queued or self._fetch(num_rows)):
+            prompt = self._queued[0]
             left = len(prompt.tokens) - prompt.num_cached
             if chunks and left > budget:  # A prompt is split only if it is too long for any pass.
                 break
@@ -458,7 +467,7 @@ class Scheduler:
             budget -= take
             num_rows += len(prompt.samples)
             if prompt.num_cached == len(prompt.tokens):
-                self._queue.popleft()
+                self._queued.popleft()
         # Attention batches neighbours of equal length; chunks that continue a prompt stay first.
         return sorted(chunks, key=lambda chunk: (chunk.start == 0, chunk.stop))
 
@@ -469,8 +478,8 @@ class Scheduler:
         """
         has_room = num_rows < self._tables.num_slots and self.blocks.num_free > 0
         if has_room and (prompt := self._more()) is not None:
-            self._queue.append(prompt)
-        return bool(self._queue)
+            self._queued.append(prompt)
+        return bool(self._queued)
 
     def _admit(self, prompt: Prompt, num_rows: int, *, needs: int) -> bool:
         """Allocate blocks that the prompt still needs and return True, if a slot is free and enough blocks
@@ -497,6 +506,7 @@ class DecodeWindow:
     num_rows: int = 0  # Rows of every rank that decode in a step, with padding; 0: none do.
     num_pages: int = 0  # Width of their tables.
     prefills: bool = False  # Whether some rank prefills prompts in the step.
+    waits: bool = False  # Whether samples of some rank wait for environments.
 
 
 class DecodeWindows:
@@ -509,34 +519,36 @@ class DecodeWindows:
         self.now = DecodeWindow()
         """The window of the step that has been planned last."""
 
-    def next_step(self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int) -> Step | None:
-        """Return this rank's next step; None if only other ranks have one, or if all have ended.
+    def next_step(
+        self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int, waits: bool
+    ) -> Step | None:
+        """Return this rank's next step; None if only other ranks have one, or if none has.
 
-        `num_pages` is the width of this rank's tables, which does not change in a round.
+        `num_pages` is the width of this rank's tables. The rank `waits` if environments are at work.
         """
         begins = self._num_left == 0
         step = scheduler.plan(prefills=begins)
         if begins and self._group.size == 1:
             num_rows = 0 if step is None else len(step.rows)
             prefills = step is not None and len(step.chunks) > 0
-            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills)
+            self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills, waits)
         elif begins:
-            self.now = self._agree(step, scheduler, buffer, num_pages)
+            self.now = self._agree(step, scheduler, buffer, num_pages, waits)
         self._num_left = self.now.num_steps if begins else self._num_left
         self._num_left = max(0, self._num_left - 1)
         return step
 
     def _agree(
-        self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int
+        self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int, waits: bool
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
         prefilled = scheduler.prefilled_samples
         wish = (scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages)
         prefills = step is not None and len(step.chunks) > 0
-        wishes = self._group.all_gather_json([*wish, prefills])
-        num_rows, num_steps, num_pages, prefills = map(max, zip(*wishes, strict=True))
+        wishes = self._group.all_gather_json([*wish, prefills, waits])
+        num_rows, num_steps, num_pages, prefills, waits = map(max, zip(*wishes, strict=True))
         num_steps = 1 if prefills else min(MOST_STEPS, num_steps)
-        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills)
+        return DecodeWindow(num_steps, _padded(num_rows), num_pages, prefills, waits)
 
 
 def _padded(num_rows: int) -> int:

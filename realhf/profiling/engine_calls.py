@@ -257,7 +257,7 @@ class DecodingRows:
         limits = GenerationLimits(
             [group.size for group in groups], work, token_bytes=1, num_cohorts=1,
             page_tokens=pool.page_tokens)
-        sizes = CacheSizes(groups, limits)
+        sizes = CacheSizes([group.size for group in groups], limits)
         blocks = BlockManager(pool.lease(sizes.num_blocks, page_size=sizes.block_size))
         self._cache = pool.cache
         tables = sizes.tables(self._cache.num_blocks)
@@ -271,7 +271,7 @@ class DecodingRows:
         first = scheduler.plan()
         assert first is not None
         self._cache_positions = [chunk.cache_positions(tables.block_size) for chunk in first.chunks]
-        scheduler.update([False] * rows)
+        scheduler.count([False] * rows)
         scheduler.plan()
         self.segment = next_tokens(tables, pool.backends, device)
         """The decode step after the prompts."""

@@ -202,6 +202,22 @@ class Talks:
         return Turn(reward={"stopped": 0.5})
 
 
+class StartsLate(Talks):
+    """Takes a while to start where its start is longest."""
+
+    def start(self, row, seed):
+        if row["number"] % 3 == 2:
+            time.sleep(2.0)
+        self.first = self.started = time.monotonic()
+        return super().start(row, seed)
+
+    def step(self, message):
+        if not self.turn:
+            self.first = time.monotonic()
+        turn = super().step(message)
+        return Turn(turn.messages, turn.reward, turn.done, {"started": self.started, "first": self.first})
+
+
 class Breaks:
     """Breaks in the way that the row names, after its first answer."""
 

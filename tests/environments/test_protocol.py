@@ -117,4 +117,4 @@ def test_members_of_a_group_share_a_seed_unless_they_start_on_their_own():
 def test_the_reasons_are_a_closed_list():
     assert STOP_REASONS == (
         "done", "max_turns", "max_tokens", "context_full", "parse_error", "step_timeout", "step_error",
-        "worker_lost")
+        "worker_lost", "replay_differs")

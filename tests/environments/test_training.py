@@ -2,18 +2,30 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from realhf import GRPO, DatasetConfig, Environment, Interruption, Role, SamplingConfig
+from realhf import (
+    GRPO,
+    DatasetConfig,
+    Environment,
+    Evaluation,
+    Interruption,
+    RepetitionPenalty,
+    Role,
+    SamplingConfig,
+)
 from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.calls import TurnSettings
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
 from realhf.environments.rollouts import EnvironmentCalls, RolloutRewards, play, source_of
+from realhf.errors import UserError
 from realhf.user_input.files import execute_file
 from tests.docs_pages import fences
 from tests.environments import players
@@ -67,6 +79,31 @@ def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys
     assert "assistant (turn 1, " in shown and f"stopped by {newest['stop']}" in " ".join(shown.split())
 
 
+LAG = ["--max_lag", "2", "--steps", "4", "--batch_size", "2", "--group_size", "4", "--eval_every", "2",
+       "--checkpoint_every", "1", "--keep_checkpoints", "9", "--nproc", "1", "--rollouts.tokens",
+       "--deterministic", "--no-work_stealing", "--kv_cache_gib", "0.1"]
+
+
+@pytest.mark.parametrize("rounds", ["2", pytest.param("3", marks=pytest.mark.slow)])
+def test_a_lag_of_two_goes_on_after_a_kill_in_the_middle_of_rollouts(example, rounds):
+    """Tokens, masks, log-probs and versions are those of the whole run, in turns of several rounds."""
+    assert main(["run", str(example), "--out", "out", "--rounds", rounds, *LAG]) == 0
+    whole = _without_seconds(Path("out/rollouts.jsonl"))
+    ages = [row["versions"][1] - row["versions"][0] for row in whole]
+    assert len(whole) == 32 and max(ages) > 0, "some rollouts are of several versions"
+    for step in ("3", "4"):
+        shutil.rmtree(f"out/checkpoints/step_{step}")
+    assert main(["run", str(example), "--out", "out", "--rounds", rounds, *LAG, "--resume"]) == 0
+    assert _without_seconds(Path("out/rollouts.jsonl")) == whole
+
+
+def _without_seconds(path):
+    return [
+        {name: value for name, value in row.items() if "seconds" not in name}
+        | {"turns": [{k: v for k, v in turn.items() if k != "seconds"} for turn in row["turns"]]}
+        for row in _objects(path)]
+
+
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
     assert main(["check", str(example)]) == 0
     out = capsys.readouterr().out
@@ -86,7 +123,7 @@ def test_the_guide_says_what_holds(example, capsys):
     assert main(["check", "guess.py"]) == 0, capsys.readouterr().err
     page = PAGE.read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.M)) == STOP_REASONS
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M)[-3:] == list(FAILURES)
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M)[-4:] == list(FAILURES)
 
 
 def _experiment(**changes):
@@ -100,15 +137,13 @@ def _experiment(**changes):
 @pytest.mark.parametrize(("changes", "named"), [
     ({"environment": Environment(players.Talks, credit="to_go")}, "baseline"),
     ({"tools": (players.tool_add,)}, "give either environment or tools"),
-    ({"max_lag": 1, "rounds": 2}, "rounds"),
+    ({"max_lag": 2, "cache_on_update": "keep"}, "cache_on_update"),
     ({"max_new_tokens_key": "number"}, "max_new_tokens_key"),
     ({"dataset": DatasetConfig("runs/guess_number/task/prompts.jsonl", system_prompt="+")},
      "dataset.system_prompt"),
     ({"reward": Role("x")}, "reward is set"),
     ({"baseline": "greedy", "group_size": 1, "normalize": "none"}, "baseline"),
-    ({"sampling": SamplingConfig(stop="+")}, "sampling.stop"),
-    ({"sampling": SamplingConfig(presence_penalty=0.5)}, "sampling.presence_penalty"),
-    ({"interruption": Interruption(4, "+", "-")}, "interruption"),
+    ({"token_rewards": (RepetitionPenalty(),)}, "token_rewards"),
     ({"actor": Role("x", random_init=True, engine="transformers")}, "actor.engine"),
 ])  # What is named stands in the guide, too.
 def test_what_is_not_supported_is_refused(example, changes, named):
@@ -119,10 +154,35 @@ def test_what_is_not_supported_is_refused(example, changes, named):
         experiment.graph()
 
 
-def test_deterministic_runs_and_shared_experts_are_refused(example, capsys):
-    changes = ["--deterministic", "--no-work_stealing", "--kv_cache_gib", "0.1"]
-    assert main(["check", str(example), *changes]) == 2
-    assert "deterministic is set, and does not work with an environment yet" in capsys.readouterr().err
+@pytest.mark.parametrize("changes", [
+    {"max_lag": 1, "rounds": 2}, {"max_lag": 2}, {"sampling": SamplingConfig(stop="+", presence_penalty=0.5)},
+    {"interruption": Interruption(2, "+", "-")},
+    {"deterministic": True, "work_stealing": False, "kv_cache_gib": 1.0}])
+def test_what_was_refused_once_is_legal(example, changes):
+    execute_file(example, name="guess_number_once")
+    experiment = _experiment(**changes)
+    experiment.roles()
+    assert experiment.graph().of_kind("generate")
+
+
+def test_turns_may_end_at_calls(example):
+    """The stop text counts in training and in evaluations; a template that does not write it is refused."""
+    execute_file(example, name="guess_number_once")
+    environment = Environment(tools=(players.tool_add,), ends_at_call=True)
+    experiment = _experiment(environment=environment, eval_dataset=Evaluation(
+        DatasetConfig("runs/guess_number/task/prompts.jsonl"), sampling=SamplingConfig(max_new_tokens=4)))
+    for graph in (experiment.graph(), experiment.eval_graph()):
+        (call,) = graph.of_kind("generate")
+        assert call.work.sampling.stop == ("</tool_call>",)
+    for template, is_legal in ((OWN["hermes"], True), (OWN["mistral"], False)):
+        directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), template)
+        calls = EnvironmentCalls(replace(players.TOOLS, ends_at_call=True), str(directory))
+        settings = TurnSettings(1, 400, 4000, [0])
+        if is_legal:
+            assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
+        else:
+            with pytest.raises(UserError, match="must write </tool_call> after each call, and does not"):
+                play(calls, {"prompt": "Add."}, "It is 5.", settings)
 
 
 def _rollout(rewards, **changes):
@@ -209,11 +269,11 @@ def test_tools_are_called_by_what_the_model_says():
     directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), OWN["hermes"])
     calls = EnvironmentCalls(replace(players.TOOLS, max_turns=3), str(directory))
     said = '<tool_call>\n{"name": "tool_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    settings = {"seed": 1, "max_new_tokens": 400, "num_positions": 4000, "eos_token_ids": []}
-    rollout = play(calls, {"prompt": "Add."}, said, **settings)
+    settings = TurnSettings(1, 400, 4000, [])
+    rollout = play(calls, {"prompt": "Add."}, said, settings)
     assert rollout["stop"] == "max_turns" and len(rollout["turns"]) == 3
     assert [m["content"] for m in rollout["messages"] if m["role"] == "tool"] == ["5", "5"]
-    rollout = play(calls, {"prompt": "Add."}, "It is 5.", **settings)
+    rollout = play(calls, {"prompt": "Add."}, "It is 5.", settings)
     assert rollout["stop"] == "done" and len(rollout["turns"]) == 1
 
 

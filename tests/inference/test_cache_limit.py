@@ -56,12 +56,12 @@ def test_a_7b_model_takes_no_more_than_it_may():
     sizes = [group.size for group in groups]
     free = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1)
     limited = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
-    assert CacheSizes(groups, free).num_blocks * 64 * llama > 80e9
-    assert 19 << 30 < CacheSizes(groups, limited).num_blocks * 64 * llama <= 20 << 30
-    assert CacheSizes(groups, limited).num_wanted == CacheSizes(groups, free).num_blocks
+    assert CacheSizes(sizes, free).num_blocks * 64 * llama > 80e9
+    assert 19 << 30 < CacheSizes(sizes, limited).num_blocks * 64 * llama <= 20 << 30
+    assert CacheSizes(sizes, limited).num_wanted == CacheSizes(sizes, free).num_blocks
     none = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
     none.check(None)  # One sample can run all the same.
-    assert CacheSizes(groups, none).num_blocks == -(-456 // 64) + 1
+    assert CacheSizes(sizes, none).num_blocks == -(-456 // 64) + 1
 
 
 def _generated(world, layout, free):

@@ -59,7 +59,7 @@ class _Rank(_Replay):
         return [self.most - len(self.made[sample]) for sample in numbers]
 
     def plan(self):
-        step = self.windows.next_step(self.scheduler, self, num_pages=self.width)
+        step = self.windows.next_step(self.scheduler, self, num_pages=self.width, waits=False)
         window = self.windows.now
         self.seen.append(window)
         if step is not None:

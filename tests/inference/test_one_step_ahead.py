@@ -36,7 +36,7 @@ class _Late(_Replay):
             self._run(step)
             self.unread = finished & set(step.samples)
             self.late_ends += len(self.unread)
-        self._copy(self.scheduler.end(finished, parks=(), is_next_planned=step is not None))
+        self._copy(self.scheduler.end(finished, is_next_planned=step is not None))
         self.knows_all = True
         self.last = step
         return step is not None or not prefills
@@ -48,13 +48,16 @@ class _Late(_Replay):
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
         full = {sample for sample in numbers if len(self.made[sample]) == self.limits[sample]}
         finished = {sample for sample in numbers if len(self.made[sample]) == self.wanted[sample]}
-        self._copy(self.scheduler.update([s in full or s in self.unread for s in last.samples]))
+        self._copy(self.scheduler.count([s in full or s in self.unread for s in last.samples]))
         self.knows_all = not finished
         if self.scheduler.may_reclaim:
-            self._copy(self.scheduler.end(finished, parks=(), is_next_planned=False))
+            self._copy(self.scheduler.end(finished))
             self.knows_all = True
             return set()
         return finished
+
+    def may_go_on(self, sample):
+        return False
 
     def _run(self, step):
         self._copy(step.copies)

@@ -58,7 +58,7 @@ class _Replay:
         first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
         self.scheduler = Scheduler(
             first, tables=self.tables, prefill_tokens=prefill_tokens, history=self.history,
-            restart_at=restart_at, more=lambda: next(later, None))
+            restart_at=restart_at, more=lambda: next(later, None), may_go_on=self.may_go_on)
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.limits = list(wanted)
         self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
@@ -74,10 +74,13 @@ class _Replay:
         self.decoding = DecodingSteps(self.tables)
         self.scheduler = Scheduler(
             prompts, tables=self.tables, prefill_tokens=self.prefill_tokens, history=self.history,
-            blocks=blocks, parked=parked)
+            blocks=blocks, returning=parked, may_go_on=self.may_go_on)
 
     def history(self, sample):
         return self.prompts[sample] + self.made[sample]
+
+    def may_go_on(self, sample):
+        return len(self.made[sample]) < self.wanted[sample]
 
     def plan(self):
         return self.scheduler.plan()
@@ -100,8 +103,7 @@ class _Replay:
         for sample in step.samples:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
         stops = {s for s in step.samples if len(self.made[s]) in (self.wanted[s], self.limits[s])}
-        parks = {s for s in stops if len(self.made[s]) < self.wanted[s]}
-        for source, target in self.scheduler.update([s in stops for s in step.samples], parks=parks):
+        for source, target in self.scheduler.count([s in stops for s in step.samples]):
             self._block(target)[:] = self._block(source)
         self.steps, self.widest = self.steps + 1, max(self.widest, len(step.rows))
         return True
@@ -244,7 +246,7 @@ def test_capacity_knows_how_many_prompts_begin_at_once(seed):
     gib = rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
     work = Generate(SamplingConfig(max_new_tokens=MAX_NEW), max_rows=max_rows, kv_cache_gib=gib)
     limits = GenerationLimits([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
-    sizes = CacheSizes(groups, limits)
+    sizes = CacheSizes([group.size for group in groups], limits)
     scheduler = Scheduler(
         prompts, tables=sizes.tables(), prefill_tokens=10_000, history=lambda sample: [])
     assert len(scheduler.plan().chunks) == max(1, sizes.num_at_once(groups))

@@ -7,11 +7,13 @@ from typing import Any
 from realhf.runtime.records.pictures import (
     Panel,
     draw_pictures,
+    draw_steps,
     held_out_curves,
     panels_of,
     steps_to_draw,
     without_waits,
 )
+from realhf.runtime.records.recorder import StepRecord, merge_metrics
 
 
 def event(step: int, rank: int, kind: str, start: float, end: float, **more: Any) -> dict[str, Any]:
@@ -42,6 +44,20 @@ def test_a_reallocation_is_drawn_from_when_the_others_have_begun():
     events = [receiver, sender, late_receiver, early_sender, sender_to_none, call]
     assert [e["start"] for e in without_waits(events)] == [5.0, 5.0, 3.0, 3.0, 1.0, 6.0]
     assert receiver["start"] == 1.0  # The given events stay as they are.
+
+
+def test_waits_for_environments_are_drawn_beside_the_call():
+    from matplotlib.figure import Figure
+
+    waits = [[1.0, 2.5], [3.0, 3.5]]
+    call = event(1, 0, "generate", 0.0, 4.0, environment_waits=waits, environment_seconds=9.0)
+    axes = Figure().subplots()
+    legend = draw_steps([call, event(1, 1, "generate", 0.0, 3.0)], axes)
+    assert [patch.get_label() for patch in legend] == ["generate", "wait for environments"]
+    bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches)
+    assert bars == [(0.0, 3.0), (0.0, 4.0), (1.0, 1.5), (3.0, 0.5)]
+    record = StepRecord([], [call | {"num_tokens": 8}])
+    assert merge_metrics([record])["environment_wait_s/generate"] == 2.0
 
 
 def test_scores_of_all_sets_are_drawn_and_the_pass_rate_of_most_samples():

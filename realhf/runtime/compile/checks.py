@@ -320,10 +320,6 @@ def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, R
     layout = plan[call.name].layout
     if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
-    if isinstance(call.work, Generate) and call.work.environment is not None and layout.ep > 1:
-        raise ValueError(
-            f"calls.{call.name}.layout {layout}: a call with an environment must have ep 1, as ranks that "
-            "share experts do not wait for environments together yet")
     if call.role is not None:
         try:
             config = roles[call.role].config()

@@ -366,10 +366,13 @@ class Executor:
         before = self._samples.unfinished_of(call.name)
         with self._running(action) as event:
             if call.kind == "generate":
+                engine = engines.generating(key)
                 is_held = call.name in self._samples.held_by_engine
-                result = engines.generating(key).generate(
+                result = engine.generate(
                     call, minibatches[0], unfinished=None if is_held else before, budget=self._budget(call),
                     version=self._context.updates.get(call.role, 0), report=note)
+                if (spent := engine.last_environment_time) is not None:
+                    event |= {"environment_seconds": spent.seconds, "environment_waits": spent.waits}
             elif call.kind == "train_step":
                 metrics = engines[key].train(
                     call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -421,7 +424,7 @@ class Executor:
         """Return the most tokens that each sample gets in this round; None: all that are left."""
         if not self._in_rounds(call):
             return None
-        return -(-call.work_as(Generate).sampling.max_new_tokens // self._program.num_rounds)
+        return -(-call.work_as(Generate).most_drawn_tokens // self._program.num_rounds)
 
     def _counts(
         self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult

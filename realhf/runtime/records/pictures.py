@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _MOVE = "move data, or wait for it"
+_ENVIRONMENTS = "wait for environments"
 _EVALUATION = "eval/"
 """Beginning of the names of calls of an evaluation, which the timeline of a step leaves out."""
 _HELD_OUT = re.compile(r"eval/(?:(?P<set>[^/]+)/)?(?:score|pass@(?P<k>\d+))")
@@ -163,7 +164,7 @@ def draw_steps(events: list[dict[str, Any]], axes: Axes) -> list[Patch]:
     import matplotlib
     from matplotlib.patches import Patch
 
-    events = without_waits(events)
+    events = [*without_waits(events), *_environment_waits(events)]
     steps = steps_to_draw(events)
     chosen = sorted((e for e in events if e["step"] in steps), key=lambda e: e["start"])
     palette = iter(matplotlib.color_sequences["tab20"])
@@ -188,12 +189,12 @@ def _draw_bars(
     for event in events:
         start = max(0.0, event["start"] - begin)
         width = event["end"] - begin - start
-        is_transfer = event["kind"] in ("move", "realloc")
+        is_transfer = event["kind"] in ("move", "realloc", _ENVIRONMENTS)
         if width <= 0:
             continue
         axes.barh(
             event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
-            zorder=3 if event["kind"] == "realloc" else 2)
+            zorder=3 if event["kind"] in ("realloc", _ENVIRONMENTS) else 2)
         if is_numbered and not is_transfer and width > 0.03 * whole:
             axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
 
@@ -217,6 +218,13 @@ def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             event = {**event, "start": min(start, event["end"])}
         cut.append(event)
     return cut
+
+
+def _environment_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return an event for each time in which a generating rank waited for environments and ran nothing."""
+    return [
+        {**event, "kind": _ENVIRONMENTS, "name": _ENVIRONMENTS, "start": start, "end": stop}
+        for event in events for start, stop in event.get("environment_waits", ())]
 
 
 def _transfer(event: dict[str, Any]) -> tuple[Any, ...]:

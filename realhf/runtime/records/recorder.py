@@ -71,6 +71,9 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         else:  # A step may run a call several times.
             run = (name, event["rank"])
             seconds[run] = seconds.get(run, 0.0) + event["end"] - event["start"]
+        if "environment_waits" in event:
+            waited = sum(stop - start for start, stop in event["environment_waits"])
+            merged[f"environment_wait_s/{name}"] = max(merged.get(f"environment_wait_s/{name}", 0.0), waited)
         sizes = {f"perf/{size}/{name}": size for size in _OF_CALLS}
         sizes |= {f"perf/{size}": size for size in _OF_PROCESSES}
         for key, size in sizes.items():
