@@ -359,7 +359,7 @@ class NextTurn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class Replies:
     """What environments have answered: samples that begin, and what follows after turns of others."""
 
     begun: tuple[Beginning, ...] = ()
@@ -371,12 +371,12 @@ class Arrivals:
         begun = [sample for group in self.begun for sample in group.samples]
         return begun + [turn.sample for turn in self.followed]
 
-    def and_then(self, later: Arrivals) -> Arrivals:
-        return Arrivals(self.begun + later.begun, self.followed + later.followed)
+    def and_then(self, later: Replies) -> Replies:
+        return Replies(self.begun + later.begun, self.followed + later.followed)
 
-    def in_order(self) -> Arrivals:
+    def in_order(self) -> Replies:
         """Return the same, in an order that does not depend on what has arrived first."""
-        return Arrivals(tuple(sorted(self.begun)), tuple(sorted(self.followed)))
+        return Replies(tuple(sorted(self.begun)), tuple(sorted(self.followed)))
 
 
 class Conversation(ABC):
@@ -400,7 +400,7 @@ class Conversation(ABC):
         """Take the tokens of a turn that is `finished`, or has as many tokens as it may get now."""
 
     @abstractmethod
-    def poll(self, timeout: float) -> Arrivals:
+    def poll(self, timeout: float) -> Replies:
         """Return what has arrived; wait for it at most so many seconds."""
 
     @property

@@ -20,7 +20,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from realhf.calls import Arrivals, Beginning, Conversation, Conversations, NextTurn, TurnSettings
+from realhf.calls import Beginning, Conversation, Conversations, NextTurn, Replies, TurnSettings
 from realhf.data.dataset import column_of
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.order import prompt_of
@@ -398,9 +398,9 @@ class Rollouts(Conversation):
     def method_seconds(self) -> tuple[float, int]:
         return self._seconds, self._num_answers
 
-    def poll(self, timeout: float) -> Arrivals:
+    def poll(self, timeout: float) -> Replies:
         if not self._waiting:
-            return Arrivals()
+            return Replies()
         deadline = time.monotonic() + timeout
         while True:
             has_arrived = bool(self._begun or self._followed)
@@ -412,7 +412,7 @@ class Rollouts(Conversation):
                 self._turn_ended(*self._to_tell.popleft())
             if self._begun or self._followed or time.monotonic() >= deadline:
                 break
-        arrived = Arrivals(tuple(self._begun), tuple(self._followed))
+        arrived = Replies(tuple(self._begun), tuple(self._followed))
         self._begun = []
         self._followed = []
         self._waiting.difference_update(arrived.samples)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from realhf.calls import Arrivals, Conversation, Generate
+from realhf.calls import Conversation, Generate, Replies
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
@@ -36,7 +36,7 @@ from realhf.inference.turns import (
     converse,
     deal_sizes,
     expected_sizes,
-    first_arrivals,
+    first_replies,
     turn_columns,
 )
 from realhf.layout import even_split
@@ -124,10 +124,10 @@ class Generation:
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
         in a cache that rests.
         """
-        first = Arrivals()
+        first = Replies()
         expected: list[Size] = []
         if conversation is not None:
-            first = first_arrivals(conversation, report, waits_for_all=self._work.deterministic)
+            first = first_replies(conversation, report, waits_for_all=self._work.deterministic)
             expected = expected_sizes(first.begun, conversation.num_samples)
         limits = self._agree_on_limits(
             queue, budget, expected, most_response=max((group.most for group in first.begun), default=None))

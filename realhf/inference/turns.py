@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Arrivals, Beginning, Conversation, NextTurn
+from realhf.calls import Beginning, Conversation, NextTurn, Replies
 from realhf.data.batch import Packed
 from realhf.distributed.group import Group
 from realhf.distributed.process import Report
@@ -63,12 +63,12 @@ class SharedConversation(Conversation):
         if self._own is not None:
             self._own.said(sample, tokens, finished=finished)
 
-    def poll(self, timeout: float) -> Arrivals:
+    def poll(self, timeout: float) -> Replies:
         if not self._num_waiting:
-            return Arrivals()
+            return Replies()
         self._num_steps += 1
         if timeout == 0.0 and self._num_steps < self._num_until_next:
-            return Arrivals()
+            return Replies()
         told = None
         if self._own is not None:
             own = self._own.poll(timeout)
@@ -76,7 +76,7 @@ class SharedConversation(Conversation):
         begun, followed, self._num_until_next = self._from_leader(told)
         self._num_steps = 0
         self.num_messages += 1
-        arrived = Arrivals(
+        arrived = Replies(
             tuple(Beginning(*group) for group in begun), tuple(NextTurn(*turn) for turn in followed))
         self._num_waiting -= len(arrived.samples)
         return arrived
@@ -143,9 +143,9 @@ class CohortShares:
         return dealt
 
 
-def first_arrivals(conversation: Conversation, report: Report, *, waits_for_all: bool) -> Arrivals:
+def first_replies(conversation: Conversation, report: Report, *, waits_for_all: bool) -> Replies:
     """Wait for the first samples that can begin, and for those that follow at once; or for all."""
-    arrived = Arrivals()
+    arrived = Replies()
     while conversation.num_waiting and (waits_for_all or not arrived.begun):
         report(f"{conversation.num_waiting} samples of this rank wait for their environments to start")
         arrived = arrived.and_then(conversation.poll(_WAIT_SECONDS))
@@ -177,7 +177,7 @@ def deal_sizes(sizes: Sequence[Size], num_cohorts: int) -> list[list[Size]]:
 
 
 def converse(
-    conversation: Conversation, cohorts: Sequence[Cohort], first: Arrivals, report: Report,
+    conversation: Conversation, cohorts: Sequence[Cohort], first: Replies, report: Report,
     *, waits_for_all: bool,
 ) -> EnvironmentTime:
     """Run cohorts until no sample gets more tokens, with what their environments answer meanwhile.
@@ -203,7 +203,7 @@ def converse(
             num_turns += 1
         report(f"{num_turns} turns, {conversation.num_waiting} samples wait for their environments")
         if is_running:
-            arrived = Arrivals() if waits_for_all else conversation.poll(0.0)
+            arrived = Replies() if waits_for_all else conversation.poll(0.0)
         elif conversation.num_waiting or any(cohort.peers_wait for cohort in cohorts):
             shares_experts = cohorts[0].shares_experts
             arrived = _wait(conversation, spent, shares_experts=shares_experts, for_all=waits_for_all)
@@ -217,7 +217,7 @@ def converse(
 
 def _wait(
     conversation: Conversation, spent: EnvironmentTime, *, shares_experts: bool, for_all: bool
-) -> Arrivals:
+) -> Replies:
     """Return what has arrived after a while in which no row could run, or all that will arrive."""
     start = time.time()
     timeout = _SHARED_WAIT_SECONDS if shares_experts and not for_all else _WAIT_SECONDS

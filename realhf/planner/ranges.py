@@ -173,7 +173,7 @@ def robust_plan(
             continue
         if check_memory(problem, found.plan).fits:
             plans.append(found.plan)
-    prices = _Prices(problem, rates, plans)
+    prices = _SecondsUnderChanges(problem, rates, plans)
     table = np.array([prices.under(change) for change in changes])
     best = table.min(axis=1, keepdims=True)
     regrets = (table / best - 1).max(axis=0)
@@ -188,7 +188,7 @@ def robust_plan(
     return Robust(priced, bound, chosen == 0, changes, rows, stands)
 
 
-class _Prices:
+class _SecondsUnderChanges:
     """The seconds per step of some plans under changes."""
 
     def __init__(self, problem: Problem, rates: Rates, plans: Sequence[ExecutionPlan]) -> None:

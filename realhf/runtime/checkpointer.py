@@ -457,7 +457,7 @@ def _size(journal: "Future[int] | None", seconds: float | None) -> int:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartPoint:
     """The place at which a run begins: its first step, or the one after a checkpoint."""
 
     step: int = 1
@@ -468,14 +468,14 @@ class Beginning:
 def begin(
     checkpoint: Checkpoint | None, program: Program, state: RankState, run: StepRunner,
     loader: Loader | MixedLoader | None,
-) -> Beginning:
+) -> StartPoint:
     """Read the state of a checkpoint, if there is one, and return where the run begins. Every rank calls it.
 
     Under the same plan the run continues bit for bit. Raises UserError on all ranks if the checkpoint is of
     other models or of another step program, or if the state is not one that this version of realhf writes.
     """
     if checkpoint is None:
-        return Beginning()
+        return StartPoint()
     _check_continuable(checkpoint, program, state, run)
     try:
         _restore(checkpoint, program, state, run, loader)
@@ -483,7 +483,7 @@ def begin(
         raise
     except _JUNK as error:
         raise UserError(_is_junk(checkpoint, error)) from error
-    return Beginning(checkpoint.manifest.step + 1, checkpoint.path / METRICS)
+    return StartPoint(checkpoint.manifest.step + 1, checkpoint.path / METRICS)
 
 
 def _is_junk(checkpoint: Checkpoint, error: Exception) -> str:
