@@ -4,14 +4,15 @@ from dataclasses import fields
 
 from trl import DPOConfig, GRPOConfig, RLOOConfig, SFTConfig
 
-from realhf import GRPO, PPO, Evaluation, LoraConfig, OptimizerConfig, Role
+from realhf import DPO, GRPO, KTO, PPO, Evaluation, LoraConfig, OptimizerConfig, Role
 from realhf.cli.main import make_parser
 from realhf.cli.overrides import _options
 from realhf.user_input.other_libraries import OTHER_NAMES, keyword_hint, ours
 from realhf.user_input.suggest import near_options
 
 OPTIONS = list(
-    _options(GRPO(eval_dataset=Evaluation())) | _options(PPO(critic=Role("m", optimizer=OptimizerConfig()))))
+    _options(GRPO(eval_dataset=Evaluation())) | _options(PPO(critic=Role("m", optimizer=OptimizerConfig())))
+    | _options(DPO()) | _options(KTO()))
 IN_TRL = {field.name for kind in (GRPOConfig, SFTConfig, DPOConfig, RLOOConfig) for field in fields(kind)}
 
 
