@@ -412,7 +412,7 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
 # Words after `realhf plan EXP.py` -> words of the sentence.
 REFUSED = {
     "--cluster h100-1x8 --actor.model llama-70b --critic.model llama-70b": [
-        "call actor_train does not fit", "8 devices with 74.7 GB available", "use at least"],
+        "call actor_train does not fit", "8 devices with 79.2 GB available", "need at least"],
     "--cluster h100-2x8 --minibatches 700": ["call 'actor_train' has 700 minibatches: at most batch_size"],
     "--cluster h100-2x8 --pin actor_tain=d8@0-7": ["--pin actor_tain", "there is no such call"],
     "--cluster h100-2x8 --pin actor_train": ["--pin actor_train", "CALL=LAYOUT", "actor_train=d8t8@0-63"],
