@@ -12,11 +12,11 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import CallPlan
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.links import Span, rank_groups
-from realhf.planner.make import make_plan, port_traffic, simulate
+from realhf.planner.make import make_plan, price
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
@@ -200,9 +200,9 @@ def test_estimates_of_shared_ports_are_in_order(seed):
         space = SearchSpace(replace(problem, cluster=cluster), Rates(cluster))
         for _ in range(4):
             chosen = np.array([rng.randrange(len(group.candidates)) for group in space.groups])
-            simulation = simulate(space, chosen)
-            ports = port_traffic(space, chosen, simulation)
-            assert simulation.step_seconds <= ports.least_seconds <= ports.most_seconds
+            priced = price(space.problem, space.rates, ExecutionPlan(space.call_plans(chosen.tolist())))
+            ports = priced.ports
+            assert priced.step_seconds <= ports.least_seconds <= ports.most_seconds
             assert ports.busiest_seconds <= ports.least_seconds
-            met += ports.most_seconds > 1.001 * simulation.step_seconds
+            met += ports.most_seconds > 1.001 * priced.step_seconds
     assert met
