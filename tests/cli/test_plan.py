@@ -147,7 +147,9 @@ def test_reasons_and_changes_are_in_the_answer(planned):
             assert other["layout"] != call["layout"] and sum(other["causes"].values()) == pytest.approx(more)
     (slower,) = answer["what_if"]
     assert slower["values"] == {"inter_host.bandwidth": "50Gbit/s"}
-    assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.01 <= slower["step_seconds"] * 1.01
+    # Each plan is at most 6 % above the best: the gap, and what reserves may cost.
+    assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.06
+    assert slower["best_step_seconds"] <= slower["step_seconds"]
 
 
 @pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
