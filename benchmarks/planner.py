@@ -58,10 +58,12 @@ from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
 from realhf.plan import ExecutionPlan  # noqa: E402
 from realhf.planner import make  # noqa: E402
+from realhf.planner.deadline import Deadline  # noqa: E402
 from realhf.planner.links import ContiguousLayout  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.memory_account import check_memory  # noqa: E402
 from realhf.planner.memory_bounds import MemoryBounds  # noqa: E402
+from realhf.planner.problem import Problem  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
 from realhf.planner.search import LocalSearch  # noqa: E402
 from realhf.planner.search_space import SearchSpace  # noqa: E402
@@ -427,10 +429,15 @@ def _in_a_fork(space: SearchSpace, part: str, cpu_seconds: float) -> Searched:
 def _searched(space: SearchSpace, part: str, cpu_seconds: float) -> Searched:
     if part:
         WITHOUT[part]()
-    time.monotonic = time.process_time  # Limits are CPU seconds.
     began = time.process_time()
-    make.SearchSpace = lambda problem, rates: (  # type: ignore[assignment, misc]
-        space if problem is space.problem else SearchSpace(problem, rates))
+
+    def space_of(problem: Problem, rates: Rates, deadline: Deadline) -> SearchSpace:
+        if problem is not space.problem:
+            return SearchSpace(problem, rates, deadline)
+        space.deadline = space.memory.account.deadline = deadline
+        return space
+
+    make.SearchSpace = space_of  # type: ignore[assignment, misc]
     rounds = []
 
     def note(best: float, bound: float, _: float) -> None:
@@ -438,7 +445,7 @@ def _searched(space: SearchSpace, part: str, cpu_seconds: float) -> Searched:
 
     result = make_plan(
         space.problem, space.rates, time_limit=cpu_seconds / make._SEARCHING, gap=GAP, explain=False,
-        progress=note).result
+        progress=note, clock=time.process_time).result
     note(result.step_seconds, result.lower_bound_seconds, 0.0)
     return Searched(float(result.step_seconds), float(result.lower_bound_seconds), rounds)
 

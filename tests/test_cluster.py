@@ -74,6 +74,17 @@ def test_every_shipped_cluster_loads_by_its_name():
     assert h100.num_devices == 64 and h100.peak_flops["bfloat16"] == 989e12
 
 
+def test_shipped_devices_have_the_memory_that_cuda_reports():
+    """nvidia-smi shows 81,559 MiB of an H100 SXM and 143,771 MiB of an H200, of which CUDA offers a little
+    less; a DGX has one NIC for each of eight devices."""
+    for path in shipped_dir("plans/clusters").glob("h*00-*x8.yaml"):
+        for kind in Cluster.load(path.stem).kinds:
+            shown = 143_771 * 2**20 if kind.accelerator == "h200" else 81_559 * 2**20
+            assert 0.99 * shown < kind.device_memory_bytes < shown, path
+    assert Cluster.load("h100-8x8").host_port_bytes_per_second == 400e9
+    assert Cluster.load("a100-8x8").host_port_bytes_per_second == 200e9
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
@@ -130,7 +141,7 @@ def test_hosts_of_two_kinds():
     assert fast == replace(Cluster.load("h100-8x8"), num_hosts=2, inter_host=far)
     assert slow == replace(Cluster.load("a100-8x8"), num_hosts=1, inter_host=far, device_memory_bytes=40e9)
     assert [ranks for ranks, _ in cluster.ranks_by_kind] == [range(0, 16), range(16, 24)]
-    assert cluster.num_devices == 24 and cluster.device_memory_bytes == 80e9
+    assert cluster.num_devices == 24 and cluster.device_memory_bytes == 79.1 * 2**30
     assert cluster.peak_flops == slow.peak_flops and cluster.intra_host == slow.intra_host
     indices = [cluster.kind_index(ranks) for ranks in (range(16), [16, 23], [15, 16], [24])]
     assert indices == [0, 1, None, None]

@@ -39,6 +39,7 @@ from realhf.planner.comparisons import (
     what_if,
 )
 from realhf.planner.comparisons import render as render_changes
+from realhf.planner.deadline import Deadline
 from realhf.planner.efficiencies import ENGINES
 from realhf.planner.make import Planned, PricedPlan, make_plan, price
 from realhf.planner.measured_links import fitted_links
@@ -191,6 +192,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def main(options: Namespace, words: list[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
+    deadline = Deadline(options.time_limit)
     experiment = read_experiment(options, words)
     _check_numbers(options)
     numbers = _device_numbers(options.devices)
@@ -212,28 +214,31 @@ def main(options: Namespace, words: list[str]) -> int:
         _refuse_others(options, ("what_if", "lost_hosts"), why="--robust has changes of its own")
     signals = (signal.SIGINT, signal.SIGTERM)
     with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
-        limit = options.time_limit * (_FIRST_SEARCH if options.robust else 1.0)
         problem = _problem(experiment, options, cluster)
         changes = _changes(problem, rates, options.what_if)
         _check_limits(options)
         if options.lost_hosts is not None and options.lost_hosts >= cluster.num_hosts:
             has = f"the cluster has {cluster.num_hosts}, and one must be left"
             raise UserError(f"--lost-hosts {options.lost_hosts}: {has}")
+        limit = deadline.left - (1 - _FIRST_SEARCH) * options.time_limit * options.robust
+        if limit <= 0:
+            took = f"reading the experiment took {format_seconds(deadline.spent)}"
+            raise UserError(f"--time-limit {options.time_limit:g}: {took}")
         if experiment.max_lag and not experiment.has_own_program:
-            limit /= 2
-            planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+            planned = _search(problem, options, rates, time_limit=limit / 2, watch=watch)
             synchronous = _problem(without_lag(experiment), options, cluster)
-            other = _search(synchronous, options, rates, time_limit=limit, watch=watch, explain=False)
+            other = _search(
+                synchronous, options, rates, time_limit=deadline.left, watch=watch, explain=False)
             comparison = LagComparison(
                 experiment.max_lag, experiment.num_rounds, planned.result, other.result)
         else:
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
         if options.robust:
             robust = robust_plan(
-                planned, time_limit=(1 - _FIRST_SEARCH) * options.time_limit, gap=options.gap,
+                planned, time_limit=deadline.left, gap=options.gap,
                 should_stop=watch.should_stop, begin=lambda change: watch.begin(f"with {change}"))
         limits = SearchLimits(
-            min(limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
+            min(options.time_limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
         what_ifs = []
         for values in changes:
             watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))

@@ -323,6 +323,7 @@ def _workload(
         keeps = work.cache_on_update == "keep" and rounds > 1
         of_call |= {"rounds": rounds, "keeps_cache": keeps, "work_stealing": work.work_stealing and not keeps}
         of_call |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+        of_call["sorts_logits"] = work.sampling.top_p < 1 and work.sampling.temperature > 0
     elif isinstance(work, TopLogProbs):
         of_call["top_k"] = work.k
     elif isinstance(work, LogProbs):

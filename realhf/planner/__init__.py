@@ -7,21 +7,24 @@ The work of each call:
     slowest_replica       decode steps of the replica that ends last
     problem               the planning problem: calls with their workloads, roles, cluster
     micro_batches         how calls on sequences are split
-
-Bytes of each rank:
     shard                 the part of a model that a rank holds, and the bytes of its states
     rows                  rows that decode at once, and the cache that they need
-    call_memory           bytes that one call needs on a rank
-    communicator_memory   bytes of the communicators of all layouts
-    memory_account        the only place that adds up a rank's memory, and checks it
 
-Seconds:
+Seconds of each call:
     efficiencies          the shares of their peaks that devices reach, and what engines launch
     links                 groups of ranks on hosts, and seconds of messages and collectives
     measured_links        links of a cluster as nccl-tests measured them
     rates                 seconds of a block, a head or a collective on a device, by its roofline
     shared_cores          how much longer calls take on cores that processes share
     call_cost             seconds of a call on a mesh
+
+Bytes of each rank:
+    deadline              the moment at which work on a plan ends
+    call_memory           bytes that one call needs on a rank
+    communicator_memory   bytes of the communicators of all layouts
+    memory_account        the only place that adds up a rank's memory, and checks it
+
+Seconds of a step:
     reallocation          seconds of a reallocation, estimated
     step_time             seconds of a step in the steady state
 

@@ -315,7 +315,8 @@ class _Estimate:
     def _hop(self, tokens: float) -> float:
         """Return the seconds to send hidden states to the next stage."""
         num_bytes = tokens * self.role.config.hidden_size * self.role.itemsize
-        return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
+        return self.rates.send(
+            num_bytes, within_host=self.groups.stages_meet_in_host, num_sending=self.groups.num_sending)
 
     def _pipelined(
         self, stage_costs: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0,
@@ -335,7 +336,8 @@ class _Estimate:
         through_all += hops_per_slot * (pp * chunks - 1) * hop
         slowest = max(stage_costs, key=lambda cost: cost.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
-        slot = max(slowest.seconds, through_all / pp, chunks * hop)
+        # Stages between others send in both directions over the same links.
+        slot = max(slowest.seconds, through_all / pp, chunks * hop * min(hops_per_slot, pp - 1))
         # Interleaved chunks fill and drain the pipeline in a fraction of the time.
         seconds = (through_all - slot) / chunks * largest + count * slot
         busy = slowest.times(count)

@@ -20,6 +20,7 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.candidates import PLACES, HeldBytes, Variant, find_meshes, find_variants, is_no_worse
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
+from realhf.planner.deadline import Deadline
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -246,8 +247,11 @@ def _shape(cluster: Cluster, mesh: range) -> _Shape:
     return _Shape(kind, len(mesh), ranks_per_host(cluster, mesh))
 
 
-def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
-    """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
+def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> list[CallGroup]:
+    """Return the calls joined into groups that must share a layout, in the order in which ranks run them.
+
+    Raises OutOfTime if the deadline passes before all are there.
+    """
     calls = problem.calls
     positions = {call.name: i for i, call in enumerate(calls)}
     ties = nx.Graph()
@@ -263,10 +267,12 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     communicators: dict[tuple[int, int, int], CommunicatorMemory] = {}
     members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
     members.sort(key=list)
-    found = [_group_candidates(problem, rates, list(tied.values()), communicators) for tied in members]
+    found = [
+        _group_candidates(problem, rates, list(tied.values()), communicators, deadline) for tied in members]
     kept = _without_useless_cp([of_group.by_shape for of_group in found])
     groups = []
     for tied, (meshes, _), by_shape in zip(members, found, kept, strict=True):
+        deadline.check()
         candidates = [
             Candidate(layout._replace(first_rank=mesh.start), variants)
             for mesh in meshes for layout, variants in by_shape[_shape(problem.cluster, mesh)]]
@@ -277,7 +283,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 
 def _group_candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[int, int, int], CommunicatorMemory],
+    known: dict[tuple[int, int, int], CommunicatorMemory], deadline: Deadline,
 ) -> _GroupCandidates:
     """Return the meshes of a group, all of the cluster or the pinned one, and its candidates there.
 
@@ -304,18 +310,22 @@ def _group_candidates(
     for shape, communicators in placements.items():
         there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
         mesh = meshes[shapes.index(shape)]
-        by_shape[shape] = _candidates(there, rates.at(mesh), calls, communicators, shape.per_host, only=only)
+        by_shape[shape] = _candidates(
+            there, rates.at(mesh), calls, communicators, shape.per_host, only=only, deadline=deadline)
     return _GroupCandidates(meshes, by_shape)
 
 
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     communicators: Sequence[CommunicatorMemory], per_host: int, *, only: ParallelStrategy | None,
+    deadline: Deadline,
 ) -> list[Candidate]:
     """Return the candidates of a group on a mesh with these communicators (one for each placement on
     hosts), `per_host` of its ranks on each host, as if it began at rank 0."""
     of_calls = [
-        find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls]
+        find_variants(
+            problem, rates, call, communicators, per_host=per_host, only=only, deadline=deadline)
+        for call in calls]
     return [
         Candidate(ContiguousLayout(strategy, 0), variants)
         for strategy in of_calls[0]

@@ -9,9 +9,10 @@ Letters: e bytes of an element in the model's dtype, w bytes of one that needs p
 a float64 model). Tokens are those of a micro-batch; over cp, a rank's part of them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,10 @@ from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import padded_size
 from realhf.plan import CallPlan
+from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.rates import greatest_load
 from realhf.planner.rows import RankRows
 from realhf.planner.shard import (
     Widths,
@@ -46,6 +49,9 @@ _SAMPLING_BYTES = 24  # Bytes of a logit's scaled value, exponential and running
 _TOP_COPIES = 2.75
 """Finding the most probable tokens takes a copy of the logits, running counts (int32) and three masks (bool):
 so many times the bytes of float32 logits."""
+_GRAPH_KERNEL_BYTES = 64 << 10
+"""Device memory of a kernel in a recorded graph: forums.developer.nvidia.com/t/244901 measured 33 MB for 500
+and 63 MB for 1000."""
 _LABELS = {"loaded_weights": "loaded weights"}
 """Uses that reports call otherwise than the fields of CallMemory."""
 
@@ -70,6 +76,7 @@ class CallMemory(NamedTuple):
     gradients: float = 0.0
     optimizer: float = 0.0
     loaded_weights: Any = 0.0  # Those that wait in host memory while other calls run.
+    graphs: float = 0.0  # Recorded decode steps, and the memory that they share.
 
     @property
     def num_bytes(self) -> Any:
@@ -115,6 +122,28 @@ class CallPieces:
     def stage(self, index: int) -> Stage:
         num_layers = len(self.role.spec.stage_layers(self.strategy, index))
         return Stage(index, num_layers, index == 0, index == self.strategy.pp - 1)
+
+    def load(self, tokens: float, *, num_passes: int, num_layers: int = 1) -> float:
+        """Return the rows of the busiest rank's experts in any layer of some passes, relative to the mean.
+
+        With `num_layers`, it is the mean of so many layers of a rank.
+        """
+        moe = self.role.config.moe
+        ep = self.strategy.ep
+        if moe is None or ep == 1:
+            return 1.0
+        num_draws = max(1, num_passes * (self.role.config.num_layers // num_layers))
+        rows = tokens * moe.num_experts_per_token * ep
+        return greatest_load(rows, ep, moe.num_experts, num_draws=num_draws, num_layers=num_layers)
+
+    def mlp_width(self, load: float) -> float:
+        """Return the elements per token of an MLP's width on a rank whose experts have such a load."""
+        return self.widths.mlp + (load - 1) * self.widths.experts
+
+    def rows_width(self, load: float) -> float:
+        """Return the elements per token of the hidden states that experts read or write."""
+        moe = self.role.config.moe
+        return 0.0 if moe is None else load * moe.num_experts_per_token * self.widths.hidden
 
     @property
     def computes_logits(self) -> bool:
@@ -189,7 +218,7 @@ class CallPieces:
         """Return the copies for a sum over ranks: a clone, and over gloo what `Group.all_reduce` receives."""
         return 1.0 + (0.0 if self.fused else 2.0 if size == 2 else (size - 1) / size)
 
-    def block_saved_bytes(self, tokens: float) -> float:
+    def block_saved_bytes(self, tokens: float, *, load: float = 1.0) -> float:
         """Return the bytes that autograd saves for one decoder layer (nn/transformer.py).
 
         In order they are: input of the norm | its output, for qkv | qkv, with queries and keys rotated |
@@ -206,7 +235,8 @@ class CallPieces:
         if self.strategy.cp > 1:  # Inputs come from other ranks; the output is also kept as it comes back.
             outputs, inputs = 2, self._exchanged
         attention = e * (per_token.latents + inputs + outputs * per_token.attention) + 4 * per_token.num_heads
-        mlp = e * (self.num_mlp_saved * per_token.mlp + per_token.routed + self._adapter_ranks)
+        routed = per_token.routed + self.rows_width(load) - self.rows_width(1)  # What experts read.
+        mlp = e * (self.num_mlp_saved * self.mlp_width(load) + routed + self._adapter_ranks)
         return tokens * (norms + attention + mlp)
 
     @property
@@ -282,10 +312,11 @@ class CallPieces:
         output = heads * (3 * self.role.wide_itemsize * mla.v_head_dim + self.role.itemsize * key_dim)
         return part + output * tokens
 
-    def forward_temporaries(self, tokens: float, *, earlier: float = 0) -> float:
+    def forward_temporaries(self, tokens: float, *, earlier: float = 0, load: float = 1.0) -> float:
         """Return the peak bytes of one layer without autograd: in a norm, in attention or in the MLP.
 
-        With latent attention, the tokens may continue sequences of `earlier` ones in all.
+        With latent attention, the tokens may continue sequences of `earlier` ones in all. `load` is that of
+        this rank's experts (see `load`).
         """
         per_token = self.widths
         e = self.role.itemsize
@@ -301,10 +332,12 @@ class CallPieces:
         attending += self.expanded_bytes(tokens, earlier)
         output = hidden + self.sum_temporaries(hidden)
         attention = 2 * hidden + projected + max(rotating, attending + hidden, output)
-        routed = e * tokens * per_token.routed * (2 if self.strategy.ep > 1 else 1)  # Sent and received.
-        width = e * tokens * per_token.mlp
+        routed = e * tokens * per_token.routed
+        if self.strategy.ep > 1:  # Sent and received.
+            routed = e * tokens * (2 * per_token.routed + 2 * (self.rows_width(load) - self.rows_width(1)))
+        width = e * tokens * self.mlp_width(load)
         up = 2 if self.role.config.gated else 1
-        activated = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
+        activated = e * self.working_numel(tokens * self.mlp_width(load))  # A part before all are joined.
         activating = width + max(hidden, activated * (activated < width))
         mlp = 3 * hidden + routed + up * width + max(activating, output)
         widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens)
@@ -343,7 +376,7 @@ class RunningMemory:
 class CallPeaks:
     """The memory that a call adds on the fullest rank of each stage, at the moment when it adds most.
 
-    Top-p sampling is not counted. If sequences differ in length, micro-batches are assumed to hold up to
+    If sequences differ in length, micro-batches are assumed to hold up to
     their limit or the longest sequence. All rows that decode at once are assumed to have the longest prompt.
     """
 
@@ -361,7 +394,9 @@ class ForwardMoments:
     def __init__(self, pieces: CallPieces) -> None:
         self._pieces = pieces
         self._inputs = pieces.inputs(top_copies=1)
-        self._block = pieces.forward_temporaries(pieces.micro_batch.tokens)
+        num_micro_batches, tokens, _ = pieces.micro_batch
+        load = pieces.load(tokens, num_passes=num_micro_batches)
+        self._block = pieces.forward_temporaries(tokens, load=load)
 
     def on(self, stage: Stage) -> list[CallMemory]:
         """Return what a rank of a stage needs at each moment: in a block, for logits, and for results."""
@@ -411,7 +446,8 @@ class GenerationMoments:
         merged = 0.0
         if role.lora is not None and role.lora.merge:  # Assumed for all weights.
             merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
-        base = self._base._replace(kv_cache=self._cache_bytes(stage), merged=merged)
+        base = self._base._replace(
+            kv_cache=self._cache_bytes(stage), merged=merged, graphs=self._graph_bytes(stage))
         moments = [base._replace(activations=self._block)]
         if stage.is_last:
             moments.append(base._replace(logits=self._logits, activations=pieces.hidden_bytes(self._rows)))
@@ -434,7 +470,27 @@ class GenerationMoments:
         ep = self._pieces.strategy.ep
         gathered = padded_size(self._rows) * ep if ep > 1 else 0
         earlier = self._cohort * (work.longest_prompt + work.max_new_tokens)
-        return self._pieces.forward_temporaries(max(self._pass_tokens, gathered), earlier=earlier)
+        passes = math.ceil(self._prefill_tokens[1] / max(1.0, work.prefill_tokens)) * self._num_cohorts
+        load = self._pieces.load(self._pass_tokens, num_passes=passes)
+        return max(
+            self._pieces.forward_temporaries(self._pass_tokens, earlier=earlier, load=load),
+            self._pieces.forward_temporaries(gathered, earlier=earlier))
+
+    def _graph_bytes(self, stage: Stage) -> float:
+        """Return the bytes of the recorded decode steps of a GPU, one for each padded number of rows.
+
+        They have a pool of memory, which they share, for what the largest step allocates.
+        """
+        pieces = self._pieces
+        if not pieces.fused:
+            return 0.0
+        kernels = stage.num_layers * OUR_CUDA.decode_kernels
+        if pieces.role.config.moe is not None:
+            gathers = OUR_CUDA.gathered_kernels * (pieces.strategy.ep > 1)
+            kernels += stage.num_layers * (OUR_CUDA.decode_expert_kernels + gathers)
+        largest = padded_size(self._rows) * pieces.strategy.ep
+        graphs = _GRAPH_KERNEL_BYTES * kernels * _num_padded_sizes(self._rows)
+        return graphs + pieces.forward_temporaries(largest)
 
     @cached_property
     def _prefill_tokens(self) -> tuple[float, float]:
@@ -459,10 +515,22 @@ class GenerationMoments:
 
     @cached_property
     def _logits(self) -> float:
-        """Bytes of logits in a wide dtype, and of what sampling computes from them."""
+        """Bytes of logits in a wide dtype, and of what sampling computes from them.
+
+        Top-p sampling gathers the whole vocabulary and sorts it with its indices (int64), for which a GPU
+        takes the same memory again. Later there are probabilities, and their sums twice.
+        """
         pieces = self._pieces
         widths = pieces.widths
-        logits = float(self._rows * widths.vocabulary * (pieces.role.wide_itemsize + _SAMPLING_BYTES))
+        w = pieces.role.wide_itemsize
+        logits = float(self._rows * widths.vocabulary * (w + _SAMPLING_BYTES))
+        if pieces.workload.sorts_logits:
+            sorting = (w + _ID_BYTES) * (2 if pieces.fused else 1)
+            gathered = w * (2 if pieces.strategy.tp > 1 else 1)  # Shard by shard, and in one row.
+            whole = gathered + max(sorting, 4 * w)
+            in_shard = 2 * w  # With and without temperature.
+            filtering = widths.vocabulary * in_shard + pieces.role.config.vocab_size * whole
+            logits = max(logits, float(self._rows * filtering))
         # Copies of operands in float32 are freed before the logits exist.
         return max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], self._rows))
 
@@ -473,6 +541,12 @@ class GenerationMoments:
         token_bytes = pieces.widths.cached * pieces.role.itemsize * stage.num_layers
         needed = float(self._num_cohorts * self._cached_tokens * token_bytes)
         return needed if limit is None else min(needed, limit * 2**30)
+
+
+@lru_cache(maxsize=1 << 12)
+def _num_padded_sizes(num_rows: int) -> int:
+    """Return how many sizes the recorded steps of up to so many rows have."""
+    return len({padded_size(rows) for rows in range(1, num_rows + 1)})
 
 
 class TrainMoments:
@@ -518,7 +592,21 @@ class TrainMoments:
 
     @cached_property
     def _saved_by_layer(self) -> float:
-        return self.hidden if self.pieces.recompute else self.pieces.block_saved_bytes(self.tokens)
+        if self.pieces.recompute:
+            return self.hidden
+        return self.pieces.block_saved_bytes(self.tokens, load=self._mean_load)
+
+    @cached_property
+    def _load(self) -> float:
+        """The greatest load of a rank's experts in any layer and micro-batch."""
+        return self.pieces.load(self.tokens, num_passes=self.pieces.micro_batch.num_micro_batches)
+
+    @cached_property
+    def _mean_load(self) -> float:
+        """The greatest mean load over the layers of a rank, in any micro-batch."""
+        num_layers = max(1, self.role.config.num_layers // (self.strategy.pp * self.strategy.vp))
+        num_passes = self.pieces.micro_batch.num_micro_batches
+        return self.pieces.load(self.tokens, num_passes=num_passes, num_layers=num_layers)
 
     def _saved(self, stage: Stage) -> float:
         """Return the bytes that a micro-batch keeps from its forward to its backward pass through a chunk."""
@@ -585,12 +673,14 @@ class TrainMoments:
     @cached_property
     def _block_recomputed(self) -> float:
         """Bytes of the activations of the layer that is recomputed; 0 without recompute."""
-        return self.pieces.block_saved_bytes(self.tokens) if self.pieces.recompute else 0.0
+        if not self.pieces.recompute:
+            return 0.0
+        return self.pieces.block_saved_bytes(self.tokens, load=self._load)
 
     @cached_property
     def _mlp(self) -> float:
         """Bytes of a tensor of the MLP's width."""
-        return self.role.itemsize * self.tokens * self.pieces.widths.mlp
+        return self.role.itemsize * self.tokens * self.pieces.mlp_width(self._load)
 
     @cached_property
     def _gate_and_up(self) -> float:
@@ -606,7 +696,8 @@ class TrainMoments:
     def _activated_linear(self) -> float:
         """Bytes in the backward pass of activation and down projection, besides their output's gradient."""
         # The activation works on a part of the tokens at a time.
-        temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
+        width = self.pieces.mlp_width(self._load)
+        temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * width)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
             return max(3 * self._mlp, self._gate_and_up + temporaries)
         widths = self.pieces.widths
@@ -620,7 +711,9 @@ class TrainMoments:
         hidden = self.hidden
         sum_over_tp = pieces.sum_temporaries(hidden)
         qkv = self.role.itemsize * self.tokens * pieces.widths.qkv
-        freed = pieces.num_mlp_saved * self._mlp  # Activations of the MLP, once they are used.
+        # Activations of the MLP, once they are used: no more than the mean layer has.
+        width = pieces.mlp_width(self._mean_load)
+        freed = pieces.num_mlp_saved * self.role.itemsize * self.tokens * width
         return max(
             # The sum over the tp group in the MLP's forward pass: the output of the down projection.
             hidden + sum_over_tp,

@@ -32,6 +32,7 @@ from realhf.plan import CallPlan
 from realhf.planner.call_cost import CallCost, call_cost, offloaded
 from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of
+from realhf.planner.deadline import Deadline
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload, parameter_table
 from realhf.planner.rates import Rates
 from realhf.planner.rows import RankRows
@@ -229,7 +230,7 @@ class _Prices:
 
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[CommunicatorMemory], *,
-    per_host: int, only: ParallelStrategy | None = None,
+    per_host: int, only: ParallelStrategy | None, deadline: Deadline,
 ) -> dict[ParallelStrategy, list[Variant]]:
     """Return the variants of a call on meshes of the same size, `per_host` of their ranks on each host, by
     strategy. `communicators` has those of each placement on hosts, of which the least ones count.
@@ -245,6 +246,7 @@ def find_variants(
     strategies = find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp)
     by_strategy = {}
     for strategy in [only] if only is not None else strategies:
+        deadline.check()
         layout = Layout(strategy, mesh)
         variants = []
         cost_of = _Prices(rates, call, role, work, per_host)
@@ -494,12 +496,14 @@ def _pinned(
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
-    """Return whether hosts have enough memory to offload all frozen roles, if this one may be."""
+    """Return whether hosts have enough memory for the weights of this role, if they may be offloaded.
+
+    What all roles offload to a host is counted in whole plans (MemoryAccount.excess).
+    """
     if not problem.may_offload(call):
         return False
-    num_frozen = sum(role.is_frozen for role in problem.roles.values())
     num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
-    num_bytes = num_frozen * num_shards * weights_bytes(problem.model_role(call), strategy, 0)
+    num_bytes = num_shards * weights_bytes(problem.model_role(call), strategy, 0)
     return num_bytes <= HOST_SHARE * problem.cluster.host_memory_bytes
 
 

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from realhf.cluster import join_kinds
 from realhf.plan import ExecutionPlan
+from realhf.planner.deadline import Deadline, OutOfTime
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
-from realhf.planner.search import ReportProgress, SearchResult, leanest, search
+from realhf.planner.search import NoPlan, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.user_input.units import format_bytes, format_seconds
 
@@ -113,7 +114,7 @@ class WhatIf:
 
 
 def what_if(planned: Planned, values: Mapping[str, str], limits: SearchLimits) -> WhatIf:
-    """Return what a change does. Raises ValueError if it is not legal."""
+    """Return what a change does, within the time limit. Raises ValueError if it is not legal."""
     return _under(planned, values, *change(planned.problem, planned.rates, values), limits)
 
 
@@ -135,13 +136,19 @@ def lost_hosts(planned: Planned, number: int, limits: SearchLimits) -> list[What
 def _under(
     planned: Planned, values: Mapping[str, str], problem: Problem, rates: Rates, limits: SearchLimits
 ) -> WhatIf:
-    """Return a plan's layouts, and the best plan found, in a changed problem."""
+    """Return a plan's layouts, and the best plan found, in a changed problem.
+
+    A third of the time at most is for the plan's layouts.
+    """
+    deadline = Deadline(limits.time_limit)
     seconds = None
     obstacle = _obstacle(problem, planned.plan)
     if obstacle is None:
-        seconds, obstacle = _with_layouts(problem, rates, planned.plan, limits)
+        there = limits._replace(time_limit=limits.time_limit / 3)
+        seconds, obstacle = _with_layouts(problem, rates, planned.plan, there)
     try:
-        best = make_plan(problem, rates, **limits._asdict(), explain=False)
+        left = limits._replace(time_limit=deadline.left)
+        best = make_plan(problem, rates, **left._asdict(), explain=False)
     except ValueError as error:
         return WhatIf(values, seconds, obstacle, best_obstacle=str(error))
     result = best.result
@@ -171,14 +178,20 @@ def _with_layouts(
 ) -> tuple[float | None, str | None]:
     """Return the seconds per step with a plan's layouts, or None and in words what they lack."""
     pins = {call.name: plan[call.name].layout for call in problem.model_calls}
-    space = SearchSpace(replace(problem, pins=pins), rates)
+    try:
+        space = SearchSpace(replace(problem, pins=pins), rates, Deadline(limits.time_limit))
+    except OutOfTime:
+        return None, "the time was too short for the layouts"
     for group in space.groups:
         if not group.candidates:
             names = " and ".join(space.calls[i].name for i in group.calls)
             return None, f"{names} does not fit in its layout, even alone"
     result = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
-    if result is None:
-        lacking = float(space.memory.excess(leanest(space)[None])[0])
+    if isinstance(result, NoPlan):
+        if not result.is_proved:
+            return None, f"no plan with the layouts was found in {format_seconds(result.seconds)}"
+        with space.deadline.lifted():
+            lacking = float(space.memory.excess(leanest(space)[None])[0])
         return None, f"the layouts lack {format_bytes(lacking)} per device"
     return result.step_seconds, None
 

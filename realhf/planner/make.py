@@ -6,6 +6,7 @@ On a cluster with several kinds of hosts, the search begins from plans on hosts 
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,19 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.graph import FunctionCall
-from realhf.layout import DeviceMesh, Layout
+from realhf.layout import MAX_RANKS, DeviceMesh, Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.call_cost import CallCost
-from realhf.planner.memory_account import MemoryCheck, check_memory, require_fit
+from realhf.planner.deadline import Deadline, OutOfTime
+from realhf.planner.memory_account import MemoryCheck, check_memory, offloading_optimizers, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.reserves import Preference, preferred
-from realhf.planner.search import LocalSearch, ReportProgress, SearchResult, leanest, search
+from realhf.planner.search import LocalSearch, NoPlan, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
     contiguous_layouts,
+    cost_of,
     dependencies,
     first_starts,
     have_common_ranks,
@@ -34,10 +37,11 @@ from realhf.planner.step_time import (
     step_periods,
     times_of_plan,
 )
-from realhf.user_input.units import format_bytes
+from realhf.user_input.units import format_bytes, format_seconds
 
-_SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
-_PREFERRING = 0.1  # The fraction in which a plan with reserves is looked for, out of that rest.
+_SEARCHING = 0.8  # The fraction of the time limit after which the search ends; then the plan is described.
+_PREFERRING = 0.1  # The fraction in which a plan with reserves is looked for, out of the rest.
+_ANY_PLAN = 0.999  # With this gap, a search ends with the first plan that fits.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
@@ -65,6 +69,18 @@ class Simulation:
     idle: np.ndarray
 
 
+class PortTraffic(NamedTuple):
+    """What the seconds per step become where traffic of several activities meets at the port of a host.
+
+    The step takes at least `least_seconds`, in which the port of the busiest host carries what passes it in
+    `busiest_seconds` of every step. It takes about `most_seconds` if activities that overlap take turns.
+    """
+
+    busiest_seconds: float
+    least_seconds: float
+    most_seconds: float
+
+
 class Heuristic(NamedTuple):
     """The plan that people set up by hand, as one candidate per call group; `fits` is about memory."""
 
@@ -82,6 +98,7 @@ class PricedPlan:
     plan: ExecutionPlan
     costs: Mapping[str, CallCost]
     simulation: Simulation
+    ports: PortTraffic
     memory: MemoryCheck
 
     @property
@@ -114,29 +131,36 @@ class Planned(PricedPlan):
 def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: ReportProgress | None = None, should_stop: Callable[[], bool] | None = None,
-    explain: bool = True, slack: float = 0.0,
+    explain: bool = True, slack: float = 0.0, clock: Callable[[], float] = time.monotonic,
 ) -> Planned:
-    """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
-    bound over the plans enumerated, or when there is one and `should_stop` returns True.
+    """Return the best plan found within `time_limit` seconds of the clock, or sooner when it is within `gap`
+    of the lower bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
-    With `explain`, it has the reasons for the layouts. With `slack`, a plan with reserves or simpler layouts
-    is preferred whose step is longer by at most this fraction. Raises ValueError when nothing fits.
+    With `explain`, it has the reasons for the layouts, as far as the time allows. With `slack`, a plan with
+    reserves or simpler layouts is preferred whose step is longer by at most this fraction. Raises ValueError
+    when nothing fits, or nothing was found in time.
     """
-    began = time.monotonic()
+    deadline = Deadline(time_limit, clock)
     _require_supported(problem, rates)
-    space = SearchSpace(problem, rates)
+    try:
+        space = SearchSpace(problem, rates, deadline)
+    except OutOfTime:
+        late = "the layouts to choose from were not all enumerated: give it more time (--time-limit)"
+        raise ValueError(f"no plan was found in {format_seconds(deadline.spent)}: {late}") from None
     _require_candidates(space)
-    baseline = heuristic(space)
-    starts = [] if baseline is None else [baseline.chosen]
-    starts += starts_by_kind(
-        space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
-        should_stop=should_stop)
-    left = _SEARCHING * time_limit - (time.monotonic() - began)
-    result = search(
-        space, time_limit=max(0.1, left), gap=gap, starts=starts,
-        max_iterations=max_iterations, progress=progress, should_stop=should_stop)
-    if result is None:
-        raise ValueError(_nothing_fits(space))
+    with deadline.sooner(_SEARCHING * time_limit - deadline.spent):
+        baseline = None
+        with suppress(OutOfTime):
+            baseline = heuristic(space)
+        starts = [] if baseline is None else [baseline.chosen]
+        starts += starts_by_kind(
+            space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
+            should_stop=should_stop)
+        result = search(
+            space, time_limit=time_limit, gap=gap, starts=starts, max_iterations=max_iterations,
+            progress=progress, should_stop=should_stop)
+    if isinstance(result, NoPlan):
+        raise ValueError(_nothing_fits(space, is_proved=result.is_proved))
     preference = None
     if slack > 0:
         preference = preferred(
@@ -151,10 +175,10 @@ def make_plan(
     priced = price(problem, rates, plan)
     assert priced.memory.fits, f"the search counts less memory than the check: {priced.memory.fullest}"
     reasons = find_reasons(space, chosen) if explain else {}
-    spent = time.monotonic() - began
+    deadline.lift()
     return Planned(
-        problem, rates, plan, priced.costs, priced.simulation, priced.memory, space, result, reasons,
-        baseline, spent, preference)
+        problem, rates, plan, priced.costs, priced.simulation, priced.ports, priced.memory, space, result,
+        reasons, baseline, deadline.spent, preference)
 
 
 def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:
@@ -166,8 +190,9 @@ def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:
     for call in problem.model_calls:
         _require_priceable(problem, call, plan[call.name].layout)
     costs = predict(problem, rates, plan).calls
-    return PricedPlan(
-        problem, rates, plan, costs, simulate(problem, rates, plan, costs), check_memory(problem, plan))
+    simulation = simulate(problem, rates, plan, costs)
+    ports = port_traffic(problem, rates, plan, costs, simulation)
+    return PricedPlan(problem, rates, plan, costs, simulation, ports, check_memory(problem, plan))
 
 
 def _require_priceable(problem: Problem, call: FunctionCall, layout: Layout) -> None:
@@ -228,13 +253,16 @@ def starts_by_kind(
     for ranks, _ in kinds:
         if (problem := _alone(space.problem, ranks)) is None:
             continue
-        alone = SearchSpace(problem, space.rates.at(ranks))
+        try:
+            alone = SearchSpace(
+                problem, space.rates.at(ranks), space.deadline.part(time_limit / len(kinds)))
+        except OutOfTime:
+            continue
         if not all(group.candidates for group in alone.groups):
             continue
         found = search(
-            alone, time_limit=time_limit / len(kinds), gap=gap, max_iterations=max_iterations,
-            should_stop=should_stop)
-        if found is not None:
+            alone, time_limit=time_limit, gap=gap, max_iterations=max_iterations, should_stop=should_stop)
+        if isinstance(found, SearchResult):
             starts.append(_located(space, alone, found.chosen, ranks.start))
     return starts
 
@@ -301,6 +329,82 @@ def simulate(
     return Simulation(period, tuple(timeline), np.clip(idle, 0.0, 1.0))
 
 
+# Ports of hosts
+
+
+class _Activity(NamedTuple):
+    """A call or a reallocation that sends for `port_seconds` through the port of each of some hosts."""
+
+    hosts: frozenset[int]
+    start: float
+    end: float
+    port_seconds: float
+
+    def meets(self, other: "_Activity", *, period: float) -> bool:
+        """Return whether both send from a host at the same time, in a step or in neighbouring ones."""
+        shifts = range(math.floor((self.start - other.end) / period), 2 + math.ceil(self.end / period))
+        return bool(self.hosts & other.hosts) and any(
+            self.start < other.end + n * period and other.start + n * period < self.end for n in shifts)
+
+
+def port_traffic(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, costs: Mapping[str, CallCost], simulation: Simulation
+) -> PortTraffic:
+    """Return estimates of a plan's seconds per step with the traffic that meets at ports of hosts.
+
+    An activity alone never takes less than its own traffic at the ports. Two activities that overlap in
+    `simulation`, on a host in common, delay each other at most by the lesser traffic of both: the port serves
+    them in turns.
+    """
+    cluster = problem.cluster
+    period = simulation.step_seconds
+    if cluster.num_hosts == 1:
+        return PortTraffic(0.0, period, period)
+    calls = problem.calls
+    needs = dependencies(problem, rates)
+    seconds, first, stop = times_of_plan(problem, plan, {name: cost.seconds for name, cost in costs.items()})
+    layouts = contiguous_layouts(problem, plan)
+    moving = moving_seconds(rates, problem, needs, layouts)
+    ports = rates.ports
+    receiving = dependencies(problem, ports).receiving
+    moved = needs.durations(moving_seconds(ports, problem, needs, layouts))[0]
+
+    def hosts(*calls: int) -> frozenset[int]:
+        ranks = [(int(first[0, i]), int(stop[0, i])) for i in calls]
+        return frozenset().union(*(
+            range(a // cluster.devices_per_host, (b - 1) // cluster.devices_per_host + 1) for a, b in ranks))
+
+    activities: list[_Activity] = []
+    numbers = np.flatnonzero(needs.durations(moving)[0] > 0).tolist()
+    for i, entry in enumerate(simulation.timeline[: len(calls)]):
+        traffic = float(receiving[i])
+        if i in layouts:
+            traffic += cost_of(problem, ports, calls[i], plan[calls[i].name], layouts[i].ranks).seconds
+        activities.append(_Activity(hosts(i), entry.start - needs.receiving[i], entry.end, traffic))
+    for number, entry in zip(numbers, simulation.timeline[len(calls) :], strict=True):
+        user, trainer, _ = needs.weights[number]
+        activities.append(_Activity(hosts(user, trainer), entry.start, entry.end, float(moved[number])))
+    share_ranks = have_common_ranks(first, stop)[0]
+    delays = np.zeros(len(activities))
+    for a, mine in enumerate(activities):
+        for b, other in enumerate(activities):
+            take_turns = a == b or (max(a, b) < len(calls) and share_ranks[a, b])
+            if not take_turns and mine.meets(other, period=period):
+                delays[a] += min(mine.port_seconds, other.port_seconds)
+    of_hosts = np.zeros(cluster.num_hosts)
+    for activity in activities:
+        of_hosts[list(activity.hosts)] += activity.port_seconds
+    of_moves = np.zeros(moving.shape)
+    of_moves[0, numbers] = delays[len(calls) :]
+    for of_trainer in needs.copies.values():
+        of_moves[:, of_trainer] = of_moves[:, of_trainer].cumsum(axis=1)
+    slower = seconds + delays[: len(calls)]
+    most = float(step_periods(cluster, needs, slower, first, stop, moving=moving + of_moves)[0])
+    busiest = float(of_hosts.max())
+    least = max(period, busiest)
+    return PortTraffic(busiest, least, max(least, most))
+
+
 # Problems without a plan
 
 
@@ -335,7 +439,8 @@ def _require_candidates(space: SearchSpace) -> None:
         fixed = [f"{key}={value}" for name in calls
                  for key, value in problem.pinned_options.get(name, {}).items()]
         pinned = f" with {', '.join(fixed)}" if fixed else ""
-        raise ValueError(f"call {names} does not fit in any layout{pinned}, even alone: {_devices(space)}")
+        where = f"call {names} does not fit in any layout{pinned}, even alone"
+        raise ValueError(f"{where}: {_devices(space)}{_remedies(space)}")
 
 
 def _available(problem: Problem, layout: Layout) -> float:
@@ -344,14 +449,47 @@ def _available(problem: Problem, layout: Layout) -> float:
     return min(map(available_bytes, kinds))
 
 
-def _nothing_fits(space: SearchSpace) -> str:
-    """Return the sentence about a problem without a plan, with the remedy for the plan that lacks least."""
-    plan = space.memory.least_plan(leanest(space).tolist())
-    try:
-        require_fit(space.problem, plan)
-    except ValueError as error:
-        return f"no plan fits: {_devices(space)}; in the leanest one {error}"
-    return f"no plan that fits was found in the time limit: {_devices(space)}"
+def _nothing_fits(space: SearchSpace, *, is_proved: bool) -> str:
+    """Return the sentence about a problem without a plan, with remedies that were tried."""
+    spent = format_seconds(space.deadline.spent)
+    found = "no plan fits" if is_proved else f"no plan that fits was found in {spent}"
+    sentence = f"{found}: {_devices(space)}{_remedies(space)}"
+    with suppress(OutOfTime):
+        plan = space.memory.least_plan(leanest(space).tolist())
+        peak = check_memory(space.problem, plan, space.memory.account).fullest
+        if peak.excess_bytes > 0:
+            lacks = format_bytes(peak.excess_bytes)
+            sentence += f"; the leanest plan tried lacks {lacks} on rank {peak.rank} during {peak.call}"
+    return sentence
+
+
+def _remedies(space: SearchSpace) -> str:
+    """Return the end of a sentence: the first change with which a plan that fits was found in the time left.
+
+    Tried are optimizers in host memory, and twice as many hosts.
+    """
+    problem = space.problem
+    tried = [] if (offloaded := offloading_optimizers(problem)) is None else [offloaded]
+    if len(problem.cluster.kinds) == 1 and 2 * problem.cluster.num_devices <= MAX_RANKS:
+        larger = replace(problem.cluster, num_hosts=2 * problem.cluster.num_hosts)
+        if problem.cluster.inter_host is not None:
+            tried.append(([f"{larger.num_devices} devices"], replace(problem, cluster=larger)))
+            if offloaded is not None:
+                both = replace(offloaded[1], cluster=larger)
+                tried.append(([*offloaded[0], f"{larger.num_devices} devices"], both))
+    with suppress(OutOfTime, ValueError):  # A profile may not serve more hosts.
+        for number, (names, changed) in enumerate(tried):
+            rates = space.rates if changed.cluster == problem.cluster else space.rates.on(changed.cluster)
+            there = SearchSpace(changed, rates, space.deadline)
+            if not all(group.candidates for group in there.groups):
+                continue
+            share = space.deadline.left * (1.0 if number + 1 == len(tried) else 0.75)
+            found = search(there, time_limit=share, gap=_ANY_PLAN)
+            if isinstance(found, SearchResult):
+                seconds = format_seconds(found.step_seconds)
+                return f"; with {' and '.join(names)} a plan fits, of {seconds} per step"
+        return "; optimizer.offload and twice as many hosts do not help" if len(tried) > 2 else ""
+    return ""
 
 
 def _devices(space: SearchSpace) -> str:
@@ -374,6 +512,5 @@ def _devices(space: SearchSpace) -> str:
     need = math.ceil(total / space.capacity)
     if need > num_devices:
         need = need if need <= per_host else math.ceil(need / per_host) * per_host
-        return f"{there_are}; {takes}: use at least {need} devices"
-    what = "activations and KV cache do not fit beside"
-    return f"{there_are}; {takes}, {what}: use more devices, smaller models or shorter sequences"
+        return f"{there_are}; {takes}: on devices alone, they need at least {need}"
+    return f"{there_are}; {takes}, and activations and KV cache do not fit beside"

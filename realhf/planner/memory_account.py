@@ -28,6 +28,7 @@ from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner import shard
 from realhf.planner.call_memory import CallMemory, RunningMemory
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, use_of
+from realhf.planner.deadline import Deadline
 from realhf.planner.problem import PlannedCall, Problem
 from realhf.planner.rows import GIB
 from realhf.planner.shard import HOST_SHARE, available_bytes, fixed_reserve
@@ -40,9 +41,9 @@ _COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "reserv
 _ENDINGS = {
     "weights": "weights", "copy": "weights", "merged": "weights", "gradients": "gradients",
     "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache", "communicators": "reserve",
-    "context": "reserve", "staging": "reserve"}
+    "context": "reserve", "workspaces": "reserve", "staging": "reserve"}
 """The last word of a use -> its column; other uses are activations."""
-_RESERVED = ("context", "staging")  # What of the reserve is in use.
+_RESERVED = ("context", "workspaces", "staging")  # What of the reserve is in use.
 
 
 # The account
@@ -78,7 +79,8 @@ class CallBytes(NamedTuple):
 class PlanMemory:
     """The bytes that always rest on every rank, by use, and those that each call adds, by its name.
 
-    `on_host` are the bytes of each rank's offloaded optimizers in the memory of its host, by role.
+    `on_host` are the bytes of each rank in the memory of its host, by use: offloaded optimizers and frozen
+    weights.
     """
 
     resting: Mapping[str, np.ndarray]
@@ -88,13 +90,6 @@ class PlanMemory:
     @property
     def resting_bytes(self) -> np.ndarray:
         return sum(self.resting.values(), start=np.zeros(1))
-
-    def host_bytes(self, devices_per_host: int) -> float:
-        """Return the most bytes of offloaded optimizers on a host."""
-        if not self.on_host:
-            return 0.0
-        total = sum(self.on_host.values(), start=np.zeros(1))
-        return float(total.reshape(-1, devices_per_host).sum(axis=1).max())
 
     def needs(self) -> dict[str, np.ndarray]:
         """Return the bytes of every rank while each call runs; -infinity where it does not run."""
@@ -116,12 +111,16 @@ class PlanMemory:
 class MemoryAccount:
     """Counts the memory of plans of one problem; remembers what it has counted for calls and layouts."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, deadline: Deadline | None = None) -> None:
+        """Set up an account, which counts no more plans after the deadline: it raises OutOfTime."""
         self.problem = problem
+        self.deadline = deadline or Deadline()
         self.num_ranks = problem.cluster.num_devices
         self.available = np.concatenate([
             np.full(len(ranks), shard.available_bytes(kind))
             for ranks, kind in problem.cluster.ranks_by_kind])
+        self.available_on_hosts = np.concatenate([
+            np.full(kind.num_hosts, HOST_SHARE * kind.host_memory_bytes) for kind in problem.cluster.kinds])
         self.communicators = CommunicatorMemory(problem.cluster, self.num_ranks)
         self._rank_shards: dict[Layout, RankShards] = {}
         self._kinds: dict[tuple[int, ...], int] = {}
@@ -129,7 +128,20 @@ class MemoryAccount:
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
 
     def of_plan(self, plan: ExecutionPlan) -> PlanMemory:
+        self.deadline.check()
         return _PlanAccount(self, plan).total()
+
+    def excess(self, plan: ExecutionPlan) -> float:
+        """Return the most bytes that a device or a host lacks in a plan; at most 0 if none lacks any."""
+        memory = self.of_plan(plan)
+        on_hosts = float((self.on_hosts(memory) - self.available_on_hosts).max())
+        return max(memory.excess(self.available), on_hosts if memory.on_host else -np.inf)
+
+    def on_hosts(self, memory: PlanMemory) -> np.ndarray:
+        """Return the bytes that are offloaded to each host."""
+        total = sum(memory.on_host.values(), start=np.zeros(self.num_ranks))
+        by_host: np.ndarray = total.reshape(-1, self.problem.cluster.devices_per_host).sum(axis=1)
+        return by_host
 
     def rank_shards(self, layout: Layout) -> RankShards:
         """Return the stage and the shard of every rank."""
@@ -215,9 +227,12 @@ class _PlanAccount:
                 resting[f"{planned.role} kept cache"] = call.by_use.pop("kv_cache")
             running[planned.name] = call
         on_host = {
-            name: self._account.state_bytes("optimizer", name, self._layouts[name][0])
+            f"{name} optimizer": self._account.state_bytes("optimizer", name, self._layouts[name][0])
             for name, role in self._problem.roles.items()
             if role.trainable and self._problem.offloads_optimizer(role)}
+        for name in self._problem.roles:
+            if name in self._offloaded:
+                on_host[f"{name} weights"] = self._account.state_bytes("weights", name, self._homes[name])
         return PlanMemory(resting, running, on_host)
 
     # What always rests on a rank
@@ -392,9 +407,11 @@ class MemoryCheck:
     peaks: Mapping[int, Peak]
     by_call: Mapping[str, Peak]
     on_host: Mapping[str, float] = field(default_factory=dict)
-    """Role -> the most bytes of a rank's offloaded optimizer in the memory of its host."""
+    """Use -> the most bytes of a rank in the memory of its host: offloaded optimizers and frozen weights."""
     host_bytes: float = 0.0
-    """The most bytes of offloaded optimizers on a host."""
+    """What is offloaded to the fullest host, relative to what it has."""
+    host_available: float = 0.0
+    """What that host has available."""
 
     @property
     def fullest(self) -> Peak:
@@ -402,13 +419,19 @@ class MemoryCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan leaves the whole reserve free on every rank, as all plans of the search do."""
-        return self.fullest.excess_bytes <= 0
+        """Whether the plan leaves the whole reserve free on every rank and on every host, as all plans of the
+        search do."""
+        return self.fullest.excess_bytes <= 0 and self.fits_on_hosts
+
+    @property
+    def fits_on_hosts(self) -> bool:
+        return self.host_bytes <= self.host_available
 
     @property
     def is_tight(self) -> bool:
         """Whether the plan does not fit, but would if the allocator could use all memory that is free."""
-        return not self.fits and all(self.share(peak) <= 1 for peak in self.peaks.values())
+        is_full = self.fullest.excess_bytes > 0 and self.fits_on_hosts
+        return is_full and all(self.share(peak) <= 1 for peak in self.peaks.values())
 
     def share(self, peak: Peak) -> float:
         """Return the fraction of the device that is in use, with the reserve apart from fragmentation."""
@@ -466,10 +489,14 @@ class MemoryCheck:
         return sentence
 
     def host_sentences(self) -> list[str]:
-        """Return for each role whose optimizer is offloaded what it takes of the host's memory."""
-        return [
-            f"{role}'s optimizer is in host memory between steps: {format_bytes(size)} for a rank"
-            for role, size in self.on_host.items()]
+        """Return for each optimizer and frozen role that is offloaded what it takes of the host's memory."""
+        sentences = []
+        for use, size in self.on_host.items():
+            role, what = use.split()
+            is_there = "is in host memory between steps" if what == "optimizer" else (
+                "are in host memory while other calls run")
+            sentences.append(f"{role}'s {what} {is_there}: {format_bytes(size)} for a rank")
+        return sentences
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount | None = None) -> MemoryCheck:
@@ -487,11 +514,13 @@ def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount |
         return Peak(rank, name, memory.bytes_by_use(rank, name), problem.cluster.kinds[kind])
 
     fullest = zip(names, (need - account.available).argmax(axis=1).tolist(), strict=True)
+    on_hosts = account.on_hosts(memory)
+    host = int((on_hosts - account.available_on_hosts).argmax())
     return MemoryCheck(
         {rank: peak(rank, names[largest[rank]]) for rank in busy},
         {name: peak(rank, name) for name, rank in fullest},
-        {role: float(sizes.max()) for role, sizes in memory.on_host.items()},
-        memory.host_bytes(problem.cluster.devices_per_host))
+        {use: float(sizes.max()) for use, sizes in memory.on_host.items()},
+        float(on_hosts[host]), float(account.available_on_hosts[host]))
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = False) -> MemoryCheck:
@@ -501,7 +530,7 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     """
     account = MemoryAccount(problem)
     check = check_memory(problem, plan, account)
-    _require_fit_on_hosts(problem, check)
+    _require_fit_on_hosts(check)
     if check.fits or (allow_tight and check.is_tight):
         return check
     peak = check.fullest
@@ -514,23 +543,51 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
         f"are available; {_remedy(problem, plan, account)}")
 
 
-def _require_fit_on_hosts(problem: Problem, check: MemoryCheck) -> None:
-    """Raise ValueError if the offloaded optimizers of a host's ranks take more than its memory."""
-    memory = problem.cluster.host_memory_bytes
-    if check.host_bytes > HOST_SHARE * memory:
-        role = max(check.on_host, key=lambda name: check.on_host[name])
+def _require_fit_on_hosts(check: MemoryCheck) -> None:
+    """Raise ValueError if what the ranks of a host offload takes more than its memory."""
+    if not check.fits_on_hosts:
+        uses = " and ".join(sorted(check.on_host, key=lambda use: -check.on_host[use]))
         raise ValueError(
-            f"{role}.optimizer.offload: the state takes {format_bytes(check.host_bytes)} of a host, "
-            f"and {format_bytes(HOST_SHARE * memory)} are available there: use more hosts, or train adapters")
+            f"offloaded to host memory: {uses}, {format_bytes(check.host_bytes)} on one host, and "
+            f"{format_bytes(check.host_available)} are available there: offload less, use more hosts, or "
+            f"train adapters")
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan, account: MemoryAccount) -> str:
-    """Return a sentence with the nearest changes of the plan that make it fit on every rank."""
+    """Return a sentence with the nearest changes that make a plan fit on every rank: changes of the plan, or
+    else optimizers in host memory."""
+    changes = _fitting_changes(problem, plan, account)
+    offloaded = offloading_optimizers(problem)
+    if changes is None and offloaded is not None:
+        names, changed = offloaded
+        others = _fitting_changes(changed, plan, MemoryAccount(changed))
+        changes = None if others is None else [*names, *others]
+    if changes is None:
+        options = ["smaller micro-batches", "recompute", "offload", "optimizer.offload"]
+        tried = options if offloaded is not None else options[:-1]
+        return f"{', '.join(tried[:-1])} and {tried[-1]} do not make it fit: spread the calls over more ranks"
+    return f"it fits with {' and '.join(changes)}"
+
+
+def offloading_optimizers(problem: Problem) -> tuple[list[str], Problem] | None:
+    """Return the fields of the experiment that put all optimizers in host memory, and the problem with these;
+    None if that changes nothing."""
+    names = [n for n, role in problem.roles.items() if role.trainable and not role.offloads_optimizer]
+    if not names or problem.cluster.host_memory is None:
+        return None
+    roles = {
+        name: replace(role, offloads_optimizer=role.offloads_optimizer or name in names)
+        for name, role in problem.roles.items()}
+    return [f"{name}.optimizer.offload" for name in names], replace(problem, roles=roles)
+
+
+def _fitting_changes(problem: Problem, plan: ExecutionPlan, account: MemoryAccount) -> list[str] | None:
+    """Return changes of a plan with which it fits on every rank and host; None if none are found."""
     changes: list[str] = []
     for _ in range(2 * len(problem.model_calls)):
         check = check_memory(problem, plan, account)
         if check.fits:
-            return f"it fits with {' and '.join(changes)}"
+            return changes
         peak = check.fullest
         for description, changed in _changes(problem, plan, peak):
             if check_memory(problem, changed, account).peaks[peak.rank].excess_bytes <= 0:
@@ -539,7 +596,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan, account: MemoryAccount) -> st
                 break
         else:
             break
-    return "neither smaller micro-batches, recompute nor offload help: spread the calls over more ranks"
+    return None
 
 
 def _planned_of(problem: Problem, plan: ExecutionPlan, peak: Peak) -> tuple[PlannedCall, str | None]:

@@ -67,6 +67,7 @@ class MemoryBounds:
         A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
         are lower bounds, and without `exact` those of all plans.
         """
+        self.account.deadline.check()
         excess = self._fullest(self._parts(choices)) - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
@@ -77,11 +78,10 @@ class MemoryBounds:
         return excess
 
     def counted_excess(self, chosen: tuple[int, ...]) -> float:
-        """Return the bytes that a plan with one row in generations lacks on its fullest rank, as the check
-        counts them."""
+        """Return the bytes that a plan with one row in generations lacks on its fullest rank or host, as the
+        check counts them."""
         if chosen not in self._known:
-            counted = self.account.of_plan(self.least_plan(chosen))
-            self._known[chosen] = counted.excess(self.account.available)
+            self._known[chosen] = self.account.excess(self.least_plan(chosen))
         return self._known[chosen]
 
     def least_plan(self, chosen: Sequence[int]) -> ExecutionPlan:

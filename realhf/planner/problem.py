@@ -46,6 +46,7 @@ class Workload:
     alike: float = 0.0
     """Share of the prompts whose responses all have one length; those to other prompts are independent."""
     max_rows: int = 512  # Generation: the rows that a rank decodes at once.
+    sorts_logits: bool = False  # Generation: whether top-p sampling sorts the logits of all rows.
     kv_cache_gib: float | None = None  # Per rank; None: as needed, up to a share of free memory.
     prefill_tokens: int = 8192  # Prompt tokens in one pass.
     rounds: int = 1  # Generation: the rounds, one in each step, in which a response is generated.

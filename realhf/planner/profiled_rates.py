@@ -121,19 +121,24 @@ class ProfiledRates(Rates):
             return 0.0
         table = self._links.get(span.hosts, {}).get(name)
         if table is not None and span.size in table.axes["ranks"]:
-            return table.at(span.size, num_bytes)
+            seconds = table.at(span.size, num_bytes)
+            if span.num_sharing == span.per_host:
+                return seconds
+            # It was measured without the groups that share the ports of its hosts.
+            return np.maximum(seconds, getattr(self.ports, name)(num_bytes, span))
         where = f"among {span.size} ranks of {span.hosts} host{'s'[: span.hosts > 1]}"
         self._note(f"{name.replace('_', '-')} {where}: the figures of the cluster's links")
         return getattr(super(), name)(num_bytes, span)
 
-    def send(self, num_bytes: float, *, within_host: bool) -> float:
+    def send(self, num_bytes: float, *, within_host: bool, num_sending: int = 1) -> float:
         table = self._links.get(1 if within_host else 2, {}).get("send")
         if table is not None:
-            return table.at(num_bytes)
+            port = self.ports.send(num_bytes, within_host=within_host, num_sending=num_sending)
+            return max(table.at(num_bytes), port if num_sending > 1 else 0.0)
         if self.cluster.num_devices > 1:
             where = "inside a host" if within_host else "between hosts"
             self._note(f"messages {where}: the figures of the cluster's links")
-        return super().send(num_bytes, within_host=within_host)
+        return super().send(num_bytes, within_host=within_host, num_sending=num_sending)
 
     def sending(self, num_bytes: float) -> float:
         """Return 0 where samples were measured: those seconds are from the first message to the last."""

@@ -19,7 +19,7 @@ from realhf.cluster import Cluster
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import attention_flops, dense_params
 from realhf.planner.efficiencies import Efficiencies, EnginePath, padded_sizes
-from realhf.planner.links import LinkRates, Span
+from realhf.planner.links import LinkRates, Span, ports_alone
 from realhf.planner.problem import ModelRole, parameter_table
 from realhf.planner.shard import widths
 
@@ -128,6 +128,11 @@ class Rates(LinkRates):
         return self if kind is None or len(self.cluster.kinds) == 1 else self._of_kinds[kind]
 
     @cached_property
+    def ports(self) -> "Rates":
+        """The rates if nothing but the ports of hosts took time."""
+        return Rates(ports_alone(self.cluster), Efficiencies(link=self.efficiencies.link), self.path)
+
+    @cached_property
     def _of_kinds(self) -> "list[Rates]":
         return [self.on(kind) for kind in self.cluster.kinds]
 
@@ -233,7 +238,7 @@ class Rates(LinkRates):
         n = tp.size
         group = ep
         if not self.path.splits_experts:  # The ranks of tp have different tokens and different experts.
-            group = Span(ep.size * n, min(ep.per_host * n, self.cluster.devices_per_host))
+            group = Span(ep.size * n, min(ep.per_host * n, self.cluster.devices_per_host), ep.beside)
             tokens /= n
             n = 1
         size = group.size
@@ -423,6 +428,25 @@ def busiest_load(num_tokens: Any, num_ranks: int, num_experts: int) -> Any:
     by_skew = SKEW**2 * num_ranks / num_experts
     deviation = (by_chance + by_skew) ** 0.5
     return np.minimum(float(num_ranks), 1 + expected_maximum(num_ranks) * deviation)
+
+
+@lru_cache(maxsize=1 << 14)
+def greatest_load(
+    num_tokens: float, num_ranks: int, num_experts: int, *, num_draws: int, num_layers: int = 1
+) -> float:
+    """Return the load that no rank exceeds in any of some draws, with a chance of 0.99, relative to the mean.
+
+    A draw is the mean load of `num_layers` layers in one pass. The shares of experts are those of gamma
+    numbers that add up to 1. Their sums have a longer tail than a normal number, here by the approximation of
+    Wilson and Hilferty (1931).
+    """
+    if num_ranks == 1:
+        return 1.0
+    by_chance = (num_ranks - 1) / max(num_tokens, 1.0)
+    by_skew = (num_ranks - 1) / (num_experts / SKEW**2 + 1)
+    ninth = (by_chance + by_skew) / num_layers / 9
+    quantile = NormalDist().inv_cdf(1 - 0.01 / (num_ranks * num_draws))
+    return min(float(num_ranks), (1 - ninth + quantile * ninth**0.5) ** 3)
 
 
 def used_experts(num_experts: int, num_per_token: int, num_tokens: Any) -> Any:

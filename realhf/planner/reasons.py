@@ -22,6 +22,7 @@ from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.call_group import Candidate
 from realhf.planner.candidates import Variant
+from realhf.planner.deadline import OutOfTime
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.problem import Problem, Workload
 from realhf.planner.profiled_rates import ProfiledRates
@@ -144,18 +145,26 @@ class Reason:
 
 
 def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
-    """Return for each call on a model why it has its layout in a plan (one candidate per call group)."""
-    step_seconds = float(space.exact_periods(chosen[None])[0])
+    """Return for each call on a model why it has its layout in a plan (one candidate per call group).
+
+    When the space's deadline passes, other layouts are no longer looked for.
+    """
+    with space.deadline.lifted():
+        step_seconds = float(space.exact_periods(chosen[None])[0])
     sensitivity = Sensitivity(space)
     settled = space.settled(chosen.tolist())
     reasons = {}
     for group_index, group in enumerate(space.groups):
-        alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, group_index)
+        others: tuple[str | None, RunnerUp | None, TooLarge | None]
+        try:
+            alternatives = _Alternatives(sensitivity, space, chosen, step_seconds, group_index)
+            others = (alternatives.status, alternatives.runner_up, alternatives.too_large)
+        except OutOfTime:
+            others = ("the time limit left no time to look for the best other layout", None, None)
         for i in group.calls:
             cost = settled[i].cost
             share = cost.seconds_by_cause[cost.limit] / cost.seconds
-            reasons[space.calls[i].name] = Reason(
-                cost.limit, share, alternatives.status, alternatives.runner_up, alternatives.too_large)
+            reasons[space.calls[i].name] = Reason(cost.limit, share, *others)
     return reasons
 
 
@@ -211,9 +220,11 @@ class _Alternatives:
         if best is None:
             return None
         plan, seconds = best
-        account = MemoryAccount(self._space.problem)
+        account = MemoryAccount(self._space.problem, self._space.deadline)
         counted = account.of_plan(ExecutionPlan(self._space.call_plans(plan.tolist())))
         lacking = counted.excess(account.available)
+        if lacking <= 0:  # A host lacks memory.
+            return None
         needed = _device_memory(self._space, plan)
         changed = _changed_options(*(self._candidate(p).variants for p in (self._chosen, plan)))
         return TooLarge(self._layout(plan), changed, 1 - seconds / self._step_seconds, lacking, needed)
@@ -306,7 +317,7 @@ def _device_memory(space: SearchSpace, plan: np.ndarray) -> float | None:
 
     def fits(memory: float) -> bool:
         cluster = replace(problem.cluster, device_memory_bytes=memory)
-        account = MemoryAccount(replace(problem, cluster=cluster))
+        account = MemoryAccount(replace(problem, cluster=cluster), space.deadline)
         return account.of_plan(layouts).excess(account.available) <= 0
 
     low = problem.cluster.device_memory_bytes
@@ -397,6 +408,7 @@ class _ChangedSpace:
 
     def step_seconds(self, plan: np.ndarray) -> float:
         space = self._space
+        space.deadline.check()
         seconds, first, stop = space.call_times(plan[None])
         settled = space.settled(plan.tolist())
         for group, index in zip(space.groups, plan.tolist(), strict=True):

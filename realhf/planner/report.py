@@ -18,6 +18,7 @@ _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
 _NARROWEST_TEXT = 60
 _MOST_ROWS = 16
 _IDLE = "."
+_SAME = 1e-3  # Relative difference below which two steps count as equally long.
 
 
 def document(planned: Planned) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def priced_document(priced: PricedPlan) -> dict[str, Any]:
         "lacks": priced.lacks,
         "calls": calls,
         "memory": priced.memory.document(),
+        "ports": priced.ports._asdict(),
         "timeline": {
             "activities": [vars(entry) for entry in priced.simulation.timeline],
             "idle": priced.simulation.idle.tolist(),
@@ -130,6 +132,7 @@ def _summary(planned: Planned) -> list[Text]:
     lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
     if planned.preference is not None:
         lines.append(planned.preference.sentence)
+    lines += _ports(planned)
     if outside:
         lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
     if (baseline := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
@@ -192,3 +195,12 @@ def _bar(entries: Sequence[TimelineEntry], letters: dict[str, str], step_seconds
         for cell in range(first, last):
             cells[cell % width] = letters[entry.name] if cell == first else letters[entry.name].lower()
     return "".join(cells)
+
+
+def _ports(priced: PricedPlan) -> list[str]:
+    """Return the sentence about traffic that meets at ports of hosts, if there is any to speak of."""
+    least, most = priced.ports.least_seconds, priced.ports.most_seconds
+    if most <= priced.step_seconds * (1 + _SAME):
+        return []
+    why = "as traffic of several activities meets at the ports of hosts"
+    return [f"at least {format_seconds(least)}, and {format_seconds(most)} if it takes turns, {why}"]

@@ -7,14 +7,15 @@ one call group at a time, as local search does.
 """
 
 import math
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.plan import ExecutionPlan
+from realhf.planner.deadline import OutOfTime
 from realhf.planner.search import SAME
 from realhf.planner.search_space import SearchSpace
 from realhf.user_input.units import format_bytes, format_seconds
@@ -74,27 +75,28 @@ def preferred(
     The result is None if the fastest one is itself preferred. The search for it ends after the time limit, or
     when `should_stop` returns True.
     """
-    began = time.monotonic()
-    step_seconds = float(space.exact_periods(fastest[None])[0])
+    with space.deadline.lifted():
+        step_seconds = float(space.exact_periods(fastest[None])[0])
+        standing = before = _standing(space, fastest, step_seconds)
     limit = step_seconds * (1 + slack)
     chosen = fastest
-    standing = before = _standing(space, fastest, step_seconds)
-    for num_reasons in (1, 2):  # Memory comes first, and simpler layouts take what it leaves of the slack.
-        is_better = True
-        while is_better:
-            is_better = False
-            for index in range(len(space.groups)):
-                for plan in _promising(space, chosen, index, limit):
-                    if time.monotonic() - began > time_limit or (should_stop is not None and should_stop()):
-                        break
-                    seconds = float(space.exact_periods(plan[None])[0])
-                    if seconds > limit or space.memory.excess(plan[None])[0] > 0:
-                        continue
-                    new = _standing(space, plan, seconds)
-                    if _comes_before(new, standing, num_reasons):
-                        chosen = plan
-                        standing = new
-                        is_better = True
+    with space.deadline.sooner(time_limit), suppress(OutOfTime):
+        for num_reasons in (1, 2):  # Memory comes first; simpler layouts take what it leaves of the slack.
+            is_better = True
+            while is_better:
+                is_better = False
+                for index in range(len(space.groups)):
+                    for plan in _promising(space, chosen, index, limit):
+                        if should_stop is not None and should_stop():
+                            break
+                        seconds = float(space.exact_periods(plan[None])[0])
+                        if seconds > limit or space.memory.excess(plan[None])[0] > 0:
+                            continue
+                        new = _standing(space, plan, seconds)
+                        if _comes_before(new, standing, num_reasons):
+                            chosen = plan
+                            standing = new
+                            is_better = True
     if standing[:2] == before[:2]:
         return None
     more = 0.0

@@ -14,8 +14,8 @@ after a has ended. If the next a waits for b, as generation waits for new weight
 least as long as a, these calls and b.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import networkx as nx
 import numpy as np
 
 from realhf.planner.call_group import OPEN, CallGroup
+from realhf.planner.deadline import OutOfTime
 from realhf.planner.links import ContiguousLayout
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import Dependencies
@@ -57,47 +58,76 @@ class SearchResult:
         return (self.step_seconds - self.lower_bound_seconds) / self.step_seconds
 
 
+@dataclass(frozen=True)
+class NoPlan:
+    """A search that has found no plan that fits, which counts as False.
+
+    `is_proved` says whether none of those enumerated fits; otherwise the search ended before that was known.
+    """
+
+    is_proved: bool
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_iterations: int | None = None, progress: ReportProgress | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> SearchResult | None:
+) -> SearchResult | NoPlan:
     """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or
     when there is a plan and `should_stop` returns True.
 
     The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
-    says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
-    the same every time unless `time_limit` or `should_stop` ends the search.
+    says nothing about others. The result is the same every time unless `time_limit`, the space's deadline or
+    `should_stop` ends the search.
     """
-    began = time.monotonic()
+    spent = space.deadline.part(np.inf)
     local = LocalSearch(space)
-    for start in starts:
-        local.improve(np.array(start))
-    local.start_from_common_layouts()
-    for start in local.starts():
-        if local.best_score == np.inf:
+    trees: list[_Tree] = []
+    with space.deadline.sooner(time_limit), suppress(OutOfTime):
+        for start in starts:
             local.improve(np.array(start))
-    trees = [_Tree(space, local, decisions) for decisions in _orders(space)]
+        local.start_from_common_layouts()
+        for start in local.starts():
+            if local.best_score == np.inf:
+                local.improve(np.array(start))
+        for decisions in _orders(space):
+            trees.append(_Tree(space, local, decisions))
+        _search_trees(
+            space, trees, local, gap=gap, max_iterations=max_iterations, progress=progress,
+            should_stop=should_stop)
+        if local.best is not None:
+            local.polish()
+    if local.best is None:
+        return NoPlan(any(tree.bound == np.inf for tree in trees), spent.spent)
+    bound = max((tree.bound for tree in trees), default=0.0)
+    chosen = tuple(local.best.tolist())
+    return SearchResult(chosen, local.best_score, bound, sum(t.num_expanded for t in trees))
+
+
+def _search_trees(
+    space: SearchSpace, trees: Sequence["_Tree"], local: "LocalSearch", *, gap: float,
+    max_iterations: int | None, progress: ReportProgress | None, should_stop: Callable[[], bool] | None,
+) -> None:
+    """Let the trees take turns until one is finished, or another limit ends the search."""
+    clock = space.deadline.part(np.inf)
     num_iterations = 0
     while not any(tree.is_finished(gap) for tree in trees):
-        if (spent := time.monotonic() - began) >= time_limit:
-            break
+        space.deadline.check()
         if progress is not None:
-            progress(local.best_score, max(tree.bound for tree in trees), spent)
+            progress(local.best_score, max(tree.bound for tree in trees), clock.spent)
         if max_iterations is not None and num_iterations >= max_iterations:
-            break
+            return
         if should_stop is not None and local.best is not None and should_stop():
-            break
+            return
         by_bound = sorted(trees, key=lambda tree: tree.bound)
         tree = by_bound[min(_TURNS[num_iterations % len(_TURNS)], len(trees) - 1)]
         tree.expand()
         tree.search_beam()
         num_iterations += 1
-    if local.best is None:
-        return None
-    best = local.polished()
-    bound = max(tree.bound for tree in trees)
-    return SearchResult(tuple(best.tolist()), local.best_score, bound, sum(t.num_expanded for t in trees))
 
 
 # Local search
@@ -197,12 +227,16 @@ class LocalSearch:
         """Return the plan in which local search from this one ends, and its score."""
         allowed = self._allowed if allowed is None else allowed
         score = self._exact(chosen[None])[0]
-        while True:
-            before = score
-            for index, candidates in enumerate(allowed):
-                chosen, score = self._best_of(chosen, score, index, candidates)
-            if score >= before * (1 - SAME):
-                break
+        before = np.inf
+        try:
+            while score < before * (1 - SAME):
+                before = score
+                for index, candidates in enumerate(allowed):
+                    chosen, score = self._best_of(chosen, score, index, candidates)
+        except OutOfTime:
+            if score < _PENALTY:
+                self.offer(chosen, score)
+            raise
         if score < np.inf and self._space.memory.excess(chosen[None])[0] <= 0:
             self.offer(chosen, score)
         return chosen, score
@@ -257,23 +291,22 @@ class LocalSearch:
         taken = sum(float(self._work(index, chosen[index])) for index in others)
         return seconds * self._space.problem.cluster.num_devices - taken
 
-    def polished(self) -> np.ndarray:
-        """Return the best plan, improved once more with all candidates to choose from.
+    def polish(self) -> None:
+        """Improve the best plan once more with all candidates to choose from.
 
         Every group then takes the candidate with the least device seconds that keeps the step as short.
         """
-        assert self.best is not None
         self.refine()
-        best = self.best
         for index, group in enumerate(self._groups):
+            assert self.best is not None
+            best = self.best
             plans = _changed(best, index, np.arange(len(group.candidates)))
             longest = self.best_score * (1 + SAME)
             as_short = self._rough(plans, below=longest) <= longest
             leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[index]]))
             leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
             good = leaner[self._exact(plans[leaner]) <= self.best_score * (1 + SAME)]
-            best = plans[good[0]] if len(good) else best
-        return best
+            self.best = plans[good[0]] if len(good) else best
 
     def _rough(self, plans: np.ndarray, *, below: float) -> np.ndarray:
         """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones.

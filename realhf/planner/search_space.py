@@ -22,6 +22,7 @@ from realhf.plan import CallPlan
 from realhf.planner.call_cost import CallCost
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
 from realhf.planner.candidates import has_pinned_rows, most_rows, rank_rows, row_numbers
+from realhf.planner.deadline import Deadline
 from realhf.planner.links import ranks_per_host
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.memory_bounds import MemoryBounds
@@ -62,9 +63,14 @@ class SettledCall(NamedTuple):
 
 
 class SearchSpace:
-    """The call groups of a problem, with the methods that compute the times and memory of plans."""
+    """The call groups of a problem, with the methods that compute the times and memory of plans.
 
-    def __init__(self, problem: Problem, rates: Rates) -> None:
+    They check the deadline, and raise OutOfTime once it has passed; so does the enumeration of candidates.
+    """
+
+    def __init__(self, problem: Problem, rates: Rates, deadline: Deadline | None = None) -> None:
+        """Enumerate the candidates; None: there is no deadline."""
+        self.deadline = deadline or Deadline()
         self.problem = problem
         self.rates = rates
         self.calls = problem.calls
@@ -72,10 +78,11 @@ class SearchSpace:
         self.capacity = available_bytes(problem.cluster)
         gc.disable()  # Python's collector would visit all candidates again and again while they are made.
         try:
-            self.groups = find_call_groups(problem, rates)
+            self.groups = find_call_groups(problem, rates, self.deadline)
         finally:
             gc.enable()
-        self.memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
+        names = [call.name for call in self.calls]
+        self.memory = MemoryBounds(MemoryAccount(problem, self.deadline), self.groups, names)
         self._settled: dict[tuple[int, ...], dict[int, SettledCall]] = {}
         self._costs: dict[tuple[object, ...], CallCost] = {}
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -148,6 +155,7 @@ class SearchSpace:
         there is memory; all rows if not even one fits, as if memory were no limit."""
         key = tuple(int(index) for index in chosen)
         if key not in self._settled:
+            self.deadline.check()
             calls = {}
             for group, index in zip(self.groups, key, strict=True):
                 variants = group.candidates[index].variants
@@ -230,6 +238,7 @@ class SearchSpace:
         They are lower bounds for plans with generations, too, as these may have as many rows as fit a device;
         or, `in_memory`, as many as may fit beside the rest of the plan.
         """
+        self.deadline.check()
         seconds, first, stop = self.call_times(choices)
         if in_memory:
             self.memory.raise_to_rows(seconds, choices)
@@ -238,6 +247,7 @@ class SearchSpace:
 
     def quick_periods(self, choices: np.ndarray) -> np.ndarray:
         """Return lower bounds of the seconds per step that take less time to compute than `periods`."""
+        self.deadline.check()
         seconds, first, stop = self.call_times(choices)
         return one_step_periods(self.needs, seconds, have_common_ranks(first, stop))
 
@@ -258,6 +268,7 @@ class SearchSpace:
                     self.groups[u].candidates[choices[k, u]].layout if is_decided[k, u] else None
                     for u in (home, *groups))
                 if (key := (trainer, *layouts)) not in self._known_moves:
+                    self.deadline.check()
                     copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
                     assert layouts[0] is not None, "the home is decided"
                     self._known_moves[key] = arrivals(

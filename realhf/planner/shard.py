@@ -31,7 +31,7 @@ class Widths:
     """Elements per token that one decoder layer computes on the fullest tp rank, and those of the model's
     ends.
 
-    With experts, `mlp` covers all top-k experts of a token; routing is assumed to be even.
+    With experts, `mlp` covers all top-k experts of a token, if routing is even.
     """
 
     hidden: int
@@ -42,6 +42,7 @@ class Widths:
     attention: int
     cached: int  # Keys and values of a token in the KV cache.
     mlp: int  # Width of an MLP: of gate, up, activation and product, or of up and activation.
+    experts: int  # What of `mlp` is that of experts; 0 without experts.
     norms: int  # Number of norms of the hidden states in one layer.
     routed: int  # Hidden states copied to experts and back, in elements, and the router's scores.
     vocabulary: int
@@ -220,27 +221,31 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
         attention = num_heads * mla.v_head_dim
     mlp = rows.get("up", 0)
+    experts = 0
     routed = 0
     if c.moe:
         shared = rows.get("shared_up", 0)
-        expert = rows["expert_up"]
-        mlp = shared + c.moe.num_experts_per_token * expert
+        experts = c.moe.num_experts_per_token * rows["expert_up"]
+        mlp = shared + experts
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
     norms = sum(p.short_name in _NORMS for p in table)
     embedding = _table(config).params[0]
     vocabulary = max(stop - start for start, stop in (embedding.region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
-        attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,
-        vocabulary=vocabulary, head_dim=c.head_dim)
+        attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, experts=experts, norms=norms,
+        routed=routed, vocabulary=vocabulary, head_dim=c.head_dim)
 
 
 CONTEXT_BYTES = 1 << 30
-"""For CUDA's context, kernels and libraries' work space; a Python process on CPU needs as much."""
+"""For CUDA's context and kernels; a Python process on CPU needs as much."""
+WORKSPACE_BYTES = 4 * (32 << 20)
+"""For the workspaces of cuBLAS and cuBLASLt, 32 MiB each on an H100 (docs.nvidia.com/cuda/cublas,
+cublasSetWorkspace), on the stream that computes and on the one that records graphs."""
 FRAGMENTATION = 0.05
 """The fraction of a device's memory that stays free, as the allocator cannot use all that is free."""
 HOST_SHARE = 0.8
-"""The fraction of a host's memory that offloaded weights, or offloaded optimizers, may take."""
+"""The fraction of a host's memory that offloaded weights and optimizers together may take."""
 
 
 def available_bytes(cluster: Cluster) -> float:
@@ -254,7 +259,10 @@ def fixed_reserve(cluster: Cluster) -> dict[str, float]:
     Communicators are the part that depends on the plan (`communicator_memory.py`).
     """
     fragmentation = FRAGMENTATION * cluster.device_memory_bytes
-    return {"context": CONTEXT_BYTES, "staging": STAGING_BYTES, "fragmentation": fragmentation}
+    workspaces = WORKSPACE_BYTES if cluster.device_type == "cuda" else 0
+    return {
+        "context": CONTEXT_BYTES, "workspaces": workspaces, "staging": STAGING_BYTES,
+        "fragmentation": fragmentation}
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:

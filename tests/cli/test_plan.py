@@ -147,7 +147,9 @@ def test_reasons_and_changes_are_in_the_answer(planned):
             assert other["layout"] != call["layout"] and sum(other["causes"].values()) == pytest.approx(more)
     (slower,) = answer["what_if"]
     assert slower["values"] == {"inter_host.bandwidth": "50Gbit/s"}
-    assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.01 <= slower["step_seconds"] * 1.01
+    # Each plan is at most 6 % above the best: the gap, and what reserves may cost.
+    assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.06
+    assert slower["best_step_seconds"] <= slower["step_seconds"]
 
 
 @pytest.mark.parametrize("cluster", ["cpu-laptop", pytest.param("h100-8x8", marks=pytest.mark.slow)])
@@ -278,7 +280,7 @@ def test_a_plan_by_hand_that_does_not_fit_is_priced_all_the_same(tmp_path, capsy
     seconds = predict(problem, Rates(problem.cluster), plan).step_seconds
     assert answer["step_seconds"] == pytest.approx(seconds)
     assert not answer["fits"] and not answer["memory"]["fits"]
-    for part in ("calls.actor_train needs", "74.7 GB of a device's 80 GB are available", "it fits with"):
+    for part in ("calls.actor_train needs", "79.2 GB of a device's 84.9 GB are available", "it fits with"):
         assert part in answer["lacks"]
     assert main(words) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -412,7 +414,7 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
 # Words after `realhf plan EXP.py` -> words of the sentence.
 REFUSED = {
     "--cluster h100-1x8 --actor.model llama-70b --critic.model llama-70b": [
-        "call actor_train does not fit", "8 devices with 74.7 GB available", "use at least"],
+        "call actor_train does not fit", "8 devices with 79.2 GB available", "need at least"],
     "--cluster h100-2x8 --minibatches 700": ["call 'actor_train' has 700 minibatches: at most batch_size"],
     "--cluster h100-2x8 --pin actor_tain=d8@0-7": ["--pin actor_tain", "there is no such call"],
     "--cluster h100-2x8 --pin actor_train": ["--pin actor_train", "CALL=LAYOUT", "actor_train=d8t8@0-63"],

@@ -22,6 +22,8 @@ def random_cluster(rng, *, memory):
     fast, slow = Link(1e-6, 10 ** rng.uniform(9, 11)), Link(1e-5, 10 ** rng.uniform(8, 10))
     return Cluster(
         hosts, per_host, memory, 1e12, 1e11, {"float32": 10 ** rng.uniform(11, 13)}, fast, slow,
+        # Some hosts have a port that is narrower than the links of their devices.
+        host_bandwidth_bytes_per_second=slow.bandwidth_bytes_per_second if hosts % 2 else None,
         host_memory=rng.choice([None, Link(1e-5, 1e9)]),
     )
 

@@ -44,7 +44,7 @@ def mixed_problems(seeds):
         hosts, per_host = rng.choice([(1, 1), (1, 2), (2, 1)])
         kinds = []
         for base in rng.sample([FAST, SLOW], 2):
-            memory = (1.35e9 + 10 ** rng.uniform(6.5, 8.3)) / 0.95
+            memory = (1.48e9 + 10 ** rng.uniform(6.5, 8.3)) / 0.95
             kind = replace(base, num_hosts=hosts, devices_per_host=per_host)
             kinds.append(replace(kind, device_memory_bytes=memory))
         problem = random_problem(rng, num_calls=rng.randint(1, 3))

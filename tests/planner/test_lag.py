@@ -147,7 +147,7 @@ def test_lagged_search_finds_the_best_of_all_plans(num_seeds, least):
     for seed in range(num_seeds):
         rng = random.Random(seed)
         lag, rounds = lags(rng)
-        memory = 1.42e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.42e9 bytes are set aside.
+        memory = 1.56e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.56e9 bytes are set aside.
         problem = random_lagged_problem(
             rng, num_calls=rng.randint(2, 4), lag=lag, rounds=rounds, memory=memory)
         space = SearchSpace(problem, Rates(problem.cluster))

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.calls import Output
+from realhf.calls import Output, SamplingConfig
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.inference.sampling import sample
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
@@ -18,6 +19,7 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_memory import CallPieces, GenerationMoments
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import greatest_load
 from realhf.planner.shard import available_bytes, num_params, training_bytes, weights_bytes
 from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
@@ -355,6 +357,73 @@ def test_the_check_counts_the_cache_that_a_run_takes():
     assert cache() == (pytest.approx(taken), True)
     assert cache(kv_cache_gib=8.0) == (8 * 2**30, True)
     assert cache(max_rows=16) == (needed / 32, True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sampling_by_top_p_takes_what_is_counted(tp):
+    """Storages that `sample` allocates on one rank of two or alone, beside the logits that it gets. With two,
+    what the other rank sends is a copy."""
+    rows, vocab = 24, 6000
+    config = SamplingConfig(temperature=0.7, top_p=0.9)
+    logits = torch.randn(rows, vocab // tp)
+    work = Workload(rows, 8, max_new_tokens=8, sorts_logits=True)
+    role = ModelRole(ModelConfig("llama", vocab, 32, 64, 1, 2, 2, 16), "float32")
+    with Storages() as storages:
+        sample(logits, torch.rand(rows).double(), config=config, vocab_start=0, group=_Twice(tp),
+               widest_shard=vocab // tp)
+        peak = storages.peak
+    moments = GenerationMoments(CallPieces(role, work, ParallelStrategy(tp=tp), 4096, False, fused=False))
+    counted = moments.on(moments._pieces.stage(0))[-1].logits
+    assert 0.9 * peak <= counted - logits.nbytes <= 1.5 * peak
+    on_gpus = [
+        peak_memory(role, "generate", w, ParallelStrategy(tp=tp), 0, micro_batch_tokens=1, fused=True).logits
+        for w in (work, replace(work, sorts_logits=False))]
+    assert on_gpus[0] >= 1.2 * on_gpus[1]
+
+
+class _Twice:
+    """A group of ranks that all have the same."""
+
+    index = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def all_gather(self, x):
+        return torch.stack([x] * self.size)
+
+    def all_reduce(self, x):
+        return x
+
+
+def test_recorded_steps_take_memory_for_each_kernel():
+    """Up to 100 rows there are nine sizes: powers of two up to 32, then 64, 96 and 128."""
+    role = ModelRole(ModelConfig.load("llama-7b"))
+    work = Workload(100, 24, response_tokens=1000, max_new_tokens=1000)
+    options = {"micro_batch_tokens": 4096}
+    graphs = peak_memory(role, "generate", work, ParallelStrategy(), 0, fused=True, **options).graphs
+    pool = CallPieces(role, work, ParallelStrategy(), 4096, False, fused=True).forward_temporaries(128)
+    assert graphs - pool == 9 * 32 * 19 * 64 * 1024
+    assert not peak_memory(role, "generate", work, ParallelStrategy(), 0, **options).graphs
+
+
+def test_the_busiest_ranks_of_experts_need_more():
+    """Of an MLP's activations, the experts' grow with the rows of the busiest rank."""
+    role = ModelRole(ModelConfig.load("qwen3-30b-a3b"), trainable=True)
+    work = Workload(64, 512, 512, max_new_tokens=512)
+
+    def pieces(strategy):
+        return CallPieces(role, work, ParallelStrategy.parse(strategy), 2048, False, fused=True)
+
+    spread = pieces("d8e8")
+    tokens, passes = spread.micro_batch.tokens, spread.micro_batch.num_micro_batches
+    load = spread.load(tokens, num_passes=passes)
+    assert load == greatest_load(tokens * 8 * 8, 8, 128, num_draws=48 * passes)
+    assert 1.2 < load < 2 and pieces("d8").load(tokens, num_passes=passes) == 1.0
+    assert 1 < spread.load(tokens, num_passes=passes, num_layers=48) < load
+    more = spread.block_saved_bytes(tokens, load=load) - spread.block_saved_bytes(tokens)
+    # Of each row: gate and up, their product, and what the experts read.
+    assert more == pytest.approx((load - 1) * tokens * 8 * 2 * (3 * 768 + 2048))
 
 
 def test_hundreds_of_strategies_are_asked_for_in_no_time():

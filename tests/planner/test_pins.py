@@ -35,7 +35,7 @@ EARLY = 4  # Iterations after which searches with pins stop; their plans are onl
 def draw_problem(seed):
     """Return a random problem with or without lag, with memory from too little to plenty."""
     rng = random.Random(seed)
-    memory = 1.42e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.42e9 bytes are set aside.
+    memory = 1.56e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.56e9 bytes are set aside.
     num_calls = rng.randint(2, 4)
     if rng.random() < 0.3:
         lag = rng.randint(1, 2)

@@ -22,7 +22,7 @@ from realhf.nn.transformer import Transformer
 from realhf.planner.efficiencies import EFFICIENCIES, OUR_CPU, OUR_CUDA, TABLE, Efficiencies, padded_sizes
 from realhf.planner.links import Span
 from realhf.planner.problem import ModelRole
-from realhf.planner.rates import SKEW, Rates, busiest_load, used_experts
+from realhf.planner.rates import SKEW, Rates, busiest_load, greatest_load, used_experts
 from realhf.profiling.engine_calls import next_tokens
 from tests.distributed.recording import RecordedWorld
 
@@ -73,6 +73,22 @@ def test_the_busiest_rank_sets_the_pace(tokens, ranks, experts):
         loads.append(rng.multinomial(tokens, by_rank / by_rank.sum()).max() / (tokens / ranks))
     assert busiest_load(float(tokens), ranks, experts) == pytest.approx(np.mean(loads), rel=0.06)
     assert busiest_load(float(tokens), 1, experts) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "experts", "layers"), [(512, 8, 128, 1), (4096, 4, 8, 1), (256, 16, 64, 6)])
+def test_memory_has_room_for_the_busiest_rank_of_many_layers(tokens, ranks, experts, layers):
+    """In 99 of 100 cases no rank gets more in any of 24 draws, each the mean of some layers."""
+    rng = np.random.default_rng(0)
+    num_draws = 24
+    shares = rng.gamma(1 / SKEW**2, size=(600, num_draws, layers, experts))
+    by_rank = shares.reshape(*shares.shape[:-1], ranks, -1).sum(-1)
+    drawn = rng.multinomial(tokens, by_rank / by_rank.sum(-1, keepdims=True)).mean(2)
+    worst = (drawn / (tokens / ranks)).max((1, 2))
+    room = greatest_load(float(tokens), ranks, experts, num_draws=num_draws, num_layers=layers)
+    assert np.quantile(worst, 0.98) < room < 1.15 * np.quantile(worst, 0.99)
+    assert room > 1.05 * busiest_load(float(tokens), ranks, experts) or layers > 1
+    assert greatest_load(float(tokens), 1, experts, num_draws=num_draws) == 1.0
 
 
 def test_few_tokens_use_few_experts():

@@ -112,6 +112,15 @@ def test_estimates_of_large_models_are_near_the_schedules(seed):
     assert are_near(found), found
 
 
+def test_narrow_ports_of_hosts_bound_estimates_and_schedules_alike():
+    found = []
+    for seed, port in ((1, 60e9), (6, 25e9), (9, 25e9), (14, 60e9)):
+        config, cluster, *layouts = movement(seed, QUICK[:3] if seed % 2 else QUICK[3:], ("h100-2x8",))
+        narrow = replace(cluster, host_bandwidth_bytes_per_second=port)
+        found.append(ratios(config, narrow, *layouts))
+    assert all(map(are_near, found)), found
+
+
 def test_adapters_are_moved_alone():
     found = []
     for seed in range(8):

@@ -21,13 +21,13 @@ def small_spaces(count):
     """Yield spaces of at most 3,000 plans with their fastest plan, in which memory is scarce."""
     for seed in itertools.count():
         rng = random.Random(seed)
-        problem = random_problem(rng, num_calls=2, memory=1.42e9 + 10 ** rng.uniform(7.0, 8.3))
+        problem = random_problem(rng, num_calls=2, memory=1.56e9 + 10 ** rng.uniform(7.0, 8.3))
         if problem.cluster.num_devices > 4:
             continue
         space = SearchSpace(problem, Rates(problem.cluster))
         if not 1 < math.prod(len(group.candidates) for group in space.groups) <= 3000:
             continue
-        if (found := search(space, time_limit=20.0)) is not None:
+        if found := search(space, time_limit=20.0):
             yield space, np.array(found.chosen)
             count -= 1
         if not count:
