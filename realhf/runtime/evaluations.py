@@ -100,12 +100,13 @@ def sample_metrics(
 def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
 
-    None and NaN do not count, and a reward without any other value is left out.
+    None and NaN do not count, and a reward without any other value is left out. A sample without a name, as
+    an environment did not give the reward, counts as 0.
     """
     names = dict.fromkeys(name for by_name in scores for name in by_name)
     if len(names) < 2:
         return {}
-    return means({name: known_values(by_name.get(name) for by_name in scores) for name in names})
+    return means({name: known_values(by_name.get(name, 0.0) for by_name in scores) for name in names})
 
 
 def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from realhf import (
     SamplingConfig,
 )
 from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.algorithms.responses import _reward_logs
 from realhf.calls import TurnSettings
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
@@ -44,6 +45,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "guess_number.py"
     path.write_text((REPO / "examples/guess_number.py").read_text())
+    monkeypatch.syspath_prepend(str(REPO / "examples"))
     return path
 
 
@@ -220,7 +222,9 @@ def test_rewards_of_turns_and_of_functions_add_up(function):
     assert made["score"].tolist()[:2] == [1.75 + more, more] and made["score"].isnan().tolist()[2]
     named = {} if function is None else {"length": 2.0}
     assert made["reward_scores"] == [
-        {"near": 0.75, "won": 1.0} | named, {"environment": 0.0} | named, {"won": None} | named]
+        {"near": 0.75, "won": 1.0} | named, named, {"near": None, "won": None} | named]
+    named_means = _reward_logs(Batch([0, 1, 2], made))
+    assert named_means["reward/won/mean"] == 0.5 and named_means["reward/near/mean"] == 0.375
     assert made["reward_metrics"][0]["environment/guess"] == 3.0
     assert made["reward_metrics"][2]["environment/stop/step_error"] == 1.0
     assert set(made) == set(call.outputs) and "rollout" in call.inputs

@@ -1,0 +1,66 @@
+"""The task of environments.py on credit: eight questions in a row, and a reward for each right answer.
+
+The environment variable REWARDS says when the rewards come: `turns`, with each answer, or `end`, all of them
+after the last one. TASK names a directory for the model and the rows.
+"""
+
+import os
+import random
+from pathlib import Path
+
+from examples.tiny_chat import write_model, write_rows
+from realhf import (
+    GRPO,
+    DatasetConfig,
+    Environment,
+    OptimizerConfig,
+    PolicyLossConfig,
+    Role,
+    SamplingConfig,
+    Start,
+    Turn,
+    prepare_once,
+)
+
+NUM_TURNS = 8
+LETTERS = "abcdefgh"
+AT_END = os.environ.get("REWARDS") == "end"
+
+
+class Questions:
+    """Letters, one in each turn, which must be answered with their numbers in the alphabet."""
+
+    def start(self, row: dict, seed: int) -> Start:
+        rng = random.Random(seed)
+        self.letters = [rng.choice(LETTERS) for _ in range(NUM_TURNS)]
+        self.answered: list[bool] = []
+        return Start(self.letters[0])
+
+    def step(self, message: dict) -> Turn:
+        letter = self.letters[len(self.answered)]
+        self.answered.append(message["content"] == str(LETTERS.index(letter) + 1))
+        done = len(self.answered) == NUM_TURNS
+        right = sum(self.answered) if AT_END else self.answered[-1]
+        reward = 0.0 if AT_END and not done else right / NUM_TURNS
+        return Turn((), reward, done=True) if done else Turn(self.letters[len(self.answered)], reward)
+
+
+def write_task(directory: Path) -> None:
+    """Write the model and rows, of which each begins another rollout."""
+    write_model(directory / "model", f"{LETTERS}12345678")
+    rows = [{"prompt": "a", "row": i} for i in range(320)]
+    write_rows(directory / "prompts.jsonl", rows[:256])
+    write_rows(directory / "held_out.jsonl", rows[256:])
+
+
+if "REWARDS" in os.environ:
+    task = prepare_once(os.environ["TASK"], write_task)
+    experiment = GRPO(
+        actor=Role(str(task / "model"), random_init=True, optimizer=OptimizerConfig(lr=3e-3)),
+        dataset=DatasetConfig(str(task / "prompts.jsonl")),
+        eval_dataset=DatasetConfig(str(task / "held_out.jsonl")),
+        environment=Environment(Questions, max_turns=NUM_TURNS, max_tokens=48),
+        sampling=SamplingConfig(max_new_tokens=2),
+        loss=PolicyLossConfig(entropy_coef=0.01),
+        baseline="leave_one_out", normalize="none",
+        steps=60, batch_size=8, group_size=8, eval_every=5)

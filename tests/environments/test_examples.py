@@ -1,0 +1,115 @@
+"""The examples with environments: each is sound, and learns in a short run."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from realhf.cli.main import main
+from realhf.user_input.files import execute_file
+from tests.cli_tools import REPO
+
+NAMES = ("guess_number", "frozen_lake", "calculator", "code_repair", "real_model_tool")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A directory of its own for what examples write, with a tiny model in the place of the real one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(REPO / "examples"))
+    from tiny_chat import write_model
+
+    write_model(Path("runs/real_model/model"), "".join(map(chr, range(32, 127))) + "\n")
+    return tmp_path
+
+
+def _example(name):
+    return str(REPO / "examples" / f"{name}.py")
+
+
+def _scores(out):
+    rows = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    return [row["eval/score"] for row in rows if "eval/score" in row]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_short_and_sound(name, capsys):
+    changes = ["--actor.random_init"] if name in ("calculator", "real_model_tool") else []
+    if name == "calculator":
+        changes += ["--actor.model", "runs/calculator/task/model"]
+    assert main(["check", _example(name), *changes]) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "the chat template is append-only" in captured.out
+    assert "no trained weights" in captured.err or "warning" not in captured.err
+    assert len(Path(_example(name)).read_text().splitlines()) < 60
+
+
+def test_the_tokenizer_of_the_tiny_models_has_the_characters_and_words_that_it_is_given():
+    from tiny_chat import write_model
+
+    write_model(Path("model"), "abc \n", words=("down", "a + b"))
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    text = "down a + b\ncab"
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == [
+        "down", "\u0120", "a + b", "\u010a", "c", "a", "b"]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert json.loads(Path("model/config.json").read_text())["vocab_size"] == len(tokenizer)
+
+
+def test_the_calculators_teacher_is_right_when_it_calls():
+    """Its calls and answers agree with the numbers of the question, and about a fifth of them are calls."""
+    module = execute_file(Path(_example("calculator_sft")), name="calculator_sft_tried")
+    tools = execute_file(Path(_example("calculator")), name="calculator_tried")
+    functions = {tool.__name__: tool for tool in tools.experiment.environment.tools}
+    rng = random.Random(5)
+    calls = 0
+    for _ in range(500):
+        row = module.question(rng)
+        assert row["answer"] == str(eval(row["prompt"]))
+        said = module.conversation(row, rng)
+        assert said[0] == {"role": "user", "content": row["prompt"]}
+        if len(said) > 2:
+            calls += 1
+            (call,) = said[1]["tool_calls"]
+            result = functions[call["function"]["name"]](**call["function"]["arguments"])
+            assert str(result) == said[2]["content"] == said[3]["content"] == row["answer"]
+    assert 70 < calls < 130
+    completions = [f"=>{row['answer']}={row['answer']}", row["answer"], "12=", ""]
+    assert tools.exact(completions, [row["answer"]] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_repairs_are_judged_by_the_tests():
+    """A body passes if it gives the same values as the one from which the tests were made."""
+    module = execute_file(Path(_example("code_repair")), name="code_repair_tried")
+    row = json.loads(Path("runs/code_repair/task/prompts.jsonl").read_text().splitlines()[0])
+    for body in (*module.BODIES, "a +", "7"):
+        game = module.Repair()
+        assert game.start(row, 0) is None and row["prompt"].endswith(f"\n{row['tests'][0]}\n")
+        try:
+            names = {}
+            exec(f"{module.HEAD}{body}", names)
+            wrong = []
+            for test in row["tests"]:
+                try:
+                    exec(test, names)
+                except AssertionError:
+                    wrong.append(test)
+        except SyntaxError:
+            wrong = row["tests"]
+        turn = game.step({"role": "assistant", "content": body})
+        assert turn.done == (not wrong) and turn.total == (-0.1 if wrong else 1.0)
+        assert not wrong or turn.messages == f"{wrong[0]}\n"
+
+
+def test_the_real_models_calculator_answers_calls_and_judges_the_last_number():
+    calculator = execute_file(Path(_example("real_model_tool")), name="real_model_tool_tried").Calculator()
+    start = calculator.start({"a": 12, "b": 34}, 0)
+    assert start.messages[-1] == {"role": "user", "content": "What is 12 * 34?"}
+    turns = [calculator.step({"role": "assistant", "content": said}) for said in (
+        "calc: 12 * 35\n", "calc: 12 * 34", "It is 408.", "12 * 34 = 409", "I do not know.", "calc: a * b")]
+    assert [turn.messages for turn in turns[:2]] == ["420", "408"]
+    assert [(turn.total, turn.done) for turn in turns[2:]] == [
+        (1.0, True), (0.0, True), (0.0, True), (0.0, True)]
