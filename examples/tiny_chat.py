@@ -36,4 +36,5 @@ def write_model(
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write the rows of a data set."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -4,8 +4,8 @@
     python benchmarks/measure/environments.py credit [--picture docs/turn-credit.png]
 
 `examples` trains each example with several seeds; the calculator's seconds are those of its supervised phase,
-too. `credit` trains three tasks with each credit: eight questions in a row with a reward for each right
-answer, the same with all rewards after the last one, and examples/guess_number.py, which a reward ends.
+too. `credit` trains two tasks with each credit: eight questions in a row with a reward for each right answer,
+and examples/guess_number.py, which gives most of its reward at its end.
 
 Runs are of one process and one thread, one after another. Finished runs in the directory are not repeated.
 The exit code is 1 if a goal was missed.
@@ -37,9 +37,7 @@ BEFORE = {"calculator": "calculator_sft"}
 GAIN = 0.3
 MOST_SECONDS = 600
 CREDITS = ("trajectory", "to_go", "per_turn")
-TASKS = {
-    "turns": "a reward for each right answer", "end": "the same rewards at the end",
-    "guess_number": "guess_number"}
+TASKS = {"questions": "questions: a reward in each turn", "guess_number": "guess_number: a reward at the end"}
 TASK_FILE = "benchmarks/measure/turn_credit_task.py"
 
 
@@ -60,7 +58,7 @@ class Examples:
 
 @dataclass
 class Credit:
-    """Compares the credits, on three tasks."""
+    """Compares the credits, on two tasks."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     out: Path = Path("runs/turn_credit")
@@ -109,12 +107,13 @@ def compare_credits(options: Credit) -> int:
     for task, title in TASKS.items():
         curves[title] = {}
         for credit in CREDITS:
-            changes = {"environment.credit": credit, "eval_every": "5"}
+            changes = {"environment.credit": credit, "eval_every": "10"}
             file = TASK_FILE
             if task == "guess_number":
                 file = "examples/guess_number.py"
                 changes |= {"baseline": "leave_one_out", "normalize": "none"}
-            environment = {"REWARDS": task, "TASK": str(options.out.resolve() / "task")}
+                changes |= {"steps": "60", "batch_size": "8"}
+            environment = {"TASK": str(options.out.resolve() / "task")}
             runs = []
             for seed in options.seeds:
                 out = options.out / task / credit / f"seed{seed}"
@@ -126,8 +125,9 @@ def compare_credits(options: Credit) -> int:
             table.add_row(title, credit, *_mean_and_each(whole), *_mean_and_each(ends))
     if options.picture is not None:
         draw(curves, options.picture)
-    gain = statistics.fmean(means["turns", "per_turn"]) - statistics.fmean(means["turns", "trajectory"])
-    goals = [Goal("a reward for each answer: mean score, per_turn less trajectory", gain, at_least=0.05)]
+    by_credit = {credit: statistics.fmean(means["questions", credit]) for credit in CREDITS}
+    gain = by_credit["per_turn"] - by_credit["trajectory"]
+    goals = [Goal("questions: mean score, per_turn less trajectory", gain, at_least=0.05)]
     document = {"benchmark": "environments credit", "machine": machine(), "scores": curves}
     return report(document, tables=[table], goals=goals, as_json=options.json)
 

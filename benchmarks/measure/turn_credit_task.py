@@ -1,7 +1,6 @@
 """The task of environments.py on credit: eight questions in a row, and a reward for each right answer.
 
-The environment variable REWARDS says when the rewards come: `turns`, with each answer, or `end`, all of them
-after the last one. TASK names a directory for the model and the rows.
+The environment variable TASK names a directory for the model and the rows.
 """
 
 import os
@@ -24,7 +23,6 @@ from realhf import (
 
 NUM_TURNS = 8
 LETTERS = "abcdefgh"
-AT_END = os.environ.get("REWARDS") == "end"
 
 
 class Questions:
@@ -33,16 +31,12 @@ class Questions:
     def start(self, row: dict, seed: int) -> Start:
         rng = random.Random(seed)
         self.letters = [rng.choice(LETTERS) for _ in range(NUM_TURNS)]
-        self.answered: list[bool] = []
-        return Start(self.letters[0])
+        return Start(self.letters[-1])
 
     def step(self, message: dict) -> Turn:
-        letter = self.letters[len(self.answered)]
-        self.answered.append(message["content"] == str(LETTERS.index(letter) + 1))
-        done = len(self.answered) == NUM_TURNS
-        right = sum(self.answered) if AT_END else self.answered[-1]
-        reward = 0.0 if AT_END and not done else right / NUM_TURNS
-        return Turn((), reward, done=True) if done else Turn(self.letters[len(self.answered)], reward)
+        right = str(LETTERS.index(self.letters.pop()) + 1)
+        reward = float(message["content"] == right) / NUM_TURNS
+        return Turn(self.letters[-1], reward) if self.letters else Turn(reward=reward, done=True)
 
 
 def write_task(directory: Path) -> None:
@@ -53,7 +47,7 @@ def write_task(directory: Path) -> None:
     write_rows(directory / "held_out.jsonl", rows[256:])
 
 
-if "REWARDS" in os.environ:
+if "TASK" in os.environ:
     task = prepare_once(os.environ["TASK"], write_task)
     experiment = GRPO(
         actor=Role(str(task / "model"), random_init=True, optimizer=OptimizerConfig(lr=3e-3)),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,15 @@ def test_repairs_are_judged_by_the_tests():
 
 def test_the_real_models_calculator_answers_calls_and_judges_the_last_number():
     calculator = execute_file(Path(_example("real_model_tool")), name="real_model_tool_tried").Calculator()
-    start = calculator.start({"a": 12, "b": 34}, 0)
-    assert start.messages[-1] == {"role": "user", "content": "What is 12 * 34?"}
+    start = calculator.start({"prompt": "What is 12 times 34?", "answer": "408"}, 0)
+    assert [message["role"] for message in start.messages] == ["system", *["user", "assistant"] * 2, "user"]
+    assert start.messages[-1]["content"] == "What is 12 times 34?"
     turns = [calculator.step({"role": "assistant", "content": said}) for said in (
-        "calc: 12 * 35\n", "calc: 12 * 34", "It is 408.", "12 * 34 = 409", "I do not know.", "calc: a * b")]
-    assert [turn.messages for turn in turns[:2]] == ["420", "408"]
-    assert [(turn.total, turn.done) for turn in turns[2:]] == [
-        (1.0, True), (0.0, True), (0.0, True), (0.0, True)]
+        "calc: 12 * 35\n", "calc: 12 - 34", "It is 408.", "12 * 34 = 409", "-408", "No.", "calc: 08 * 9")]
+    assert [turn.messages for turn in turns[:2]] == ["420", "-22"]
+    assert [(turn.total, turn.done) for turn in turns[2:]] == [(1.0, True), *[(0.0, True)] * 4]
+    rows = map(json.loads, Path("runs/real_model_tool/task/prompts.jsonl").read_text().splitlines())
+    for row in rows:  # The question's own numbers and words, read in another way.
+        a, b = map(int, re.findall(r"\d+", row["prompt"]))
+        expected = a + b if "finds" in row["prompt"] else a - b if "loses" in row["prompt"] else a * b
+        assert row["answer"] == str(expected)

@@ -106,10 +106,30 @@ def _without_seconds(path):
         for row in _objects(path)]
 
 
+def test_a_reward_that_few_rollouts_get_is_0_in_the_others(example):
+    """Its means are over all rollouts, and their sum tells right answers from wrong ones."""
+    text = example.read_text().replace("Turn(reward=1.0, done=True)", 'Turn(reward={"won": 1.0}, done=True)')
+    text = text.replace("reward=-0.1)", 'reward={"form": -0.1})')
+    text = text.replace("    GRPO,", "    GRPO,\n    Evaluation,")
+    held_out = 'DatasetConfig(str(task / "held_out.jsonl"))'
+    example.write_text(text.replace(held_out, f"Evaluation({held_out}, samples=2)"))
+    assert main(["run", str(example), "--out", "out", *SMALL]) == 0
+    rows = [row for row in _objects(Path("out/rollouts.jsonl")) if row["step"] == 2]
+    (step,) = (row for row in _objects(Path("out/metrics.jsonl")) if row["step"] == 2)
+    won = sum(row["score"] > 0.5 for row in rows) / len(rows)
+    form = sum(row["score"] for row in rows) / len(rows) - won
+    for name, mean in {"won": won, "form": form}.items():
+        assert step.get(f"reward/{name}/mean", 0.0) == pytest.approx(mean)
+    assert 0 < step["eval/won"] == pytest.approx(step["eval/pass@1"])
+    assert step["eval/score"] == pytest.approx(step["eval/won"] + step["eval/form"])
+
+
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
     assert main(["check", str(example)]) == 0
     out = capsys.readouterr().out
     assert "the chat template is append-only; a rollout that always says '1' had" in out
+    assert "\nthe first prompt has 1 token: ?\n" in out
+    assert "at most 3 turns of 3 new tokens, 40 tokens with those of the environment" in out
     settings = Path("runs/guess_number/task/model")
     (settings / "chat_template.jinja").write_text(STRIPS)
     assert main(["check", str(example)]) == 2
