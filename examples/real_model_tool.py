@@ -43,17 +43,17 @@ def write_task(directory: Path) -> None:
         a, b, sign = rng.randint(50, 99), rng.randint(11, 49), rng.choice("+-*")
         rows[QUESTIONS[sign].format(a=a, b=b)] = str(eval(f"{a} {sign} {b}"))
     made = [{"prompt": question, "answer": answer} for question, answer in rows.items()]
-    write_rows(directory / "held_out.jsonl", made[:64])
-    write_rows(directory / "prompts.jsonl", made[64:])
+    write_rows(directory / "held_out.jsonl", made[:48])
+    write_rows(directory / "prompts.jsonl", made[48:])
 
 
 task = realhf.prepare_once("runs/real_model_tool/task", write_task)
 experiment = realhf.GRPO(
     actor=realhf.Role(
         str(realhf.prepare_once("runs/real_model/model", convert)),
-        optimizer=realhf.OptimizerConfig(lr=2e-5, warmup_steps=3, weight_decay=0.0)),
+        optimizer=realhf.OptimizerConfig(lr=3e-5, warmup_steps=2, weight_decay=0.0)),
     dataset=realhf.DatasetConfig(str(task / "prompts.jsonl")),
     eval_dataset=realhf.DatasetConfig(str(task / "held_out.jsonl")),
     environment=realhf.Environment(Calculator, max_turns=3, max_tokens=64),
     sampling=realhf.SamplingConfig(max_new_tokens=24),
-    steps=16, batch_size=6, group_size=8, eval_every=8)
+    steps=16, batch_size=4, group_size=8, eval_every=8)

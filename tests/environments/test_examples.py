@@ -119,3 +119,24 @@ def test_the_real_models_calculator_answers_calls_and_judges_the_last_number():
         a, b = map(int, re.findall(r"\d+", row["prompt"]))
         expected = a + b if "finds" in row["prompt"] else a - b if "loses" in row["prompt"] else a * b
         assert row["answer"] == str(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("guess_number", 50), ("frozen_lake", 60), ("code_repair", 40)])
+def test_each_learns_from_nothing_in_a_short_run(name, steps):
+    changes = ["--steps", str(steps), "--eval_every", str(steps), "--nproc", "1"]
+    assert main(["run", _example(name), "--out", "out", *changes]) == 0
+    first, last = _scores("out")
+    assert last - first > 0.3
+
+
+@pytest.mark.slow
+def test_the_calculator_is_called_after_a_short_run():
+    """The supervised model guesses most answers; afterwards most rollouts call a tool and are right."""
+    assert main(["run", _example("calculator_sft"), "--out", "runs/calculator_sft", "--nproc", "1"]) == 0
+    assert main(["run", _example("calculator"), "--out", "out", "--steps", "15", "--nproc", "1"]) == 0
+    steps = list(map(json.loads, Path("out/metrics.jsonl").read_text().splitlines()))
+    trained = [step for step in steps if step["step"] > 0]
+    assert trained[0]["reward/mean"] < 0.3 and trained[-1]["reward/mean"] > 0.6
+    assert trained[0]["environment/turns"] < 1.5 < trained[-1]["environment/turns"]
+    assert _scores("out")[-1] > 0.8
