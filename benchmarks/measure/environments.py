@@ -30,7 +30,7 @@ REPO = Path(__file__).parents[2]
 TITLES = {
     "guess_number": "guess_number: score", "frozen_lake": "frozen_lake: reaches the goal",
     "calculator": "calculator: right answers", "code_repair": "code_repair: score",
-    "real_model_tool": "real_model_tool: right answers"}
+    "real_model_tries": "real_model_tries: score"}
 """Examples, and what their held-out scores are."""
 BEFORE = {"calculator": "calculator_sft"}
 """Example -> the example whose model it starts from."""

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from realhf.cli.main import main
 from realhf.user_input.files import execute_file
 from tests.cli_tools import REPO
 
-NAMES = ("guess_number", "frozen_lake", "calculator", "code_repair", "real_model_tool")
+NAMES = ("guess_number", "frozen_lake", "calculator", "code_repair", "real_model_tries")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def _scores(out):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_short_and_sound(name, capsys):
-    changes = ["--actor.random_init"] if name in ("calculator", "real_model_tool") else []
+    changes = ["--actor.random_init"] if name in ("calculator", "real_model_tries") else []
     if name == "calculator":
         changes += ["--actor.model", "runs/calculator/task/model"]
     assert main(["check", _example(name), *changes]) == 0, capsys.readouterr().err
@@ -105,20 +104,15 @@ def test_repairs_are_judged_by_the_tests():
         assert not wrong or turn.messages == f"{wrong[0]}\n"
 
 
-def test_the_real_models_calculator_answers_calls_and_judges_the_last_number():
-    calculator = execute_file(Path(_example("real_model_tool")), name="real_model_tool_tried").Calculator()
-    start = calculator.start({"prompt": "What is 12 times 34?", "answer": "408"}, 0)
-    assert [message["role"] for message in start.messages] == ["system", *["user", "assistant"] * 2, "user"]
-    assert start.messages[-1]["content"] == "What is 12 times 34?"
-    turns = [calculator.step({"role": "assistant", "content": said}) for said in (
-        "calc: 12 * 35\n", "calc: 12 - 34", "It is 408.", "12 * 34 = 409", "-408", "No.", "calc: 08 * 9")]
-    assert [turn.messages for turn in turns[:2]] == ["420", "-22"]
-    assert [(turn.total, turn.done) for turn in turns[2:]] == [(1.0, True), *[(0.0, True)] * 4]
-    rows = map(json.loads, Path("runs/real_model_tool/task/prompts.jsonl").read_text().splitlines())
-    for row in rows:  # The question's own numbers and words, read in another way.
-        a, b = map(int, re.findall(r"\d+", row["prompt"]))
-        expected = a + b if "finds" in row["prompt"] else a - b if "loses" in row["prompt"] else a * b
-        assert row["answer"] == str(expected)
+def test_the_real_model_has_another_try_after_a_wrong_answer():
+    tries = execute_file(Path(_example("real_model_tries")), name="real_model_tries_tried").Tries()
+    assert tries.start({"prompt": "What is 4 + 8?", "answer": "12"}, 0) is None
+    turns = [tries.step({"role": "assistant", "content": said}) for said in (
+        "4 + 8 = 13", "Let me think about it.\nNow, 4 + 8 = 13.", "4 + 8 = 12 cards.", "It is 12.\nYes, 12.")]
+    assert [turn.rewards for turn in turns] == [
+        {"right": 0.0, "long": 0.0}, {"right": 0.0, "long": -0.2}, {"right": 1.0, "long": 0.0},
+        {"right": 1.0, "long": -0.2}]
+    assert [turn.done for turn in turns] == [False, False, True, True]
 
 
 @pytest.mark.slow
