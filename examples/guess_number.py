@@ -35,7 +35,7 @@ class GuessNumber:
         guess = message["content"]
         if guess == str(self.number):
             return Turn(reward=1.0, done=True)
-        if not guess.isdigit():
+        if not guess.isdigit() or int(guess) > LARGEST:
             return Turn("!", reward=-0.1)
         return Turn("+" if int(guess) < self.number else "-")
 

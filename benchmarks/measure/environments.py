@@ -36,7 +36,7 @@ BEFORE = {"calculator": "calculator_sft"}
 """Example -> the example whose model it starts from."""
 GAIN = 0.3
 MOST_SECONDS = 600
-CREDITS = ("trajectory", "to_go", "per_turn")
+CREDITS = ("trajectory", "per_turn", "to_go")
 TASKS = {"questions": "questions: a reward in each turn", "guess_number": "guess_number: a reward at the end"}
 TASK_FILE = "benchmarks/measure/turn_credit_task.py"
 
