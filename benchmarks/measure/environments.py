@@ -48,6 +48,8 @@ class Examples:
     seeds: tuple[int, ...] = (0, 1, 2)
     only: tuple[str, ...] = tuple(TITLES)
     """The examples to train."""
+    finished: bool = False
+    """Train nothing, and show the runs that have ended."""
     out: Path = Path("runs/environments")
     """Directory for the runs."""
     picture: Path | None = None
@@ -78,12 +80,14 @@ def train_examples(options: Examples) -> int:
         curves[name] = {}
         for seed in options.seeds:
             seconds, changes = 0.0, {}
+            out = options.out / name / f"seed{seed}"
+            if options.finished and not (out / "summary.json").exists():
+                continue
             if name in BEFORE:
                 first = options.out / BEFORE[name] / f"seed{seed}"
                 seconds += run(f"examples/{BEFORE[name]}.py", first, seed=seed)
                 (model,) = (first / "hf").glob("step_*")
                 changes["actor.model"] = str(model)
-            out = options.out / name / f"seed{seed}"
             seconds += run(f"examples/{name}.py", out, seed=seed, changes=changes)
             curve = curves[name][seed] = scores(out)
             (_, before), (steps, after) = curve[0], curve[-1]
@@ -94,7 +98,7 @@ def train_examples(options: Examples) -> int:
     if options.picture is not None:
         draw(
             {TITLES[name]: {f"seed {seed}": [curve] for seed, curve in of_name.items()}
-             for name, of_name in curves.items()}, options.picture)
+             for name, of_name in curves.items() if of_name}, options.picture)
     document = {"benchmark": "environments examples", "machine": machine(), "scores": curves}
     return report(document, tables=[table], goals=goals, as_json=options.json)
 

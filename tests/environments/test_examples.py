@@ -23,6 +23,8 @@ def place(tmp_path, monkeypatch):
     from tiny_chat import write_model
 
     write_model(Path("runs/real_model/model"), "".join(map(chr, range(32, 127))) + "\n")
+    config = Path("runs/real_model/model/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 512}))
     return tmp_path
 
 
