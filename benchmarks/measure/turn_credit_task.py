@@ -1,4 +1,4 @@
-"""The task of environments.py on credit: eight questions in a row, and a reward for each right answer.
+"""The task of environments.py on credit: six questions in a row, and a reward for each right answer.
 
 The environment variable TASK names a directory for the model and the rows.
 """
@@ -21,7 +21,7 @@ from realhf import (
     prepare_once,
 )
 
-NUM_TURNS = 8
+NUM_TURNS = 6
 LETTERS = "abcdefgh"
 
 
@@ -35,7 +35,7 @@ class Questions:
 
     def step(self, message: dict) -> Turn:
         right = str(LETTERS.index(self.letters.pop()) + 1)
-        reward = float(message["content"] == right) / NUM_TURNS
+        reward = float(message["content"] == right)
         return Turn(self.letters[-1], reward) if self.letters else Turn(reward=reward, done=True)
 
 
@@ -57,4 +57,4 @@ if "TASK" in os.environ:
         sampling=SamplingConfig(max_new_tokens=2),
         loss=PolicyLossConfig(entropy_coef=0.01),
         baseline="leave_one_out", normalize="none",
-        steps=60, batch_size=8, group_size=8, eval_every=5)
+        steps=40, batch_size=8, group_size=8, eval_every=10)
