@@ -3,9 +3,10 @@
     realhf run examples/guess_number.py
 """
 
-import json
 import random
 from pathlib import Path
+
+from tiny_chat import write_model, write_rows
 
 from realhf import (
     GRPO,
@@ -21,12 +22,6 @@ from realhf import (
 )
 
 LARGEST = 6
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}"
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 12, "hidden_size": 48,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "rms_norm_eps": 1e-6, "initializer_range": 0.1, "pad_token_id": 0, "eos_token_id": 1}
 
 
 class GuessNumber:
@@ -40,27 +35,20 @@ class GuessNumber:
         guess = message["content"]
         if guess == str(self.number):
             return Turn(reward=1.0, done=True)
-        if not guess.isdigit():
+        if not guess.isdigit() or int(guess) > LARGEST:
             return Turn("!", reward=-0.1)
         return Turn("+" if int(guess) < self.number else "-")
 
 
 def write_task(directory: Path) -> None:
-    """Write the model's config, its tokenizer of characters, and rows."""
-    from transformers import Qwen2Tokenizer
-
-    characters = ["<pad>", "<end>", *"?+-!", *map(str, range(1, LARGEST + 1))]
-    vocabulary = {token: i for i, token in enumerate(characters)}
-    tokenizer = Qwen2Tokenizer(vocabulary, merges=[], pad_token="<pad>", eos_token="<end>", unk_token="<pad>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory / "model")
-    (directory / "model" / "config.json").write_text(json.dumps(MODEL))
-    for name, count in {"prompts": 256, "held_out": 64}.items():
-        rows = [{"prompt": [{"role": "user", "content": "?"}], "number": i} for i in range(count)]
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write the model, whose tokens are characters, and rows."""
+    write_model(directory / "model", "?+-!123456")
+    rows = [{"prompt": "?", "row": i} for i in range(320)]  # The seed of each draws the number.
+    write_rows(directory / "held_out.jsonl", rows[:64])
+    write_rows(directory / "prompts.jsonl", rows[64:])
 
 
-task = prepare_once(Path("runs/guess_number/task"), write_task)
+task = prepare_once("runs/guess_number/task", write_task)
 experiment = GRPO(
     actor=Role(str(task / "model"), random_init=True, optimizer=OptimizerConfig(lr=3e-3)),
     dataset=DatasetConfig(str(task / "prompts.jsonl")),

@@ -133,10 +133,14 @@ def _group_std(ids: Sequence[int], scores: Sequence[float], group_size: int) -> 
 
 
 def _reward_logs(batch: Batch) -> dict[str, float]:
-    """Return the mean of what each reward has logged, and mean and deviation of each reward by name."""
+    """Return the mean of what each reward has logged, and mean and deviation of each reward by name.
+
+    A sample to which an environment has not given a reward of a name has 0 of it.
+    """
     logged, scores = (batch.fields.get(key, []) for key in ("reward_metrics", "reward_scores"))
     metrics = {name: fmean(values) for name, values in _by_name(logged).items()}
-    for name, values in _by_name(scores).items():
+    nothing = dict.fromkeys((name for row in scores for name in row), 0.0)
+    for name, values in _by_name([nothing | row for row in scores]).items():
         metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
     return metrics
 

@@ -13,6 +13,7 @@ from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.planning_problem import model_role, problem_of
 from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
+from realhf.environments.rollouts import EnvironmentCalls
 from realhf.errors import naming, warn
 from realhf.experiment import Role
 from realhf.graph import FunctionCall, Work
@@ -182,6 +183,9 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         counts["micro_batch_tokens"] = plan.micro_batch_tokens
     if isinstance(work, Generate):
         counts |= {"max_rows": work.max_rows, "max_new_tokens": work.sampling.max_new_tokens}
+        if isinstance(work.environment, EnvironmentCalls):
+            environment = work.environment.environment
+            counts |= {"max_turns": environment.max_turns, "max_tokens": environment.max_tokens}
     return counts
 
 
@@ -254,7 +258,12 @@ def _call_words(call: dict[str, Any]) -> str:
     if "micro_batch_tokens" in call:
         words.append(f"micro-batches of up to {call['micro_batch_tokens']} tokens")
     if "max_rows" in call:
-        words.append(f"up to {call['max_rows']} at once on a rank, {call['max_new_tokens']} new tokens each")
+        words.append(f"up to {call['max_rows']} at once on a rank")
+        new = f"{call['max_new_tokens']} new tokens"
+        turns = call.get("max_turns")
+        words.append(f"{new} each" if turns is None else f"at most {_number(turns, 'turn')} of {new}")
+    if call.get("max_tokens") is not None:
+        words.append(f"{call['max_tokens']} tokens with those of the environment")
     return ", ".join(words)
 
 

@@ -63,7 +63,10 @@ class Trial(NamedTuple):
 
 
 class FirstPrompt(NamedTuple):
-    """The prompt of the first training row as the model reads it, special tokens included."""
+    """The prompt of the first training row as the model reads it, special tokens included.
+
+    With an environment it is the start of the rollout.
+    """
 
     text: str
     tokens: int
@@ -87,6 +90,8 @@ class PlayedRollout(NamedTuple):
     """A rollout in which the model always says the same."""
 
     said: str
+    start: list[int]
+    """The tokens that the model reads first."""
     turns: int
     stop: str
     rewards: dict[str, float]
@@ -96,7 +101,7 @@ class PlayedRollout(NamedTuple):
         turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
         return (
             f"the chat template is append-only; a rollout that always says {self.said!r} had {turns}, "
-            f"stopped by {self.stop}, rewards: {rewards}")
+            f"stopped by {self.stop}, rewards: {rewards or 'none'}")
 
 
 def _printable(text: str) -> str:
@@ -125,7 +130,7 @@ def try_out(program: Program) -> Trial:
     warnings += _try_rewards(program, rows, held_out)
     warnings += _try_losses(program, rows, directory)
     played = _play(program, rows, warnings)
-    ids = rows.parts[0].rows[0]["prompt_ids"]
+    ids = rows.parts[0].rows[0]["prompt_ids"] if played is None else played.start
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
     return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned, played)
@@ -155,7 +160,8 @@ def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollo
     if rollout["sentence"]:
         warnings.append(f"{failure}; check always answered {said!r}")
     warnings.extend(rollout["notes"])
-    return PlayedRollout(said, len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout))
+    return PlayedRollout(
+        said, rollout["start"], len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout))
 
 
 def _first_learned(

@@ -36,6 +36,14 @@ def _library(name: str, package: str | None = None) -> Any:
         raise UserError(f"this environment needs the package {package}: pip install {package}") from error
 
 
+def _columns_of(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of an environment that its row has. Raises UserError if one is missing."""
+    for name in columns:
+        if name not in row:
+            raise UserError(f"the row has no {name!r}, which is in `columns`: it has {', '.join(row)}")
+    return {name: row[name] for name in columns}
+
+
 class TRLEnvironment:
     """An environment class as TRL's trainers take it.
 
@@ -87,24 +95,19 @@ class TRLEnvironment:
 class TextArena:
     """A game of textarena in which the model is player 0.
 
-    `opponent` makes the moves of other players from what they observe. The games draw from the process's
-    random numbers, so each has a process of its own.
+    `opponent` makes the moves of other players from what they observe. `columns` are settings that each row
+    has. The games draw from the process's random numbers, so each has a process of its own.
     """
 
     isolated = True
 
     def __init__(
         self, game: str, *, num_players: int = 1, opponent: Callable[[str], str] | None = None,
-        **settings: Any,
+        columns: Sequence[str] = (), **settings: Any,
     ) -> None:
-        textarena = _library("textarena")
-        # The raw game says what is new, where the wrapped one repeats all that has been said.
-        raw = game if game.endswith("-raw") else f"{game}-raw"
-        try:
-            self._game = textarena.make(raw, **settings)
-        except ValueError as error:
-            raise UserError(f"TextArena {game!r}: textarena has no such game") from error
-        self._own_action = textarena.ObservationType.PLAYER_ACTION
+        self._name = game
+        self._columns = columns
+        self._settings = settings
         self._num_players = num_players
         self._opponent = opponent
         self._is_done = False
@@ -115,6 +118,15 @@ class TextArena:
         _library("textarena")
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start:
+        textarena = _library("textarena")
+        # The raw game says what is new, where the wrapped one repeats all that has been said.
+        raw = self._name if self._name.endswith("-raw") else f"{self._name}-raw"
+        settings = self._settings | _columns_of(row, self._columns)
+        try:
+            self._game = textarena.make(raw, **settings)
+        except ValueError as error:
+            raise UserError(f"TextArena {self._name!r}: textarena has no such game") from error
+        self._own_action = textarena.ObservationType.PLAYER_ACTION
         self._game.reset(num_players=self._num_players, seed=seed)
         self._let_others_move()
         return Start(self._observed())
@@ -147,31 +159,45 @@ class GymnasiumText:
 
     `actions` are the names of the discrete actions in their order, such as ("left", "down", "right", "up"):
     the one that the model names last is taken; without names, the last number. `prompt` explains the task.
+    An answer without an action gets `invalid_reply` and `invalid_reward`, and changes nothing else.
     `describe` makes the text from an observation, instead of drawing, in which [] stands for a background.
+    `columns` are settings that each row has, such as ("desc",) for the map of a lake.
     """
 
     def __init__(
         self, name: str, *, prompt: str = "", actions: Sequence[str] = (), invalid_reward: float = 0.0,
-        describe: Callable[[Any], str] | None = None, **settings: Any,
+        invalid_reply: str = "", describe: Callable[[Any], str] | None = None, columns: Sequence[str] = (),
+        **settings: Any,
     ) -> None:
-        gymnasium = _library("gymnasium")
-        drawn = {} if describe is not None else {"render_mode": "ansi"}
-        self._environment = gymnasium.make(name, **drawn, **settings)
-        space = self._environment.action_space
-        if not isinstance(space, gymnasium.spaces.Discrete):
-            raise UserError(f"GymnasiumText {name!r} has actions of {space}: they must be Discrete")
-        self._first = int(space.start)
-        self._actions = [action.lower() for action in actions] or [
-            str(self._first + i) for i in range(int(space.n))]
-        if len(self._actions) != space.n:
-            raise UserError(f"GymnasiumText {name!r} has {space.n} actions, and `actions` {len(actions)}")
-        words = "|".join(sorted(map(re.escape, self._actions), key=len, reverse=True))
-        self._pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)")
+        self._name = name
         self._prompt = prompt
+        self._actions = [action.lower() for action in actions]
         self._invalid_reward = invalid_reward
+        self._invalid_reply = invalid_reply
         self._describe = describe
+        self._columns = columns
+        self._settings = settings if describe is not None else {"render_mode": "ansi"} | settings
+        self._environment: Any = None
+
+    @staticmethod
+    def prepare() -> None:
+        """Import the library before workers are forked."""
+        _library("gymnasium")
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start:
+        gymnasium = _library("gymnasium")
+        settings = self._settings | _columns_of(row, self._columns)
+        self._environment = gymnasium.make(self._name, **settings)
+        space = self._environment.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise UserError(f"GymnasiumText {self._name!r} has actions of {space}: they must be Discrete")
+        self._first = int(space.start)
+        self._actions = self._actions or [str(self._first + i) for i in range(int(space.n))]
+        if len(self._actions) != space.n:
+            raise UserError(
+                f"GymnasiumText {self._name!r} has {space.n} actions, and `actions` {len(self._actions)}")
+        words = "|".join(sorted(map(re.escape, self._actions), key=len, reverse=True))
+        self._pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)")
         observation, _ = self._environment.reset(seed=seed)
         self._environment.action_space.seed(seed)
         asked = self._prompt or f"Answer with one of: {', '.join(self._actions)}."
@@ -181,14 +207,16 @@ class GymnasiumText:
         found = self._pattern.findall(message["content"].lower())
         if not found:
             text = f"There is no action in this. Legal are {', '.join(self._actions)}."
-            return Turn(text, self._invalid_reward, metrics={"invalid_action": 1.0})
+            reply = self._invalid_reply or text
+            return Turn(reply, self._invalid_reward, metrics={"invalid_action": 1.0})
         action = self._first + self._actions.index(found[-1])
         observation, reward, terminated, truncated, _ = self._environment.step(action)
         done = bool(terminated or truncated)
         return Turn(self._text(observation), float(reward), done, {"invalid_action": 0.0})
 
     def close(self) -> None:
-        self._environment.close()
+        if self._environment is not None:
+            self._environment.close()
 
     def _text(self, observation: Any) -> str:
         if self._describe is not None:
@@ -199,12 +227,17 @@ class GymnasiumText:
 class ReasoningGymTask:
     """A task of reasoning-gym, made from the seed. Its scorer gives the reward.
 
-    With several `tries`, a wrong answer gets another one; the last score counts.
+    With several `tries`, a wrong answer gets another one; the last score counts. `columns` are settings that
+    each row has, such as the number of terms.
     """
 
-    def __init__(self, name: str, *, tries: int = 1, extract: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, name: str, *, tries: int = 1, extract: str | None = None, columns: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
         self._library = _library("reasoning_gym", "reasoning-gym")
         self._name = name
+        self._columns = columns
         self._settings = settings
         self._tries = tries
         self._pattern = None if extract is None else re.compile(extract, re.DOTALL)
@@ -215,7 +248,8 @@ class ReasoningGymTask:
         _library("reasoning_gym", "reasoning-gym")
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start:
-        self._tasks = self._library.create_dataset(self._name, size=1, seed=seed, **self._settings)
+        settings = self._settings | _columns_of(row, self._columns)
+        self._tasks = self._library.create_dataset(self._name, size=1, seed=seed, **settings)
         self._task = self._tasks[0]
         return Start(self._task["question"])
 

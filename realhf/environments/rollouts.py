@@ -663,17 +663,22 @@ class Rollouts(Conversation):
 def play(
     calls: EnvironmentCalls, row: Mapping[str, Any], said: str, settings: TurnSettings
 ) -> dict[str, Any]:
-    """Return a rollout in which a stub always says the same text."""
+    """Return a rollout in which a stub always says the same text.
+
+    It also has `start`, the tokens that the model reads first, and `notes` about the chat template.
+    """
     rollouts = calls.begin({0: row}, settings)
+    start: list[int] = []
     (end,) = sorted(rollouts.end_token_ids)[:1]
     tokens = [*LightTokenizer(calls.tokenizer).encode(said, add_special_tokens=False), end]
     while rollouts.num_waiting:
         arrived = rollouts.poll(1.0)
+        start = next((list(group.tokens) for group in arrived.begun), start)
         limits = [group.limit for group in arrived.begun] + [turn.limit for turn in arrived.followed]
         for limit in filter(None, limits):
             rollouts.said(0, tokens[:limit], finished=len(tokens) <= limit)
     (rollout,), _ = rollouts.results([0])
-    return rollout | {"notes": rollouts.notes()}
+    return rollout | {"notes": rollouts.notes(), "start": start}
 
 
 class RolloutRewards(RewardCall):
@@ -699,8 +704,9 @@ class RolloutRewards(RewardCall):
         totals = [math.fsum(rewards.values()) for rewards in by_name]
         totals = [math.nan if r["dropped"] else total for r, total in zip(rollouts, totals, strict=True)]
         columns["score"] = columns["score"] + columns["score"].new_tensor(totals)
+        unknown = dict.fromkeys(name for own in by_name for name in own)
         columns["reward_scores"] = [
-            {name: None if rollout["dropped"] else value for name, value in own.items()} | others
+            (unknown if rollout["dropped"] else own) | others
             for rollout, own, others in zip(rollouts, by_name, columns["reward_scores"], strict=True)]
         logged = columns.get("reward_metrics", nothing)
         columns["reward_metrics"] = [
@@ -713,12 +719,12 @@ _LOGGED = ("reward_metrics", "reward_extra")
 
 
 def rewards_by_name(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sums of a rollout's rewards over its turns."""
+    """Return the sums of a rollout's rewards over its turns, without names whose reward it has not got."""
     sums: dict[str, list[float]] = {}
     for turn in rollout["turns"]:
         for name, reward in turn["rewards"].items():
             sums.setdefault(name, []).append(reward)
-    return {name: math.fsum(values) for name, values in sums.items()} or {"environment": 0.0}
+    return {name: math.fsum(values) for name, values in sums.items()}
 
 
 def turn_rewards(rollout: Mapping[str, Any], score: float) -> list[float]:

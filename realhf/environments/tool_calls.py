@@ -15,12 +15,14 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from threading import BoundedSemaphore
 from typing import Any
 
 from realhf.environments.protocol import ChatMessage, Start, Turn
 from realhf.errors import UserError, shown
 from realhf.job_process import CannotStart, JobEnded, JobProcess, serve
 from realhf.rewards.sandbox import Sandbox
+from realhf.user_input.field_types import require
 
 Schema = dict[str, Any]
 """A tool as {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -342,9 +344,14 @@ def _answer(call: Mapping[str, Any], result: Any) -> ChatMessage:
     return _result(call, result if isinstance(result, str) else json.dumps(result, default=str))
 
 
-def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], str]:
-    """Return a tool that runs a Python program in a sandbox, each time anew."""
+def python_tool(sandbox: Sandbox | None = None, *, concurrency: int = 8) -> Callable[[str], str]:
+    """Return a tool that runs a Python program in a sandbox, each time anew.
+
+    At most `concurrency` of them run at once in a worker; the others wait.
+    """
+    require(concurrency >= 1, "python_tool.concurrency", concurrency, "be at least 1")
     runs_in = sandbox or Sandbox()
+    free = BoundedSemaphore(concurrency)
 
     def python(code: str) -> str:
         """Run a Python program and return what it prints.
@@ -352,7 +359,8 @@ def python_tool(sandbox: Sandbox | None = None) -> Callable[[str], str]:
         Args:
             code: The whole program. Nothing of earlier programs is left.
         """
-        execution = runs_in.run(code, as_program=True)
+        with free:
+            execution = runs_in.run(code, as_program=True)
         text = execution.stdout
         if execution.reason != "passed":
             text += f"\n{execution.reason}: {execution.detail or execution.stderr[-300:]}"

@@ -100,12 +100,13 @@ def sample_metrics(
 def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Return name -> mean of each reward, if there are several. `scores` has name -> value for each sample.
 
-    None and NaN do not count, and a reward without any other value is left out.
+    None and NaN do not count, and a reward without any other value is left out. A sample without a name, as
+    an environment did not give the reward, counts as 0.
     """
     names = dict.fromkeys(name for by_name in scores for name in by_name)
     if len(names) < 2:
         return {}
-    return means({name: known_values(by_name.get(name) for by_name in scores) for name in names})
+    return means({name: known_values(by_name.get(name, 0.0) for by_name in scores) for name in names})
 
 
 def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -251,7 +252,9 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
         if of_set := [sample for record in records for sample in record.samples]:
             samples[eval_set.name] = of_set
-        decides = eval_set.evaluation.correct_by or next(iter((of_set or [{}])[0].get("scores", ())), None)
+        # Rollouts have different rewards of their environments, so that their sum decides.
+        names = () if eval_set.has_environment else (of_set or [{}])[0].get("scores", ())
+        decides = eval_set.deciding or next(iter(names), None)
         scored = [[_scored(sample, decides) for sample in group] for group in _by_prompt(of_set)]
         if (doubt := eval_set.doubt(sample.score for group in scored for sample in group)) is not None:
             doubts.append(doubt)
@@ -289,7 +292,7 @@ def _scored(sample: Mapping[str, Any], decides: str | None) -> ScoredSample:
 
     A majority vote compares the final answer that the reward has extracted, or else the stripped text.
     """
-    value = sample["score"] if decides is None else sample["scores"][decides]
+    value = sample["score"] if decides is None else sample["scores"].get(decides, 0.0)
     text = sample["completion"]
     vote = sample["final_answer"] if "final_answer" in sample else text.strip()
     return ScoredSample(math.nan if value is None else value, vote)

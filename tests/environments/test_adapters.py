@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -60,7 +61,7 @@ def test_textarena_says_what_is_new_and_gives_its_reward():
         assert whole.endswith(f"[GAME] {turn.messages[0]['content']}")
     assert turns[-1].done and turns[-1].reward == 1.0
     with pytest.raises(UserError, match="textarena has no such game"):
-        TextArena("GuessTheNumber-v9")
+        play(TextArena("GuessTheNumber-v9"))
 
 
 def test_textarena_has_other_players():
@@ -97,9 +98,32 @@ def test_gymnasium_takes_named_actions_and_is_read_without_colours():
         if ended:
             break
     with pytest.raises(UserError, match="has 4 actions, and `actions` 2"):
-        GymnasiumText("FrozenLake-v1", actions=("left", "right"))
+        play(GymnasiumText("FrozenLake-v1", actions=("left", "right")))
+    told = GymnasiumText("FrozenLake-v1", invalid_reply="Which way?", invalid_reward=-1.0)
+    turn = play(told, says("jump"))[1][0]
+    assert (turn.messages[0]["content"], turn.total) == ("Which way?", -1.0)
     blackjack = GymnasiumText("Blackjack-v1", describe=lambda seen: f"You have {seen[0]}.")
     assert play(blackjack, says("1"))[1][0].messages[0]["content"].startswith("You have ")
+
+
+def test_rows_have_settings_of_their_environments():
+    """The map of a lake, the most turns of a game and the terms of a sum are those of the row."""
+    pytest.importorskip("gymnasium", reason="needs gymnasium")
+    pytest.importorskip("textarena", reason="needs textarena")
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    lake = GymnasiumText("FrozenLake-v1", columns=("desc",), is_slippery=False)
+    start, turns = play(lake, says("2"), row={"desc": ["SG", "HF"], "other": 1})
+    assert start.messages[0]["content"].endswith("[S]G\nHF\n")
+    assert (turns[0].total, turns[0].done) == (1.0, True)
+    game = TextArena("GuessTheNumber-v0", columns=("max_turns",))
+    wrong = says("[21]")
+    assert [turn.done for turn in play(game, wrong, wrong, row={"max_turns": 2})[1]] == [False, True]
+    sums = ReasoningGymTask("chain_sum", columns=("min_terms", "max_terms"), min_digits=1, max_digits=1)
+    (question,) = play(sums, row={"min_terms": 5, "max_terms": 5})[0].messages
+    assert len(re.findall(r"\d+", question["content"].split(":")[-1])) == 5
+    with pytest.raises(UserError, match="the row has no 'desc', which is in `columns`: it has prompt"):
+        play(GymnasiumText("FrozenLake-v1", columns=("desc",)))
+    GymnasiumText("FrozenLake-v1").close()  # It has not begun.
 
 
 def test_reasoning_gym_scores_and_gives_further_tries():

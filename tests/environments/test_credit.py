@@ -89,6 +89,13 @@ def test_later_credit_has_less_noise():
     assert 5 * found["per_turn"][1] < found["to_go"][1] < found["trajectory"][1]
 
 
+def test_credit_of_turns_is_that_of_rollouts_if_all_rewards_come_at_the_end():
+    """Where all rollouts are equally long, the three do not differ at all."""
+    group = [[0.0, 0.0, reward] for reward in (1.0, 0.25, 0.5, 0.0)]
+    found = {credit: turn_advantages(group, credit=credit) for credit in ("trajectory", "to_go", "per_turn")}
+    assert found["trajectory"] == found["to_go"] == found["per_turn"] != [[0.0] * 3] * 4
+
+
 def test_returns_are_discounted_sums():
     assert returns([1.0, 2.0, 4.0], discount=0.5) == [1 + 1 + 1, 2 + 2, 4.0]
     assert returns([]) == []

@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +190,15 @@ def test_python_runs_in_the_sandbox_and_its_errors_are_read():
     assert len(python("print('x' * 100000)")) < 4200
     assert schema_of(python)["function"]["parameters"]["required"] == ["code"]
     assert user("x")["role"] == "user"
+
+
+def test_programs_of_the_python_tool_wait_for_one_another():
+    """A worker has a thread for each environment, and hundreds of programs at once would stop the machine."""
+    python = python_tool(Sandbox(allow_unprotected=True), concurrency=1)
+    code = "import time\nprint(time.time())\ntime.sleep(0.1)\nprint(time.time())"
+    with ThreadPoolExecutor(3) as pool:
+        times = [sorted(map(float, text.split())) for text in pool.map(python, [code] * 3)]
+    times.sort()
+    assert all(before[1] <= after[0] for before, after in pairwise(times))
+    with pytest.raises(ValueError, match="python_tool.concurrency"):
+        python_tool(concurrency=0)

@@ -20,6 +20,7 @@ from realhf import (
     SamplingConfig,
 )
 from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
+from realhf.algorithms.responses import _reward_logs
 from realhf.calls import TurnSettings
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
@@ -44,6 +45,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "guess_number.py"
     path.write_text((REPO / "examples/guess_number.py").read_text())
+    monkeypatch.syspath_prepend(str(REPO / "examples"))
     return path
 
 
@@ -104,10 +106,30 @@ def _without_seconds(path):
         for row in _objects(path)]
 
 
+def test_a_reward_that_few_rollouts_get_is_0_in_the_others(example):
+    """Its means are over all rollouts, and their sum tells right answers from wrong ones."""
+    text = example.read_text().replace("Turn(reward=1.0, done=True)", 'Turn(reward={"won": 1.0}, done=True)')
+    text = text.replace("reward=-0.1)", 'reward={"form": -0.1})')
+    text = text.replace("    GRPO,", "    GRPO,\n    Evaluation,")
+    held_out = 'DatasetConfig(str(task / "held_out.jsonl"))'
+    example.write_text(text.replace(held_out, f"Evaluation({held_out}, samples=2)"))
+    assert main(["run", str(example), "--out", "out", *SMALL]) == 0
+    rows = [row for row in _objects(Path("out/rollouts.jsonl")) if row["step"] == 2]
+    (step,) = (row for row in _objects(Path("out/metrics.jsonl")) if row["step"] == 2)
+    won = sum(row["score"] > 0.5 for row in rows) / len(rows)
+    form = sum(row["score"] for row in rows) / len(rows) - won
+    for name, mean in {"won": won, "form": form}.items():
+        assert step.get(f"reward/{name}/mean", 0.0) == pytest.approx(mean)
+    assert 0 < step["eval/won"] == pytest.approx(step["eval/pass@1"])
+    assert step["eval/score"] == pytest.approx(step["eval/won"] + step["eval/form"])
+
+
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
     assert main(["check", str(example)]) == 0
     out = capsys.readouterr().out
     assert "the chat template is append-only; a rollout that always says '1' had" in out
+    assert "\nthe first prompt has 1 token: ?\n" in out
+    assert "at most 3 turns of 3 new tokens, 40 tokens with those of the environment" in out
     settings = Path("runs/guess_number/task/model")
     (settings / "chat_template.jinja").write_text(STRIPS)
     assert main(["check", str(example)]) == 2
@@ -220,7 +242,9 @@ def test_rewards_of_turns_and_of_functions_add_up(function):
     assert made["score"].tolist()[:2] == [1.75 + more, more] and made["score"].isnan().tolist()[2]
     named = {} if function is None else {"length": 2.0}
     assert made["reward_scores"] == [
-        {"near": 0.75, "won": 1.0} | named, {"environment": 0.0} | named, {"won": None} | named]
+        {"near": 0.75, "won": 1.0} | named, named, {"near": None, "won": None} | named]
+    named_means = _reward_logs(Batch([0, 1, 2], made))
+    assert named_means["reward/won/mean"] == 0.5 and named_means["reward/near/mean"] == 0.375
     assert made["reward_metrics"][0]["environment/guess"] == 3.0
     assert made["reward_metrics"][2]["environment/stop/step_error"] == 1.0
     assert set(made) == set(call.outputs) and "rollout" in call.inputs

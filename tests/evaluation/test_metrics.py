@@ -86,4 +86,5 @@ def test_several_rewards_are_means_by_name():
     scores = [{"right": 1.0, "short": None}, {"right": 0.0, "short": 0.5}, {"right": nan, "short": 0.0}]
     assert named_scores(scores) == {"right": 0.5, "short": 0.25}
     assert named_scores([{"right": 1.0}]) == {}
+    assert named_scores([{"won": 1.0, "near": 0.5}, {"near": 0.5}, {}]) == {"won": 1 / 3, "near": 1 / 3}
     assert named_scores([{"right": 1.0, "short": None}, {"right": 0.0, "short": nan}]) == {"right": 0.5}

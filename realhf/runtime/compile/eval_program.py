@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any
 
-from realhf.calls import HostFunction, response_keys
+from realhf.calls import Generate, HostFunction, response_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
 from realhf.experiment import Evaluation, Experiment, Role, RolloutLog, metric_prefix, set_field
 from realhf.graph import DataflowGraph, FunctionCall
@@ -68,6 +68,11 @@ class EvaluationProgram:
     def deciding(self) -> str | None:
         """The name of the reward that decides which samples are right; None if it is known only later."""
         return self.evaluation.correct_by or next(iter(self.rewards), None)
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether samples are rollouts, whose environments reward them."""
+        return any(work.environment is not None for work in self.graph.works(Generate))
 
     @property
     def correct_above(self) -> float:

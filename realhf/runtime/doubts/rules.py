@@ -7,6 +7,7 @@ own, for which rules ask them.
 
 from collections.abc import Callable, Iterable, Mapping
 
+from realhf.calls import Generate
 from realhf.data.tokenized import TokenizedDataset, TokenizedRows
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
@@ -70,8 +71,11 @@ def warnings_of(
     read: list[tuple[str, TokenizedRows]] = []
     for field, graph, of_field in [("dataset", program.graph, rows), *sets]:
         warnings += _follow(ABOUT_GRAPHS, program, graph)
+        # An environment's start is a chat, also where the row's prompt is text.
+        has_environment = any(work.environment is not None for work in graph.works(Generate))
         for name, part in named_parts(field, of_field):
-            read.append((name, part))
+            if not has_environment:
+                read.append((name, part))
             warnings += _follow(ABOUT_ROWS, name, part)
             warnings += _follow(ABOUT_READERS, program, graph, name, part)
     warnings += chats.plain_texts(read)
