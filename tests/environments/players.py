@@ -202,6 +202,12 @@ class Talks:
         return Turn(reward={"stopped": 0.5})
 
 
+class Ponders(Talks):
+    def step(self, message):
+        time.sleep(0.2)
+        return super().step(message)
+
+
 class StartsLate(Talks):
     """Takes a while to start where its start is longest."""
 

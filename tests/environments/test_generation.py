@@ -206,8 +206,10 @@ def _check(directory, results, *, models=None, budget=None):
     assert expected <= stops and max(lengths) > 2, (stops, lengths)
 
 
-TIGHT = {"max_rows": 4, "kv_cache_gib": 8.01 * BLOCK_GIB}
-"""Blocks for little more than two whole rows."""
+TIGHT = {
+    "max_rows": 4, "kv_cache_gib": 8.01 * BLOCK_GIB,
+    "environment": Environment(players.Ponders, max_turns=4, max_tokens=MAX_TOKENS)}
+"""Blocks for little more than two whole rows, and environments for which many rows wait."""
 
 
 @pytest.mark.parametrize(("options", "paged"), marked(
@@ -318,6 +320,16 @@ def test_late_starts_keep_nobody_waiting(directory):
     _check(directory, [rows])
     metrics = [json.loads(document)["metrics"] for *_, document in rows.values()]
     assert min(m["first"] for m in metrics) < max(m["started"] for m in metrics)
+
+
+def test_few_isolated_processes_serve_many_rollouts(directory):
+    """Each has a process of its own; others start when one is free. A prompt's samples start together."""
+    environment = Environment(
+        players.Talks, max_turns=4, max_tokens=MAX_TOKENS, isolated=True, workers=GROUP)
+    _check(directory, [_generate(World(), "d1@0", directory, {"environment": environment}, False)])
+    few = Environment(players.Talks, max_tokens=MAX_TOKENS, isolated=True, workers=GROUP - 1)
+    with pytest.raises(UserError, match="must be None or at least 2, the samples of a prompt, "):
+        _generate(World(), "d1@0", directory, {"environment": few}, False)
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "stop"])
