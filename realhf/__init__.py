@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.environments.protocol import Start as Start
     from realhf.environments.protocol import Turn as Turn
     from realhf.environments.tool_calls import python_tool as python_tool
+    from realhf.errors import UserError as UserError
     from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
@@ -77,6 +78,13 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.models.model_config import ModelConfig as ModelConfig
     from realhf.plan import CallPlan as CallPlan
     from realhf.plan import ExecutionPlan as ExecutionPlan
+    from realhf.python import Run as Run
+    from realhf.python import RunFailed as RunFailed
+    from realhf.python import check as check
+    from realhf.python import evaluate as evaluate
+    from realhf.python import load as load
+    from realhf.python import make_plan as make_plan
+    from realhf.python import run as run
     from realhf.rewards.answers import ExactMatch as ExactMatch
     from realhf.rewards.answers import FormatReward as FormatReward
     from realhf.rewards.answers import RegexMatch as RegexMatch
@@ -122,12 +130,14 @@ _NAMES = {
         "TRLEnvironment"),
     "realhf.environments.protocol": ("Environment", "Start", "Turn"),
     "realhf.environments.tool_calls": ("python_tool",),
+    "realhf.errors": ("UserError",),
     "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),
     "realhf.models.model_config": ("ModelConfig",),
     "realhf.plan": ("CallPlan", "ExecutionPlan"),
+    "realhf.python": ("Run", "RunFailed", "check", "evaluate", "load", "make_plan", "run"),
     "realhf.rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
     "realhf.rewards.limits": ("RewardLimits",),
     "realhf.rewards.math_answer": ("MathAnswer",),
