@@ -215,7 +215,7 @@ class TextTokens:
         if len(ids) == prompt_length or ids[-1] != eos:
             ids = [*ids, eos]
         first = max(1, prompt_length)  # Nothing comes before the first token.
-        mask: list[float] = [0] * first + [1] * (len(ids) - first)
+        mask: list[float] = [*[0] * first, *[1] * (len(ids) - first)]
         return TokenizedSequence(ids, mask, prompt_length)
 
     @cached_property
