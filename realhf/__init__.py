@@ -100,6 +100,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.rewards.shaping import SoftOverlongPenalty as SoftOverlongPenalty
     from realhf.rewards.shaping import TokenReward as TokenReward
     from realhf.rewards.unit_tests import UnitTests as UnitTests
+    from realhf.steps.hooks import EarlyStopping as EarlyStopping
+    from realhf.steps.hooks import StepEvent as StepEvent
     from realhf.steps.sample_pool import Pool as Pool
     from realhf.steps.sample_pool import Samples as Samples
     from realhf.steps.step_runner import StepRunner as StepRunner
@@ -148,6 +150,7 @@ _NAMES = {
     "realhf.rewards.shaping": (
         "CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty", "TokenReward"),
     "realhf.rewards.unit_tests": ("UnitTests",),
+    "realhf.steps.hooks": ("EarlyStopping", "StepEvent"),
     "realhf.steps.sample_pool": ("Pool", "Samples"),
     "realhf.steps.step_runner": ("StepRunner",),
     "realhf.user_input.files": ("prepare_once",),

@@ -23,6 +23,7 @@ from realhf.data.row_files import commits_of_data
 from realhf.graph import DataflowGraph
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
+from realhf.steps.hooks import EarlyStopping, Hook
 from realhf.steps.sample_pool import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require
@@ -365,6 +366,19 @@ class Experiment:
     checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
     """Checkpoints for `realhf run --resume`; there is one after the last step, too. 0: none at all."""
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
+    keep_exports: int = 0
+    """The newest exports that stay on the disk, beside that of `best_by`; 0: all of them."""
+    best_by: str | None = None
+    """Metric of evaluations, such as `eval/score`: each time that it is the best one so far, the model is
+    exported, and the link hf/best points to it. Of a loss, the lowest value is the best one."""
+    early_stopping: EarlyStopping | None = None  # Ends the run when evaluations no longer become better.
+    on_step: Hook | None = None
+    """Rank 0 calls it after every step with a `StepEvent`, by which it may stop the run and change learning
+    rates and coefficients. With this or the next two fields, ranks wait for each other after every step."""
+    on_evaluation: Hook | None = None  # The same after every evaluation behind a step.
+    on_checkpoint: Hook | None = None  # The same when a checkpoint has become complete.
+    push_to_hub: str | None = None
+    """Name on the hub to which the last export, or that of `best_by`, is uploaded; a new one is private."""
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
     rollouts: RolloutLog = field(default_factory=RolloutLog)  # Samples that are logged, to be read.
