@@ -11,6 +11,7 @@ import base64
 import copy
 import dataclasses
 import html
+import io
 import json
 import linecache
 import shutil
@@ -195,7 +196,16 @@ class Run:
 
     def plot(self) -> Figure:
         """Return the curves of what is learned: the reward or the loss, and the held-out score."""
-        return curves(self._records("metrics.jsonl"))
+        from matplotlib.figure import Figure
+
+        class Shown(Figure):
+            def _repr_png_(self) -> bytes:
+                """Return the picture for a notebook, whatever the backend of matplotlib is."""
+                buffer = io.BytesIO()
+                self.savefig(buffer, format="png")
+                return buffer.getvalue()
+
+        return curves(self._records("metrics.jsonl"), kind=Shown)
 
     def model(self, step: int | None = None) -> PreTrainedModel:
         """Return the exported model of a step, by default the newest, as an object of transformers.

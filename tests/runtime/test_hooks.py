@@ -133,7 +133,7 @@ def test_early_stopping_counts_evaluations():
     lower = EarlyStopping(metric="eval/loss", mode="min", patience=1)
     assert lower.reason(scores(0.1, 0.2)) is None and lower.reason(scores(0.2, 0.1)) is not None
     assert [best_step(scores(0.1, 0.3, 0.2), f"eval/{name}") for name in ("score", "loss")] == [1, 1]
-    with pytest.raises(UserError, match=r"early_stopping.metric is 'eval/scor', .* \(did you mean eval/score"):
+    with pytest.raises(UserError, match=r"early_stopping.metric is 'eval/scor', .* \(did you mean eval/sc"):
         EarlyStopping("eval/scor").reason(scores(1.0))
 
 

@@ -89,14 +89,14 @@ def _held_out(metric: str, names: Sequence[str]) -> dict[str, str]:
     return {name: f"held out ({of_set})" if several else "held out" for name, of_set in found.items()}
 
 
-def curves(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the figure of reward.png, for these records of metrics.jsonl."""
+def curves(steps: Sequence[Mapping[str, Any]], *, kind: type[Figure] | None = None) -> Figure:
+    """Return the figure of reward.png, an object of `kind`, for these records of metrics.jsonl."""
     from matplotlib.figure import Figure  # Imported here, as it is slow and only rank 0 draws.
     from matplotlib.ticker import MaxNLocator
 
     panels = panels_of(key for step in steps for key in step) or [Panel("", {}, {})]
     heights = [4.5, *[2.2] * (len(panels) - 1)]
-    figure = Figure(figsize=(8, sum(heights)), dpi=120)
+    figure = (kind or Figure)(figsize=(8, sum(heights)), dpi=120)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         for style, curves in (("-", panel.training), ("o--", panel.held_out)):
