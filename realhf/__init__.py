@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.preferences import PairwiseRewardModel as PairwiseRewardModel
     from realhf.algorithms.preferences import RewardModel as RewardModel
     from realhf.algorithms.preferences import SimPO as SimPO
+    from realhf.algorithms.preferences import num_pairs as num_pairs
+    from realhf.algorithms.preferences import pair_indices as pair_indices
+    from realhf.algorithms.preferences import split_pairs as split_pairs
     from realhf.algorithms.reward_models import GenerativeReward as GenerativeReward
     from realhf.algorithms.reward_models import ModelReward as ModelReward
     from realhf.algorithms.reward_models import ProcessReward as ProcessReward
@@ -43,6 +46,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.calls import HostFunction as HostFunction
     from realhf.calls import Interruption as Interruption
     from realhf.calls import LogProbs as LogProbs
+    from realhf.calls import Loss as Loss
     from realhf.calls import OptimizerConfig as OptimizerConfig
     from realhf.calls import SamplingConfig as SamplingConfig
     from realhf.calls import Scores as Scores
@@ -50,6 +54,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.calls import TrainStep as TrainStep
     from realhf.calls import Values as Values
     from realhf.cluster import Cluster as Cluster
+    from realhf.data.batch import Batch as Batch
+    from realhf.data.batch import Packed as Packed
     from realhf.data.dataset import DatasetConfig as DatasetConfig
     from realhf.data.dataset import DatasetMixture as DatasetMixture
     from realhf.environments.adapters import GymnasiumText as GymnasiumText
@@ -64,6 +70,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.environments.protocol import Turn as Turn
     from realhf.environments.tool_calls import python_tool as python_tool
     from realhf.errors import UserError as UserError
+    from realhf.execution_plan import CallPlan as CallPlan
+    from realhf.execution_plan import ExecutionPlan as ExecutionPlan
     from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
@@ -76,14 +84,12 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.layout import ParallelStrategy as ParallelStrategy
     from realhf.models.lora import LoraConfig as LoraConfig
     from realhf.models.model_config import ModelConfig as ModelConfig
-    from realhf.plan import CallPlan as CallPlan
-    from realhf.plan import ExecutionPlan as ExecutionPlan
     from realhf.python import Run as Run
     from realhf.python import RunFailed as RunFailed
     from realhf.python import check as check
     from realhf.python import evaluate as evaluate
     from realhf.python import load as load
-    from realhf.python import make_plan as make_plan
+    from realhf.python import plan as plan
     from realhf.python import run as run
     from realhf.rewards.answers import ExactMatch as ExactMatch
     from realhf.rewards.answers import FormatReward as FormatReward
@@ -118,14 +124,15 @@ _NAMES = {
     "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
     "realhf.algorithms.preferences": (
         "DPO", "KTO", "ORPO", "BradleyTerry", "DPOLoss", "KTOLoss", "PairwiseRewardModel", "RewardModel",
-        "SimPO"),
+        "SimPO", "num_pairs", "pair_indices", "split_pairs"),
     "realhf.algorithms.reward_models": ("GenerativeReward", "ModelReward", "ProcessReward"),
     "realhf.algorithms.scalerl": ("PassRateLimit", "ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (
-        "Generate", "HostFunction", "Interruption", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-        "TopLogProbs", "TrainStep", "Values"),
+        "Generate", "HostFunction", "Interruption", "LogProbs", "Loss", "OptimizerConfig", "SamplingConfig",
+        "Scores", "TopLogProbs", "TrainStep", "Values"),
     "realhf.cluster": ("Cluster",),
+    "realhf.data.batch": ("Batch", "Packed"),
     "realhf.data.dataset": ("DatasetConfig", "DatasetMixture"),
     "realhf.environments.adapters": (
         "GymnasiumText", "MessageEnvironment", "OpenEnvironment", "ReasoningGymTask", "SkyRLGym", "TextArena",
@@ -138,8 +145,8 @@ _NAMES = {
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),
     "realhf.models.model_config": ("ModelConfig",),
-    "realhf.plan": ("CallPlan", "ExecutionPlan"),
-    "realhf.python": ("Run", "RunFailed", "check", "evaluate", "load", "make_plan", "run"),
+    "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
+    "realhf.python": ("Run", "RunFailed", "check", "evaluate", "load", "plan", "run"),
     "realhf.rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
     "realhf.rewards.limits": ("RewardLimits",),
     "realhf.rewards.math_answer": ("MathAnswer",),

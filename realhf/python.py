@@ -1,4 +1,4 @@
-"""run, check, make_plan, evaluate and load: realhf from a Python script or from a cell of a notebook.
+"""run, check, plan, evaluate and load: realhf from a Python script or from a cell of a notebook.
 
 Each starts the command of the same name in processes of its own, so the caller's process holds no model and
 no GPU, and the command line can continue what Python has begun. The experiment travels as a file,
@@ -37,8 +37,8 @@ from realhf.cli.rollouts import read_evaluations, read_rollouts
 from realhf.data.dataset import DatasetConfig, DatasetMixture
 from realhf.data.memory_rows import is_of_memory
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Evaluation, Experiment
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import to_json
 from realhf.runtime.records.pictures import curves
 from realhf.runtime.records.run_directory import check_run_directory, new_run_directory, require_free
@@ -120,7 +120,7 @@ def check(
     return Checked(outcome.document())
 
 
-def make_plan(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan:
+def plan(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan:
     """Return a fast plan for an experiment, as `realhf plan` finds it.
 
     `options` are those of that command: `cluster="h100-1x8"`, `profile`, `time_limit`, `devices` and others.

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("cluster", "graph", "layout", "models", "plan")
+NOUNS = ("cluster", "execution_plan", "graph", "layout", "models")
 LAYERS = {
     **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,

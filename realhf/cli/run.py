@@ -13,8 +13,8 @@ from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker, launch
 from realhf.cli.program import add_plan_argument, compile_experiment, predict_memory, prove_here
 from realhf.errors import UserError, warn
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import Program
 from realhf.runtime.records.run_directory import (
     check_run_directory,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout
-from realhf.plan import ExecutionPlan
 from realhf.planner.call_cost import CallCost
 from realhf.planner.memory_account import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.steps.hooks import best_step
+from tests.hub import hub, model_repository
 from tests.runtime.tiny import make_experiment, role, write_task
 
 
@@ -150,3 +153,26 @@ def test_mistakes_in_hooks_are_named(task, tmp_path):
     for more in ({"early_stopping": EarlyStopping()}, {"best_by": "eval/score"}):
         with pytest.raises(ValueError, match="it needs an eval_dataset, and eval_every above 0"):
             compile_program(_experiment(task, **more), None, world_size=1)
+
+
+def test_the_best_model_is_uploaded(tmp_path):
+    """The library itself uploads to a local server, whose repository then opens in transformers."""
+    with hub([]) as server:
+        code = (
+            "import sys; from pathlib import Path; from realhf.runtime.hooks import push_to_hub; "
+            "from types import SimpleNamespace; "
+            "push_to_hub(SimpleNamespace(push_to_hub='me/mine'), Path(sys.argv[1]))")
+        out = tmp_path / "model"
+        out.mkdir()
+        for name, content in model_repository().files.items():
+            (out / name).write_bytes(content)
+        environment = server.environment(home=tmp_path / "home", HF_TOKEN="secret")
+        words = [sys.executable, "-c", code, str(out)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+        assert "realhf: the model is on the hub: " in done.stderr, done.stderr
+        (repository,) = server.repositories
+        assert repository.name == "me/mine"
+        assert repository.files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+        assert set(model_repository().files) <= set(repository.files)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "warning: push_to_hub me/mine: the model is not uploaded" in done.stderr

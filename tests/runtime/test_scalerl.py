@@ -24,7 +24,7 @@ from realhf import (
 from realhf.algorithms.scalerl import CountPasses, WantedPrompts
 from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

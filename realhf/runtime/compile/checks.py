@@ -24,11 +24,11 @@ from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedDataset
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import check_megatron_installed
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 from realhf.user_input.field_types import require

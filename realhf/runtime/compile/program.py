@@ -10,10 +10,10 @@ from typing import Any
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import count_rows
 from realhf.distributed.tags import FIRST_INPUT
+from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Experiment, Role, resolved_roles
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import (

@@ -19,10 +19,10 @@ from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.engine.base import CallResult
 from realhf.errors import UserError, warn
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall, Work
 from realhf.layout import Layout
 from realhf.models.model_flops import ModelFlops
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import (
     Action,
     Reallocate,
