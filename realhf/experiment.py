@@ -352,7 +352,7 @@ class Experiment:
     """Held-out rows: prompts to answer greedily, or completions whose loss is computed. An `Evaluation` sets
     more, such as the samples of each prompt; a dict holds several sets by name."""
     steps: int = 100  # Training steps of the run.
-    epochs: float | None = None
+    dataset_epochs: float | None = None
     """Passes over the rows of `dataset`, in the place of `steps`: the last step completes them."""
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.

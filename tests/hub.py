@@ -141,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         words = path.strip("/").split("/")
         if words == ["api", "repos", "create"]:
             self._create(state, json.loads(body))
+        elif words == ["api", "validate-yaml"]:  # The head of a model card.
+            self._json({"errors": [], "warnings": []})
         elif words[0] == "api" and words[1] in ("models", "datasets"):
             self._api(state, words[1], "/".join(words[2:4]), words[4:], body)
         elif words[0] == "datasets" and words[3:4] == ["resolve"]:

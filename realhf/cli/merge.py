@@ -40,9 +40,9 @@ def main(options: Namespace, words: list[str]) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--output {target} exists: name a new directory")
     names = [name for pattern in options.models for name in (glob.glob(pattern) or [pattern])]
-    sources = [_export(name) for name in names]
+    sources: list[Path | str] = [_export(name) for name in names]
     if options.ema is not None:  # A shell sorts step_10 before step_9.
-        sources.sort(key=lambda path: step_of(path) or 0)
+        sources.sort(key=lambda path: step_of(Path(path)) or 0)
     weights = _weights(options, len(sources))
     merge = importlib.import_module("realhf.checkpoint.merge")
     model = merge.average(sources, weights) if len(sources) > 1 else merge.load_model(sources[0])

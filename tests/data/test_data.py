@@ -148,13 +148,13 @@ def test_epochs_are_steps_over_the_rows_that_a_map_function_keeps(task):
     num_even = sum(int(row["answer"]) % 2 == 0 for row in rows)
     for config, count in ((DatasetConfig(rows), 40), (DatasetConfig(rows, map=even), num_even),
                           (DatasetConfig(rows, max_rows=7), 7)):
-        settled = with_steps(make_experiment("sft", task, dataset=config, epochs=2.5, steps=100))
+        settled = with_steps(make_experiment("sft", task, dataset=config, dataset_epochs=2.5, steps=100))
         assert settled.steps == math.ceil(2.5 * count / 6)
         assert with_steps(settled).steps == settled.steps
-    with pytest.raises(ValueError, match="steps is 3 and epochs is 2, which are 14 steps: set one of them"):
-        with_steps(make_experiment("sft", task, epochs=2))
-    with pytest.raises(ValueError, match="epochs is 0: it must be above 0"):
-        with_steps(make_experiment("sft", task, epochs=0))
+    with pytest.raises(ValueError, match="steps is 3 and dataset_epochs 2, which are 14 steps: set one of"):
+        with_steps(make_experiment("sft", task, dataset_epochs=2))
+    with pytest.raises(ValueError, match="dataset_epochs is 0: it must be above 0"):
+        with_steps(make_experiment("sft", task, dataset_epochs=0))
 
 
 def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):

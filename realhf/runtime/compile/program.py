@@ -166,16 +166,16 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
 
 def with_steps(experiment: Experiment) -> Experiment:
     """Return the experiment with the number of its steps, if it has that of its epochs instead."""
-    epochs = experiment.epochs
+    epochs = experiment.dataset_epochs
     if epochs is None:
         return experiment
     if not 0 < epochs < math.inf:
-        raise ValueError(f"epochs is {epochs}: it must be above 0")
+        raise ValueError(f"dataset_epochs is {epochs}: it must be above 0")
     steps = math.ceil(epochs * count_rows(experiment.dataset) / experiment.batch_size)
     if experiment.steps not in (steps, Experiment.steps):
         raise ValueError(
-            f"steps is {experiment.steps} and epochs is {epochs:g}, which are {steps} steps: set one of them "
-            "(`--epochs None` leaves the latter out)")
+            f"steps is {experiment.steps} and dataset_epochs {epochs:g}, which are {steps} steps: set one of "
+            "them (`--dataset-epochs None` leaves the latter out)")
     return replace(experiment, steps=steps)
 
 
