@@ -84,8 +84,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.layout import ParallelStrategy as ParallelStrategy
     from realhf.models.lora import LoraConfig as LoraConfig
     from realhf.models.model_config import ModelConfig as ModelConfig
-    from realhf.python import Run as Run
     from realhf.python import RunFailed as RunFailed
+    from realhf.python import TrainingRun as TrainingRun
     from realhf.python import check as check
     from realhf.python import evaluate as evaluate
     from realhf.python import load as load
@@ -140,13 +140,13 @@ _NAMES = {
     "realhf.environments.protocol": ("Environment", "Start", "Turn"),
     "realhf.environments.tool_calls": ("python_tool",),
     "realhf.errors": ("UserError",),
+    "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
     "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),
     "realhf.models.model_config": ("ModelConfig",),
-    "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
-    "realhf.python": ("Run", "RunFailed", "check", "evaluate", "load", "plan", "run"),
+    "realhf.python": ("RunFailed", "TrainingRun", "check", "evaluate", "load", "plan", "run"),
     "realhf.rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
     "realhf.rewards.limits": ("RewardLimits",),
     "realhf.rewards.math_answer": ("MathAnswer",),

@@ -69,7 +69,7 @@ def run(
     experiment: Experiment | str | Path, *, nproc: int | None = None,
     plan: ExecutionPlan | str | Path | None = None, out: str | Path | None = None,
     resume: bool | str | Path = False, **options: Any,
-) -> Run:
+) -> TrainingRun:
     """Train an experiment in processes of its own, show its progress, and return the finished run.
 
     `experiment` is an Experiment or the path of a file that defines one. It is saved as `experiment.py` in
@@ -100,10 +100,11 @@ def run(
     if resumes:
         words += ["--resume"] if resume is True else ["--resume", str(resume)]
     outcome = _command(["run", str(file), *words], _shower())
+    made = TrainingRun(directory)
     if outcome.interrupted:
-        raise KeyboardInterrupt(f"{Run(directory)!r}; run(..., out={str(directory)!r}, resume=True) goes on")
+        raise KeyboardInterrupt(f"{made!r}; run(..., out={str(directory)!r}, resume=True) goes on")
     outcome.require_success()
-    return Run(directory)
+    return made
 
 
 def check(
@@ -133,7 +134,8 @@ def plan(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan:
 
 
 def evaluate(
-    what: Experiment | Run | str | Path, *, data: Any = None, out: str | Path | None = None, **options: Any
+    what: Experiment | TrainingRun | str | Path, *, data: Any = None, out: str | Path | None = None,
+    **options: Any,
 ) -> Evaluated:
     """Evaluate the actor of an experiment, the newest model of a run, or a model's directory.
 
@@ -143,22 +145,22 @@ def evaluate(
     """
     sets = data if isinstance(data, Mapping) else {} if data is None else {"": data}
     names = [f"{name}={_rows_file(rows)}" if name else _rows_file(rows) for name, rows in sets.items()]
-    target = what.directory if isinstance(what, Run) else what
+    target = what.directory if isinstance(what, TrainingRun) else what
     with _as_file(target) as file:
         words = _words(data=names or None, out=out, **options)
         outcome = _command(["eval", str(file), *words, "--json"], _print, hidden=_hidden(target, file))
     return Evaluated(outcome.document())
 
 
-def load(directory: str | Path) -> Run:
+def load(directory: str | Path) -> TrainingRun:
     """Return the run in a directory. Raises UserError if there is none."""
     directory = Path(directory)
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} is no run directory: it has no config.json")
-    return Run(directory)
+    return TrainingRun(directory)
 
 
-class Run:
+class TrainingRun:
     """A run, read from its directory whenever it is asked, also while it goes on."""
 
     def __init__(self, directory: str | Path) -> None:

@@ -305,7 +305,7 @@ def test_what_python_offers_has_the_names_of_the_page():
     text = snippet(beginning=PYTHON)
     compile(text, "docs", "exec")
     assert all(hasattr(realhf, name) for name in re.findall(r"realhf\.(\w+)", text))
-    assert all(hasattr(realhf.Run, name) for name in re.findall(r"(?<!realhf\.)\brun\.(\w+)", text))
+    assert all(hasattr(realhf.TrainingRun, name) for name in re.findall(r"(?<!realhf\.)\brun\.(\w+)", text))
 
 
 def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, capsys):

@@ -87,13 +87,13 @@ FUNCTIONS = {
     "split_pairs": "(values_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]",
     "check": "(experiment: Experiment | str | Path, *, nproc: int | None = None, "
              "plan: ExecutionPlan | str | Path | None = None, cluster: str | Path | None = None) -> Checked",
-    "load": "(directory: str | Path) -> Run",
+    "load": "(directory: str | Path) -> TrainingRun",
     "plan": "(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan",
     "run": "(experiment: Experiment | str | Path, *, nproc: int | None = None, "
            "plan: ExecutionPlan | str | Path | None = None, out: str | Path | None = None, "
-           "resume: bool | str | Path = False, **options: Any) -> Run",
-    "evaluate": "(what: Experiment | Run | str | Path, *, data: Any = None, out: str | Path | None = None, "
-                "**options: Any) -> Evaluated",
+           "resume: bool | str | Path = False, **options: Any) -> TrainingRun",
+    "evaluate": "(what: Experiment | TrainingRun | str | Path, *, data: Any = None, "
+                "out: str | Path | None = None, **options: Any) -> Evaluated",
 }
 
 

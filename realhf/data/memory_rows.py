@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from realhf.user_input.files import open_regular
+
 _NAME = "rows-"
 _LEGAL = (
     "a file, a pattern, a hub name, several of these, or rows: dicts in a list or a generator, a function "
@@ -64,7 +66,7 @@ def write_rows(rows: Any, *, most: int) -> str:
                     count += 1
                 if not count:
                     raise ValueError("path has no rows")
-        with part.open("rb") as written:
+        with open_regular(part) as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()[:20]
         target = directory / f"{_NAME}{digest}{'.jsonl' if table is None else '.parquet'}"
         if target.exists():

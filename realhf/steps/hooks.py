@@ -29,9 +29,9 @@ class StepEvent:
     out: Path | None
     """The run directory."""
     values: Mapping[str, float]
-    """What `set` may change, with the present values: `ROLE.lr`, the learning rate of an optimizer (which its
-    schedule multiplies), and `CALL.FIELD`, a number of a loss such as `actor_train.kl_coef` that is not 0 in
-    the experiment, which leaves out what a coefficient of 0 does not need."""
+    """What `set` may change, with the present values: learning rates such as `actor.lr`, which schedules
+    multiply, and numbers of a call's loss such as `actor_train.kl_coef`. A coefficient that is 0 in the
+    experiment is not among them, as the graph leaves out what it needs."""
     checkpoint: Path | None = None  # The checkpoint that is complete now, in `on_checkpoint`.
     changes: dict[str, float] = field(default_factory=dict)
     """What has been set."""
