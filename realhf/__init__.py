@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.on_policy import SEQUENCE as SEQUENCE
     from realhf.algorithms.on_policy import OnPolicy as OnPolicy
     from realhf.algorithms.on_policy import graph_of as graph_of
+    from realhf.algorithms.pass_rates import PassRateLimit as PassRateLimit
     from realhf.algorithms.policy_loss import PolicyLoss as PolicyLoss
     from realhf.algorithms.policy_loss import PolicyLossConfig as PolicyLossConfig
     from realhf.algorithms.ppo import PPO as PPO
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.reward_models import GenerativeReward as GenerativeReward
     from realhf.algorithms.reward_models import ModelReward as ModelReward
     from realhf.algorithms.reward_models import ProcessReward as ProcessReward
-    from realhf.algorithms.scalerl import PassRateLimit as PassRateLimit
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
     from realhf.algorithms.sft import SFT as SFT
@@ -120,13 +120,14 @@ _NAMES = {
     "realhf.algorithms.distillation": ("Distillation",),
     "realhf.algorithms.kl": ("RewardKL",),
     "realhf.algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
+    "realhf.algorithms.pass_rates": ("PassRateLimit",),
     "realhf.algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
     "realhf.algorithms.preferences": (
         "DPO", "KTO", "ORPO", "BradleyTerry", "DPOLoss", "KTOLoss", "PairwiseRewardModel", "RewardModel",
         "SimPO", "num_pairs", "pair_indices", "split_pairs"),
     "realhf.algorithms.reward_models": ("GenerativeReward", "ModelReward", "ProcessReward"),
-    "realhf.algorithms.scalerl": ("PassRateLimit", "ScaleRL", "scalerl_actor"),
+    "realhf.algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (
         "Generate", "HostFunction", "Interruption", "LogProbs", "Loss", "OptimizerConfig", "SamplingConfig",

@@ -18,7 +18,7 @@ _LINES = 40
 
 @pytest.fixture
 def client(tmp_path, monkeypatch) -> Any:
-    """A client with a running kernel in a directory with a model, for the notebook with 3 steps."""
+    """A client with a running kernel, a tiny model, and the notebook with fewer steps and rows."""
     model = tmp_path / "model"
     model.mkdir()
     for name, content in model_repository("tiny/model").files.items():
@@ -27,7 +27,7 @@ def client(tmp_path, monkeypatch) -> Any:
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("steps=20", "steps=4").replace("sums(400", "sums(40")
+        cell.source = cell.source.replace("steps=20", "steps=9").replace("sums(400", "sums(40")
     made = nbclient.NotebookClient(
         notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     with made.setup_kernel():
@@ -61,7 +61,7 @@ def test_the_notebook_is_interrupted_and_continued(client, tmp_path):
     for i, cell in cells:
         if i == at:
             threading.Thread(target=interrupt, daemon=True).start()
-            with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt.*of 4 steps"):
+            with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyboardInterrupt.*of 9 steps"):
                 client.execute_cell(cell, i)
             assert "to continue: realhf run" in text_of(cell)
             assert not (out / "summary.json").exists()
@@ -70,11 +70,11 @@ def test_the_notebook_is_interrupted_and_continued(client, tmp_path):
     shown = {cell.source.partition("\n")[0]: text_of(cell) for _, cell in cells}
     texts = list(shown.values())
     assert "sound on 1 rank:" in texts[1] and "a step: 8 prompts x 4 = 32 samples" in texts[1]
-    assert "continues" in texts[2] and "run runs/notebook: 4 of 4 steps" in texts[2]
+    assert "continues" in texts[2] and "run runs/notebook: 9 of 9 steps" in texts[2]
     table = [o for o in client.nb.cells[at].outputs if o.output_type == "display_data"]
-    assert len(table) == 1 and "<td>4/4</td>" in table[0].data["text/html"]  # Renewed in place.
+    assert len(table) == 1 and "<td>9/9</td>" in table[0].data["text/html"]  # Renewed in place.
     assert client.nb.cells[at + 1].outputs[0].data["image/png"]
     assert "reward/right/mean" in texts[4]
     assert "eval/score" in texts[-1]
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4]
+    assert steps == list(range(10))

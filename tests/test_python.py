@@ -95,7 +95,7 @@ def test_two_processes_are_killed_and_continued_on_rows_in_memory(task, tmp_path
     threading.Thread(target=interrupt_after, args=(half, 1), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         realhf.run(experiment(task, steps=6), nproc=2, out=half)
-    code, _, err = Command(*REALHF, "run", half / "experiment.py", "--resume", "--out", half).finish()
+    code, _, err = Command(*REALHF, "run", half / "experiment.py", "--resume").finish()
     assert code == 0, err
     assert untimed(half / "metrics.jsonl") == untimed(whole.directory / "metrics.jsonl")
 
