@@ -1,6 +1,8 @@
 """The notebook in examples/, run by a kernel of its own with a tiny model, and interrupted."""
 
 import json
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -56,7 +58,7 @@ def test_the_notebook_is_interrupted_and_continued(client, tmp_path):
         metrics = out / "metrics.jsonl"
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
             time.sleep(0.05)
-        client.km.interrupt_kernel()
+        os.killpg(os.getpgid(client.km.provisioner.pid), signal.SIGINT)  # As its manager does.
 
     for i, cell in cells:
         if i == at:
