@@ -22,9 +22,9 @@ from benchmarks.harness import Goal, machine, progress, report
 from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import Experiment
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.make import Planned, PricedPlan, make_plan, price
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import Problem

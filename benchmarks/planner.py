@@ -55,8 +55,8 @@ from realhf import (  # noqa: E402
 )
 from realhf.cli.planning_problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
+from realhf.execution_plan import ExecutionPlan  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
-from realhf.plan import ExecutionPlan  # noqa: E402
 from realhf.planner import make  # noqa: E402
 from realhf.planner.deadline import Deadline  # noqa: E402
 from realhf.planner.links import ContiguousLayout  # noqa: E402

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.on_policy import SEQUENCE as SEQUENCE
     from realhf.algorithms.on_policy import OnPolicy as OnPolicy
     from realhf.algorithms.on_policy import graph_of as graph_of
+    from realhf.algorithms.pass_rates import PassRateLimit as PassRateLimit
     from realhf.algorithms.policy_loss import PolicyLoss as PolicyLoss
     from realhf.algorithms.policy_loss import PolicyLossConfig as PolicyLossConfig
     from realhf.algorithms.ppo import PPO as PPO
@@ -32,10 +33,12 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.preferences import PairwiseRewardModel as PairwiseRewardModel
     from realhf.algorithms.preferences import RewardModel as RewardModel
     from realhf.algorithms.preferences import SimPO as SimPO
+    from realhf.algorithms.preferences import num_pairs as num_pairs
+    from realhf.algorithms.preferences import pair_indices as pair_indices
+    from realhf.algorithms.preferences import split_pairs as split_pairs
     from realhf.algorithms.reward_models import GenerativeReward as GenerativeReward
     from realhf.algorithms.reward_models import ModelReward as ModelReward
     from realhf.algorithms.reward_models import ProcessReward as ProcessReward
-    from realhf.algorithms.scalerl import PassRateLimit as PassRateLimit
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
     from realhf.algorithms.sft import SFT as SFT
@@ -43,6 +46,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.calls import HostFunction as HostFunction
     from realhf.calls import Interruption as Interruption
     from realhf.calls import LogProbs as LogProbs
+    from realhf.calls import Loss as Loss
     from realhf.calls import OptimizerConfig as OptimizerConfig
     from realhf.calls import SamplingConfig as SamplingConfig
     from realhf.calls import Scores as Scores
@@ -50,6 +54,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.calls import TrainStep as TrainStep
     from realhf.calls import Values as Values
     from realhf.cluster import Cluster as Cluster
+    from realhf.data.batch import Batch as Batch
+    from realhf.data.batch import Packed as Packed
     from realhf.data.dataset import DatasetConfig as DatasetConfig
     from realhf.data.dataset import DatasetMixture as DatasetMixture
     from realhf.environments.adapters import GymnasiumText as GymnasiumText
@@ -63,6 +69,9 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.environments.protocol import Start as Start
     from realhf.environments.protocol import Turn as Turn
     from realhf.environments.tool_calls import python_tool as python_tool
+    from realhf.errors import UserError as UserError
+    from realhf.execution_plan import CallPlan as CallPlan
+    from realhf.execution_plan import ExecutionPlan as ExecutionPlan
     from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
@@ -75,8 +84,13 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.layout import ParallelStrategy as ParallelStrategy
     from realhf.models.lora import LoraConfig as LoraConfig
     from realhf.models.model_config import ModelConfig as ModelConfig
-    from realhf.plan import CallPlan as CallPlan
-    from realhf.plan import ExecutionPlan as ExecutionPlan
+    from realhf.python import RunFailed as RunFailed
+    from realhf.python import TrainingRun as TrainingRun
+    from realhf.python import check as check
+    from realhf.python import evaluate as evaluate
+    from realhf.python import load as load
+    from realhf.python import plan as plan
+    from realhf.python import run as run
     from realhf.rewards.answers import ExactMatch as ExactMatch
     from realhf.rewards.answers import FormatReward as FormatReward
     from realhf.rewards.answers import RegexMatch as RegexMatch
@@ -92,6 +106,8 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.rewards.shaping import SoftOverlongPenalty as SoftOverlongPenalty
     from realhf.rewards.shaping import TokenReward as TokenReward
     from realhf.rewards.unit_tests import UnitTests as UnitTests
+    from realhf.steps.hooks import EarlyStopping as EarlyStopping
+    from realhf.steps.hooks import StepEvent as StepEvent
     from realhf.steps.sample_pool import Pool as Pool
     from realhf.steps.sample_pool import Samples as Samples
     from realhf.steps.step_runner import StepRunner as StepRunner
@@ -104,30 +120,34 @@ _NAMES = {
     "realhf.algorithms.distillation": ("Distillation",),
     "realhf.algorithms.kl": ("RewardKL",),
     "realhf.algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
+    "realhf.algorithms.pass_rates": ("PassRateLimit",),
     "realhf.algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "realhf.algorithms.ppo": ("PPO", "ValueLoss"),
     "realhf.algorithms.preferences": (
         "DPO", "KTO", "ORPO", "BradleyTerry", "DPOLoss", "KTOLoss", "PairwiseRewardModel", "RewardModel",
-        "SimPO"),
+        "SimPO", "num_pairs", "pair_indices", "split_pairs"),
     "realhf.algorithms.reward_models": ("GenerativeReward", "ModelReward", "ProcessReward"),
-    "realhf.algorithms.scalerl": ("PassRateLimit", "ScaleRL", "scalerl_actor"),
+    "realhf.algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (
-        "Generate", "HostFunction", "Interruption", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-        "TopLogProbs", "TrainStep", "Values"),
+        "Generate", "HostFunction", "Interruption", "LogProbs", "Loss", "OptimizerConfig", "SamplingConfig",
+        "Scores", "TopLogProbs", "TrainStep", "Values"),
     "realhf.cluster": ("Cluster",),
+    "realhf.data.batch": ("Batch", "Packed"),
     "realhf.data.dataset": ("DatasetConfig", "DatasetMixture"),
     "realhf.environments.adapters": (
         "GymnasiumText", "MessageEnvironment", "OpenEnvironment", "ReasoningGymTask", "SkyRLGym", "TextArena",
         "TRLEnvironment"),
     "realhf.environments.protocol": ("Environment", "Start", "Turn"),
     "realhf.environments.tool_calls": ("python_tool",),
+    "realhf.errors": ("UserError",),
+    "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
     "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),
     "realhf.models.model_config": ("ModelConfig",),
-    "realhf.plan": ("CallPlan", "ExecutionPlan"),
+    "realhf.python": ("RunFailed", "TrainingRun", "check", "evaluate", "load", "plan", "run"),
     "realhf.rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
     "realhf.rewards.limits": ("RewardLimits",),
     "realhf.rewards.math_answer": ("MathAnswer",),
@@ -138,6 +158,7 @@ _NAMES = {
     "realhf.rewards.shaping": (
         "CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty", "TokenReward"),
     "realhf.rewards.unit_tests": ("UnitTests",),
+    "realhf.steps.hooks": ("EarlyStopping", "StepEvent"),
     "realhf.steps.sample_pool": ("Pool", "Samples"),
     "realhf.steps.step_runner": ("StepRunner",),
     "realhf.user_input.files": ("prepare_once",),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import networkx as nx
 import numpy as np
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep, default_rates
 from realhf.checkpoint.peft import resolved
-from realhf.data.dataset import DatasetConfig
+from realhf.data.dataset import DatasetConfig, as_dataset
 from realhf.data.row_files import commits_of_data
 from realhf.graph import DataflowGraph
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
+from realhf.steps.hooks import EarlyStopping, Hook
 from realhf.steps.sample_pool import PartExecutor
 from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import check_types, require
@@ -53,6 +54,7 @@ class Evaluation:
     """A sample counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", as_dataset(self.dataset))
         check_types(self, "Evaluation.")
         require(self.samples >= 1, "Evaluation.samples", self.samples, "be at least 1")
         require(self.max_rows >= 0, "Evaluation.max_rows", self.max_rows, "not be negative")
@@ -111,7 +113,8 @@ def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
                 "and begin with a letter or a digit")
         evaluation = entry if isinstance(entry, Evaluation) else Evaluation(entry)
         check_types(evaluation.dataset, f"{set_field(name)}.")
-        evaluations[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))
+        in_order = replace(evaluation.dataset, shuffle=False, replacement=False)
+        evaluations[name] = replace(evaluation, dataset=in_order)
     return evaluations
 
 
@@ -349,6 +352,8 @@ class Experiment:
     """Held-out rows: prompts to answer greedily, or completions whose loss is computed. An `Evaluation` sets
     more, such as the samples of each prompt; a dict holds several sets by name."""
     steps: int = 100  # Training steps of the run.
+    dataset_epochs: float | None = None
+    """Passes over the rows of `dataset`, in the place of `steps`: the last step completes them."""
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
     seed: int = 0  # Decides the order of rows, sampled tokens and random weights.
@@ -361,6 +366,19 @@ class Experiment:
     checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
     """Checkpoints for `realhf run --resume`; there is one after the last step, too. 0: none at all."""
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
+    keep_exports: int = 0
+    """The newest exports that stay on the disk, beside that of `best_by`; 0: all of them."""
+    best_by: str | None = None
+    """Metric of evaluations, such as `eval/score`: each time that it is the best one so far, the model is
+    exported, and the link hf/best points to it. Of a loss, the lowest value is the best one."""
+    early_stopping: EarlyStopping | None = None  # Ends the run when evaluations no longer become better.
+    on_step: Hook | None = None
+    """Rank 0 calls it after every step with a `StepEvent`, by which it may stop the run and change learning
+    rates and coefficients. With this or the next two fields, ranks wait for each other after every step."""
+    on_evaluation: Hook | None = None  # The same after every evaluation behind a step.
+    on_checkpoint: Hook | None = None  # The same when a checkpoint has become complete.
+    push_to_hub: str | None = None
+    """Name on the hub to which the last export, or that of `best_by`, is uploaded; a new one is private."""
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
     rollouts: RolloutLog = field(default_factory=RolloutLog)  # Samples that are logged, to be read.
@@ -383,6 +401,15 @@ class Experiment:
         default = own.default_factory()
         if callable(given) and not isinstance(given, type(default)) and hasattr(default, "with_function"):
             vars(self)["loss"] = default.with_function(given)
+
+    if not TYPE_CHECKING:  # Type checkers would allow every attribute.
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set a field; rows in memory, and paths, become data sets."""
+            if name in ("dataset", "eval_dataset"):
+                value = as_dataset(value)
+                if isinstance(value, Mapping):
+                    value = {key: as_dataset(held_out) for key, held_out in value.items()}
+            super().__setattr__(name, value)
 
     def roles(self) -> dict[str, Role]:
         """Return role name -> Role; the first trainable role is exported."""

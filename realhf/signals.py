@@ -177,10 +177,10 @@ def end_by_signal(number: signal.Signals, more: str = "") -> None:
     os._exit(1)
 
 
-def end_with_parent(ends: bool = True) -> None:
-    """Let the system (Linux) kill this process when its parent has ended, or no longer."""
+def end_with_parent(ends: bool = True, *, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the system (Linux) send this process a signal when its parent has ended, or no longer."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by if ends else 0, 0, 0, 0)
 
 
 def _end_at_signal(pipe: SignalPipe) -> None:

@@ -5,6 +5,7 @@ repositories for it, which are made in code.
         subprocess.run([...], env=server.environment(home=tmp_path / "home"))
 """
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -138,7 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         state.requests.append((self.command, path))
         words = path.strip("/").split("/")
-        if words[0] == "api" and words[1] in ("models", "datasets"):
+        if words == ["api", "repos", "create"]:
+            self._create(state, json.loads(body))
+        elif words == ["api", "validate-yaml"]:  # The head of a model card.
+            self._json({"errors": [], "warnings": []})
+        elif words[0] == "api" and words[1] in ("models", "datasets"):
             self._api(state, words[1], "/".join(words[2:4]), words[4:], body)
         elif words[0] == "datasets" and words[3:4] == ["resolve"]:
             self._file(state, "datasets", "/".join(words[1:3]), words[4], "/".join(words[5:]))
@@ -146,6 +151,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(state, "models", "/".join(words[:2]), words[3], "/".join(words[4:]))
         else:
             self._refuse(404, "")
+
+    def _create(self, state: Hub, asked: dict[str, Any]) -> None:
+        name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+        if not any(repository.name == name for repository in state.repositories):
+            state.repositories = [*state.repositories, Repository(name, {})]
+        self._json({"url": f"{state.endpoint}/{name}", "name": name, "private": asked.get("private", False)})
+
+    def _upload(self, repository: Repository, what: str, body: bytes) -> None:
+        """Say that all files go into the commit itself, or take a commit with such files."""
+        if what == "preupload":
+            files = json.loads(body)["files"]
+            self._json({"files": [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+            return
+        entries = [json.loads(line) for line in body.splitlines()]
+        files = [entry["value"] for entry in entries if entry["key"] == "file"]
+        repository.update({file["path"]: base64.b64decode(file["content"]) for file in files})
+        commit = repository.commit
+        self._json({"commitUrl": f"/{repository.name}/commit/{commit}", "commitOid": commit})
 
     def _find(self, state: Hub, kind: str, name: str) -> Repository | None:
         """Return a repository, or answer with the hub's error about it and return None."""
@@ -162,6 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None:
             return
         what = rest[0] if rest else "revision"
+        if what in ("preupload", "commit"):
+            self._upload(repository, what, body)
+            return
         revision = rest[1] if len(rest) > 1 else "main"
         files = repository.at(revision)
         if files is None:

@@ -247,6 +247,8 @@ OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO, Host
 TEACHERS = "experiment = Distillation("
 SETS = "from realhf import DatasetConfig, Evaluation"
 SOURCES = "def number_only"
+PYTHON = "import realhf\n\nrun = realhf.run("
+HOOK = "def gentler(event)"
 LAST_NUMBER = "# mine/reward.py"
 GUESS = "# guess.py"
 MODELS = "from realhf import GenerativeReward"
@@ -279,11 +281,31 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS, MODELS, *OWN_FUNCTIONS)
+              SETS, SOURCES, REWARDS, PYTHON, HOOK, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS, MODELS,
+              *OWN_FUNCTIONS)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
+
+
+def test_the_hook_of_the_page_changes_what_it_says():
+    names = {"experiment": Experiment()}
+    exec(snippet(beginning=HOOK), names)
+    hook = names["experiment"].on_evaluation
+    for score, changes, stops in ((0.5, {}, None), (0.95, {"actor.lr": 1.0}, None),
+                                  (1.0, {"actor.lr": 1.0}, "all answers are right")):
+        event = realhf.StepEvent(5, 10, {"eval/score": score}, {}, None, {"actor.lr": 2.0})
+        hook(event)
+        assert (event.changes, event.stops) == (changes, stops)
+
+
+def test_what_python_offers_has_the_names_of_the_page():
+    """Each attribute in the snippet exists; tests/test_notebook.py runs them."""
+    text = snippet(beginning=PYTHON)
+    compile(text, "docs", "exec")
+    assert all(hasattr(realhf, name) for name in re.findall(r"realhf\.(\w+)", text))
+    assert all(hasattr(realhf.TrainingRun, name) for name in re.findall(r"(?<!realhf\.)\brun\.(\w+)", text))
 
 
 def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, capsys):

@@ -9,9 +9,9 @@ import yaml
 
 from realhf.cli.experiment_file import load_experiment
 from realhf.distributed.process import WatchedProcess
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Role
 from realhf.models.model_config import ModelConfig
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.trainer import Trainer

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("cluster", "graph", "layout", "models", "plan")
+NOUNS = ("cluster", "execution_plan", "graph", "layout", "models")
 LAYERS = {
     **dict.fromkeys(("errors", "signals"), 0),
     "user_input": 0.5,
@@ -34,6 +34,7 @@ LAYERS = {
     **dict.fromkeys(("algorithms", "environments", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
     **dict.fromkeys(("cli", "__main__"), 7),
+    "python": 8,
 }
 """Layer of every module or subpackage directly under realhf."""
 RUNTIME_LAYERS = {
@@ -61,7 +62,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "program", "init", "eval", "launch", "rollouts")),
-    "realhf.signals",
+    "realhf.signals", "realhf.python",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 

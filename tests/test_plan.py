@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 
 SHIPPED = sorted((Path(__file__).parent.parent / "plans").glob("*.yaml"))
 

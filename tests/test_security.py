@@ -36,11 +36,15 @@ def test_nothing_unpickles_or_runs_text():
              if name in refused or name.split(".")[-1] in OBJECTS]
     runner = "rewards/sandbox_runner.py"  # It runs in a process that it has confined before.
     assert sorted(wrong) == [(runner, "compile"), (runner, "exec")]
-    nodes = [node for tree in modules().values() for node in ast.walk(tree)]
+    nodes = [node for path, tree in modules().items() for node in ast.walk(tree)
+             if path.relative_to(PACKAGE) != Path("python.py")]
     imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert {name.split(".")[0] for name in imported} & set(UNPICKLES) == set()
     assert not any("sandbox_runner" in name for name in imported)
+    of_python = [name for path, name, _ in calls() if path == Path("python.py")]
+    of_pickles = [name for name in of_python if name.startswith("cloudpickle")]
+    assert of_pickles == ["cloudpickle.dumps"]  # Only the experiment's own file, which is code, reads it.
 
 
 OWN = (
@@ -98,7 +102,7 @@ def test_transformers_never_loads_code_or_asks_the_network():
             assert "trust_remote_code=False" in text or "**how" in text, (path, text)
             assert "from_config" in name or "local_files_only=True" in text or "**how" in text, (path, text)
             found[str(path), name] = text
-    assert len(found) == 3
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize("length", [-1, MAX_MESSAGE_BYTES + 1, 2**62])

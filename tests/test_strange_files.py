@@ -32,9 +32,9 @@ from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedRows
 from realhf.data.tokenizer_process import _renderer, render_chat
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.job_process import JobEnded, JobProcess
 from realhf.models.model_config import ModelConfig
-from realhf.plan import ExecutionPlan
 from realhf.planner.profile import Profile
 from realhf.user_input.files import (
     MAX_ROW_BYTES,

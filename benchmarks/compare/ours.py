@@ -23,11 +23,11 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.micro_batch import balance
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import Program, compile_program
 from realhf.runtime.execute.executor import StepRecord
 from realhf.runtime.trainer import Trainer

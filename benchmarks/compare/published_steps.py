@@ -35,8 +35,8 @@ from benchmarks.harness import Goal, geometric_mean, machine, progress, report
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import EFFICIENCIES, Efficiencies
 from realhf.planner.lengths import Lengths

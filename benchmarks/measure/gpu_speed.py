@@ -39,9 +39,9 @@ from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
 from realhf.planner.memory_account import check_memory
 
 DTYPE = "bfloat16"

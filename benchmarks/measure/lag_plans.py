@@ -38,7 +38,7 @@ from benchmarks.measure.lag_task import (
 )
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.step_time import predict, step_seconds

@@ -23,11 +23,11 @@ from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.lengths import observed
 from realhf.planner.problem import ModelRole, Workload

@@ -29,8 +29,8 @@ from benchmarks.measure.accuracy_task import CASES, Case, expected_of, profiled_
 from benchmarks.measure.shared_cores import seconds_beside_others
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import Experiment
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.make import make_plan
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner import step_time
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates

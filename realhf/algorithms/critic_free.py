@@ -18,6 +18,7 @@ from realhf.algorithms.advantages import (
 )
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import OnPolicy, graph_of
+from realhf.algorithms.pass_rates import COUNT, WANTED
 from realhf.algorithms.policy_loss import PolicyLossConfig
 from realhf.calls import HostFunction
 from realhf.environments.protocol import Environment
@@ -87,7 +88,8 @@ class CriticFree(OnPolicy):
             *self.token_rewards_call(),
             *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward())
-        return self.with_checked_ages(graph_of(*before, self._advantages_call(), self.actor_train()))
+        graph = graph_of(*before, self._advantages_call(), self.actor_train())
+        return self.with_checked_ages(self.with_pass_rates(graph))
 
     def doubts(self) -> Iterator[str]:
         yield from super().doubts()
@@ -321,9 +323,10 @@ class DAPO(CriticFree):
         return super().graph()
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
-        sample = nx.ancestors(graph.nx_graph, "advantages") | {"advantages"}
-        names = [call.name for call in graph.order]
-        return {
+        sample = nx.ancestors(graph.nx_graph, "advantages") | {"advantages", COUNT}
+        names = [call.name for call in graph.order if call.name != WANTED]
+        select = {} if self.pass_rate_limit is None else {"select": (WANTED,)}
+        return select | {
             "sample": tuple(name for name in names if name in sample),
             "train": tuple(name for name in names if name not in sample),
         }
@@ -334,7 +337,8 @@ class DAPO(CriticFree):
         for _ in range(self.max_rounds):
             if len(informative) >= self.batch_size:
                 break
-            samples = run.prompts(self.batch_size)
+            samples = self.next_prompts(run)
             run("sample", samples)
+            self.count_passes(run, samples)
             informative.add(samples, where="advantages")
         run("train", informative.take(self.batch_size))

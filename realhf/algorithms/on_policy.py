@@ -13,6 +13,7 @@ from realhf.algorithms.advantages import AdvantageInputs
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.loss_functions import is_complete
 from realhf.algorithms.mismatch import AgeLimit
+from realhf.algorithms.pass_rates import WANTED, PassRateLimit, lagged_parts_by_rates, with_pass_rates
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.responses import REWARD_LOGS
 from realhf.algorithms.reward_models import JoinedRewards, ModelReward, check_models
@@ -43,6 +44,8 @@ from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
 from realhf.rewards.scoring import RewardCall, decode_responses
 from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
+from realhf.steps.sample_pool import Samples
+from realhf.steps.step_runner import StepRunner
 from realhf.user_input.field_types import require, unused
 
 if TYPE_CHECKING:
@@ -109,6 +112,63 @@ class OnPolicy(Experiment):
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
+
+    pass_rate_limit: PassRateLimit | None = None
+    """Which prompts are drawn, by how often they have been answered well; None: all of them, in turn."""
+    max_draws: int = 64
+    """Most times that a step draws prompts from the dataset in the place of those that the limit leaves."""
+
+    def with_pass_rates(self, graph: DataflowGraph) -> DataflowGraph:
+        """Return the graph with the calls of `pass_rate_limit`, if there is one."""
+        require(self.max_draws >= 1, "max_draws", self.max_draws, "be at least 1")
+        return graph if self.pass_rate_limit is None else with_pass_rates(graph, self.pass_rate_limit)
+
+    def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+        if self.pass_rate_limit is None:
+            return super().parts(graph)
+        if self.max_lag:
+            return lagged_parts_by_rates(graph)
+        return {"select": (WANTED,), "step": tuple(call.name for call in graph.order if call.name != WANTED)}
+
+    def step(self, run: StepRunner) -> None:
+        if self.pass_rate_limit is None:
+            super().step(run)
+        elif self.max_lag:
+            self.lagged_step(run)
+        elif (begun := run("step", self.next_prompts(run))) is not None:
+            self.count_passes(run, begun)
+
+    def lagged_step(self, run: StepRunner) -> None:
+        """Begin the next wanted prompts, and train on those whose answers are complete."""
+        begun = self.next_prompts(run)
+        generated = run.pool("generated")
+        if self.overlaps:
+            due = generated.take(self.batch_size) if len(generated) else None
+            run("score", due)
+            run.send("train", due)  # So that training does not wait for the next round of generation.
+            generated.add(run("rollout", begun))
+        else:
+            due = run("rollout", begun)
+            run("score", due)
+        run("train", due)
+        self.count_passes(run, due)
+
+    def next_prompts(self, run: StepRunner) -> Samples | None:
+        """Return the prompts that a step begins, chosen in the part `select` if there is a limit."""
+        if self.pass_rate_limit is None:
+            return run.prompts(self.batch_size)
+        return self.pass_rate_limit.take_wanted(
+            run, self.batch_size, part="select", max_draws=self.max_draws)
+
+    def count_passes(self, run: StepRunner, samples: Samples | None) -> None:
+        """Add the passes of samples, on which their part has just run, to the rates."""
+        if self.pass_rate_limit is not None and samples is not None:
+            self.pass_rate_limit.count(run)
+
+    @property
+    def has_own_program(self) -> bool:
+        methods = (getattr(self.parts, "__func__", None), getattr(self.step, "__func__", None))
+        return self.pass_rate_limit is not None or methods != (OnPolicy.parts, OnPolicy.step)
 
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
         """Return the roles actor, ref (if `with_ref`) and reward (if a model scores). Raises ValueError."""

@@ -103,4 +103,4 @@ class PPO(OnPolicy):
             FunctionCall("advantages", inputs=read, outputs=("advantages", "returns"), work=advantages),
             self.actor_train(),
             FunctionCall("critic_train", inputs=learned, role="critic", work=train))
-        return self.with_checked_ages(graph)
+        return self.with_checked_ages(self.with_pass_rates(graph))

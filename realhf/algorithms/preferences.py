@@ -57,6 +57,7 @@ def pair_indices(batch: Batch) -> tuple[list[int], list[int]]:
 
 
 def num_pairs(batch: Batch) -> int:
+    """Return the number of pairs of which the batch has both samples."""
     return len(pair_indices(batch)[0])
 
 

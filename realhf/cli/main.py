@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from realhf.cli import check, init, plan, profile, realloc, rollouts, run, scaling
+from realhf.cli import check, init, merge, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli import eval as evaluate
 from realhf.cli.launch import is_worker
 from realhf.cli.overrides import repeated
@@ -19,12 +19,12 @@ from realhf.user_input.suggest import nearest
 
 COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
-    "eval": evaluate, "rollouts": rollouts, "init": init}
+    "eval": evaluate, "rollouts": rollouts, "merge": merge, "init": init}
 """Modules with HELP, EXAMPLES, `add_arguments` and `main(options, other words)`."""
 _OTHER_COMMANDS = {
     "train": "run", "start": "run", "resume": "run", "sft": "run", "grpo": "run", "validate": "check",
     "lint": "check", "test": "check", "evaluate": "eval", "new": "init", "create": "init", "search": "plan",
-    "samples": "rollouts", "bench": "profile"}
+    "samples": "rollouts", "bench": "profile", "average": "merge", "convert": "merge", "export": "merge"}
 """Usual names of commands -> ours."""
 
 

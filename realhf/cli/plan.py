@@ -24,9 +24,9 @@ from realhf.cli.launch import is_worker
 from realhf.cli.planning_problem import checked_plan, problem_of, without_lag
 from realhf.cluster import Cluster, host_memory_bytes, num_cores
 from realhf.errors import UserError, naming
+from realhf.execution_plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.experiment import Experiment
 from realhf.layout import Layout
-from realhf.plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.planner import report
 from realhf.planner.comparisons import (
     Expense,

@@ -23,12 +23,12 @@ from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, comple
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.row_files import is_of_hub
 from realhf.data.rows import load_rows
+from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import TransformersConfig
-from realhf.plan import ExecutionPlan, home_layouts
 from realhf.planner.lengths import USUALLY_ALIKE, Lengths, alike_share, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime

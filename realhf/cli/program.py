@@ -15,8 +15,8 @@ from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand, this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import UserError, user_line
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
-from realhf.plan import ExecutionPlan
 from realhf.planner.memory_account import MemoryAccount, MemoryCheck, require_fit
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import PredictedMemory, Program, compile_evaluation, compile_program

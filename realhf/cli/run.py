@@ -13,10 +13,11 @@ from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker, launch
 from realhf.cli.program import add_plan_argument, compile_experiment, predict_memory, prove_here
 from realhf.errors import UserError, warn
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import Program
 from realhf.runtime.records.run_directory import (
+    LOCK,
     check_run_directory,
     find_restarted,
     find_resumption,
@@ -66,6 +67,8 @@ def main(options: Namespace, words: list[str]) -> int:
             "leave it out")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
+    if options.resume == "" and out is None and (Path(options.experiment).parent / LOCK).is_file():
+        out = Path(options.experiment).parent  # Python has saved the experiment in the directory of its run.
     if options.resume is not None:
         out, plan = _resumed(options, name, out, experiment)
         options = Namespace(**vars(options) | {"plan": plan})

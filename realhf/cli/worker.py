@@ -27,7 +27,7 @@ from realhf.distributed.group import PeerError
 from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World, open_store, own_device
 from realhf.errors import UserError
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.compile.equal_programs import require_equal_programs

@@ -41,6 +41,7 @@ class Packed:
         return Packed(values, self.lengths)
 
     def select(self, indices: Sequence[int]) -> "Packed":
+        """Return the sequences at these places, in this order."""
         sequences = self.split()
         selected = Packed.of([sequences[i] for i in indices], empty=self.values[:0])
         if self.on_host is not None:
@@ -107,10 +108,12 @@ class Batch:
         return self.fields[key]
 
     def select(self, indices: Sequence[int]) -> "Batch":
+        """Return the samples at these places, in this order."""
         fields = {key: _select(column, indices) for key, column in self.fields.items()}
         return Batch([self.ids[i] for i in indices], fields)
 
     def pick(self, keys: Sequence[str]) -> "Batch":
+        """Return these columns of all samples."""
         return Batch(self.ids, {key: self.fields[key] for key in keys})
 
     def to(self, device: torch.device) -> "Batch":

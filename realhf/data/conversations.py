@@ -58,6 +58,9 @@ def conversation_fault(
     row: dict[str, Any], config: DatasetConfig, *, completions: Sequence[str]
 ) -> str | None:
     """Return a sentence if messages leave nothing to learn, or cannot be continued, else None."""
+    for column in completions:
+        if fault := _weight_fault(row, column, config):
+            return fault
     for column in completions if config.assistant_only else ():
         messages = row[column]
         if isinstance(messages, list) and all(message["role"] != "assistant" for message in messages):
@@ -74,6 +77,34 @@ def conversation_fault(
     return (
         f"{config.prompt_key} ends with an assistant's message that calls tools: "
         "it must end with what they return, or with a text that is continued")
+
+
+def weight_of(message: dict[str, Any]) -> float:
+    """Return how much the tokens of a message count in a loss: `weight`, or 0 if `train` is false."""
+    if message.get("train") is False:
+        return 0
+    weight = message.get("weight")
+    return 1 if weight is None else weight
+
+
+def _weight_fault(row: dict[str, Any], column: str, config: DatasetConfig) -> str | None:
+    """Return a sentence if a message has an illegal weight, or if all answers have the weight 0."""
+    prompt = row[config.prompt_key]
+    earlier = prompt if row.get(IS_WHOLE) and isinstance(prompt, list) else []
+    if not isinstance(row[column], list):
+        return None
+    messages = [*earlier, *row[column]]
+    for message in messages:
+        for key, legal in (("weight", "a number from 0 on"), ("train", "true or false")):
+            value = message.get(key)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6
+            if value is not None and not (is_number if key == "weight" else isinstance(value, bool)):
+                return f"{column} has a message whose {key} is {value!r}: it must be {legal}"
+    answers = [weight_of(message) for message in messages if message["role"] == "assistant"]
+    if config.assistant_only and answers and not any(answers):
+        where = row.get(IS_WHOLE, column)
+        return f"all answers in {where} have the weight 0, so that nothing would be learned"
+    return None
 
 
 def pair_fault(row: dict[str, Any], prompt_key: str, chosen_key: str, rejected_key: str) -> str | None:

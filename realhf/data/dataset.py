@@ -1,9 +1,11 @@
 """The settings of data sets, and the columns of their rows that a graph reads. Imports no torch."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from realhf.data.memory_rows import names_files, write_rows
 from realhf.data.order import block_counts
 from realhf.user_input.field_types import check_types, require
 
@@ -33,7 +35,8 @@ class DatasetConfig:
     """
 
     path: str | tuple[str, ...] = ""
-    """A .jsonl or .parquet file, a pattern such as `data/*.jsonl`, or the hub's `org/name`; or several."""
+    """A .jsonl, .parquet, .csv or .json file, a pattern such as `data/*.jsonl`, or the hub's `org/name`; or
+    several. In Python also the rows themselves: dicts in a list or generator, a frame, a datasets.Dataset."""
     prompt_key: str = "prompt"  # Column of the prompts.
     completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
     chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
@@ -49,6 +52,8 @@ class DatasetConfig:
     max_prompt_tokens: int = 4096  # Limit of the prompts; `too_long` says what happens to longer ones.
     max_rows: int = 0  # Rows read from the start of the split; 0 reads all.
     shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
+    replacement: bool = False
+    """Draw each row from all rows, so that it may come up again before others have; needs `shuffle`."""
     name: str | None = None  # Configuration of a data set of the hub, such as `main`; None: its only one.
     split: str = "train"  # Split, or a part of it such as `train[:1000]`. Files are one split, `train`.
     revision: str | None = None  # Branch, tag or commit of a data set of the hub; None: its main branch.
@@ -76,6 +81,8 @@ class DatasetConfig:
     files have at most 64 MiB."""
 
     def __post_init__(self) -> None:
+        if not names_files(self.path):
+            object.__setattr__(self, "path", write_rows(self.path, most=self.max_rows))
         check_types(self)
         several = isinstance(self.path, Sequence) and not isinstance(self.path, str)
         path = tuple(map(str, self.path)) if several else str(self.path)
@@ -88,6 +95,8 @@ class DatasetConfig:
             f"be at least {least}")
         limit = self.max_completion_tokens
         require(limit is None or limit >= 1, "max_completion_tokens", limit, "be at least 1")
+        rule = "be false if shuffle is, as rows then keep the order of the file"
+        require(self.shuffle or not self.replacement, "replacement", self.replacement, rule)
         if self.tools and self.tools_key is not None:
             raise ValueError(f"tools_key is {self.tools_key!r}: it must be left out if tools are given")
         if taken := [name for name in self.chat_template_kwargs if name in _TEMPLATE_ARGUMENTS]:
@@ -127,6 +136,8 @@ class DatasetMixture(DatasetConfig):
     weights: tuple[float, ...] = ()  # Shares of the prompts, of any sum; none: equal shares.
 
     def __post_init__(self) -> None:
+        if isinstance(self.parts, list | tuple):
+            object.__setattr__(self, "parts", tuple(as_dataset(part) for part in self.parts))
         check_types(self)
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "weights", tuple(self.weights) or (1.0,) * len(self.parts))
@@ -140,6 +151,12 @@ class DatasetMixture(DatasetConfig):
         block_counts(self.weights)
         # For checks of what a model's positions allow.
         object.__setattr__(self, "max_prompt_tokens", max(part.max_prompt_tokens for part in self.parts))
+
+
+def as_dataset(rows: Any) -> Any:
+    """Return the config of rows in memory, or of a path; other values as they are."""
+    is_set = dataclasses.is_dataclass(rows) or isinstance(rows, Mapping) or rows is None
+    return rows if is_set else DatasetConfig(rows)
 
 
 def dataset_name(config: DatasetConfig) -> str:

@@ -91,7 +91,8 @@ class Loader(TokenizedRows):
         self._order: SkippingOrder | None = None
         """The order of rows of which some turn out to be left out."""
         if self.may_leave_out:
-            self._order = SkippingOrder(len(self), self.has, seed=seed, shuffle=config.shuffle)
+            self._order = SkippingOrder(
+                len(self), self.has, seed=seed, shuffle=config.shuffle, replacement=config.replacement)
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""
@@ -110,7 +111,9 @@ class Loader(TokenizedRows):
                 return self._samples_at(self._order[prompt])
             except NoRowError as error:
                 raise UserError(self._why_none()) from error
-        (index,) = row_order(len(self), start=prompt, count=1, seed=self._seed, shuffle=self.config.shuffle)
+        (index,) = row_order(
+            len(self), start=prompt, count=1, seed=self._seed, shuffle=self.config.shuffle,
+            replacement=self.config.replacement)
         return self._samples_at(index)
 
     def _samples_at(self, index: int) -> TokenizedSamples:

@@ -18,20 +18,27 @@ from numpy.typing import NDArray
 
 _BLOCK = 1000
 """Number of prompts in a block of a mixture. All blocks have equally many prompts of each part."""
+_MANY_EPOCHS = 50
+"""In so many, a row is drawn with replacement except with a chance of exp(-50)."""
 _MIN_ORDERS = 8
 _MAX_ORDER_BYTES = 128 << 20
 _MIXTURE = 0x6D6978
 """Keeps the random numbers of mixtures apart from those of epochs."""
 
 
-def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the row indices from `start` to `start + count` of an endless run, shuffled anew each epoch."""
+def row_order(
+    num_rows: int, *, start: int, count: int, seed: int, shuffle: bool, replacement: bool = False
+) -> list[int]:
+    """Return the row indices from `start` to `start + count` of an endless run, shuffled anew each epoch.
+
+    With `replacement`, each is drawn from all rows, so that an epoch may have a row twice or not at all.
+    """
     if not shuffle:
         return [i % num_rows for i in range(start, start + count)]
     order: list[int] = []
     while count > 0:
         offset = start % num_rows
-        part = _epoch_order(num_rows, seed, start // num_rows)[offset : offset + count]
+        part = _epoch_order(num_rows, seed, start // num_rows, replacement)[offset : offset + count]
         order += part.tolist()
         start += len(part)
         count -= len(part)
@@ -45,17 +52,21 @@ class _EpochOrders:
     """
 
     def __init__(self) -> None:
-        self._orders: OrderedDict[tuple[int, int, int], NDArray[np.integer]] = OrderedDict()
+        self._orders: OrderedDict[tuple[int, int, int, bool], NDArray[np.integer]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def __call__(self, num_rows: int, seed: int, epoch: int) -> NDArray[np.integer]:
-        key = (num_rows, seed, epoch)
+    def __call__(self, num_rows: int, seed: int, epoch: int, replacement: bool) -> NDArray[np.integer]:
+        key = (num_rows, seed, epoch, replacement)
         with self._lock:
             if key not in self._orders:
                 kind = np.int32 if num_rows < 2**31 else np.int64
                 order: NDArray[np.integer] = np.arange(num_rows, dtype=kind)
-                np.random.default_rng([seed, epoch]).shuffle(order)
+                generator = np.random.default_rng([seed, epoch])
+                if replacement:
+                    order = generator.integers(num_rows, size=num_rows, dtype=kind)
+                else:
+                    generator.shuffle(order)
                 self._orders[key] = order
                 self._num_bytes += self._orders[key].nbytes
             self._orders.move_to_end(key)
@@ -78,12 +89,16 @@ class SkippingOrder:
     comes up once in each epoch. A position counts the rows of all epochs, skipped ones included.
     """
 
-    def __init__(self, num_rows: int, has: Callable[[int], bool], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, num_rows: int, has: Callable[[int], bool], *, seed: int, shuffle: bool,
+        replacement: bool = False,
+    ) -> None:
         """`has` says whether a row is not left out; each row is asked about once."""
         self._num_rows = num_rows
         self._has = has
         self._seed = seed
         self._shuffle = shuffle
+        self._replacement = replacement
         self._first = 0
         """The prompt that the first entry of `_positions` belongs to."""
         self._positions = array("q")
@@ -122,7 +137,8 @@ class SkippingOrder:
         return self._positions[prompt - self._first]
 
     def _next_position(self) -> int:
-        for position in range(self._next, self._next + 2 * self._num_rows):  # A whole epoch is among these.
+        epochs = _MANY_EPOCHS if self._replacement else 2  # A whole one is among these.
+        for position in range(self._next, self._next + epochs * self._num_rows):
             row = self._row_at(position)
             if self._is_there[row] < 0:
                 self._is_there[row] = self._has(row)
@@ -131,7 +147,9 @@ class SkippingOrder:
         raise NoRowError
 
     def _row_at(self, position: int) -> int:
-        (row,) = row_order(self._num_rows, start=position, count=1, seed=self._seed, shuffle=self._shuffle)
+        (row,) = row_order(
+            self._num_rows, start=position, count=1, seed=self._seed, shuffle=self._shuffle,
+            replacement=self._replacement)
         return row
 
 

@@ -1,12 +1,14 @@
 """Opens the files of a data set, on this host or on the hub, and reads single rows of them. Imports no torch.
 
-Files are JSONL, parquet or Arrow, of any size. The library `datasets` downloads data sets of the hub once per
-host and keeps them as Arrow files. We record the paths of these files in its cache, so that later processes
-map the files and ask neither the hub nor the library.
+Files are JSONL, parquet or Arrow, of any size; CSV and lists of JSON are read as a whole. The library
+`datasets` downloads data sets of the hub once per host and keeps them as Arrow files. We record the paths of
+these files in its cache, so that later processes map the files and ask neither the hub nor the library.
 """
 
 from __future__ import annotations
 
+import copy
+import csv
 import glob
 import hashlib
 import json
@@ -25,12 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realhf.data.dataset import DatasetConfig
+from realhf.data.memory_rows import datasets_cache
 from realhf.errors import UserError
 from realhf.user_input.files import (
     MAX_ROW_BYTES,
+    MAX_TABLE_BYTES,
     RepeatedKeyError,
     open_regular,
     prepare_once,
+    read_json,
     read_object,
     refuse_lfs_pointer,
     unique_keys,
@@ -44,9 +49,11 @@ Fingerprint = dict[str, Any]
 _WILDCARDS = "*?["
 _ONLY_SPLIT = "train"
 """The split that files which are not on the hub belong to, as in the library `datasets`."""
-_SUFFIXES = (".jsonl", ".json", ".parquet")
-_CONVERTED = {".csv": "csv", ".tsv": "csv", ".txt": "text"}
-"""Ending of a file -> the method of `datasets` that reads it."""
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_WHOLE_NUMBER = r"^(-?(0|[1-9][0-9]{0,17}))?$"
+_NUMBER = r"^(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?)?$"
+"""Forms in which a column of CSV has numbers: those with leading zeros, such as 007, are text."""
 LARGE_BYTES = 64 << 20
 """Files of more bytes are not read as a whole: rows are read, checked and tokenised when they come up."""
 _CHUNK_BYTES = 8 << 20
@@ -102,9 +109,10 @@ def _open_path(config: DatasetConfig, path: str) -> list[RowFile]:
         raise UserError(f"dataset.path {path!r}: there is no such file{near}")
     for name in names:
         if (suffix := Path(name).suffix) not in _SUFFIXES:
-            wrong = f"dataset.path {name!r} ends in {suffix!r}: legal are .jsonl and .parquet"
-            if (kind := _CONVERTED.get(suffix)) is not None:
-                wrong += f" (datasets.Dataset.from_{kind}({name!r}).to_json('rows.jsonl') converts it)"
+            legal = f"{', '.join(_SUFFIXES[:-1])} and {_SUFFIXES[-1]}"
+            wrong = f"dataset.path {name!r} ends in {suffix!r}: legal are {legal}"
+            if suffix == ".txt":
+                wrong += f" (datasets.Dataset.from_text({name!r}).to_json('rows.jsonl') converts it)"
             raise UserError(wrong)
     files = []
     for name in names:
@@ -135,6 +143,10 @@ def _part_of(files: list[RowFile], path: str, split: str) -> list[RowFile]:
 @lru_cache(maxsize=64)
 def _opened(path: Path, size: int, modified: int) -> RowFile:
     """Return the rows of a file, which is opened anew when its size or its time in nanoseconds changes."""
+    if path.suffix == ".json" and _begins_list(path):
+        return JsonListFile(path)
+    if path.suffix in _SEPARATORS:
+        return ArrowFile(str(path), csv_table(path).to_batches(), num_bytes=size)
     if path.suffix != ".parquet":
         return JsonlFile(path)
     import pyarrow.parquet
@@ -307,6 +319,64 @@ class JsonlFile(RowFile):
         return {"file": self.name, "rows": len(self), "bytes": self.num_bytes, "crc32": self._checksum}
 
 
+def _begins_list(path: Path) -> bool:
+    with open_regular(path) as file:
+        return file.read(_CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+class JsonListFile(RowFile):
+    """A JSON document that is a list of objects, which is read as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.num_bytes = path.stat().st_size
+        self._rows = read_json(path, most=MAX_TABLE_BYTES, what="dataset")
+        if other := next((i for i, row in enumerate(self._rows) if not isinstance(row, dict)), None):
+            kind = type(self._rows[other]).__name__
+            raise UserError(f"dataset {path} row {other} is {kind}: the document must be a list of objects")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return copy.deepcopy(self._rows[number])
+
+
+def csv_table(path: Path) -> Any:
+    """Return the rows of a CSV file as a table of Arrow, after a first line with the names of columns.
+
+    A column has numbers if all its values are numbers or empty, which is null then, and text otherwise.
+    """
+    import pyarrow
+    import pyarrow.compute
+    import pyarrow.csv
+
+    separator = _SEPARATORS[path.suffix]
+    with open_regular(path) as file:
+        header = file.readline(MAX_ROW_BYTES).decode("utf-8-sig", errors="replace")
+    names = next(csv.reader([header], delimiter=separator), [])
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"dataset {path}: its first line has the column {repeated[0]!r} twice")
+    try:
+        table = pyarrow.csv.read_csv(
+            str(path),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False))
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset {path} cannot be read as CSV: {' '.join(str(error).split())}") from error
+    columns = []
+    for column in table.columns:
+        for form, kind in ((_WHOLE_NUMBER, pyarrow.int64()), (_NUMBER, pyarrow.float64())):
+            is_number = pyarrow.compute.match_substring_regex(column, form)
+            is_empty = pyarrow.compute.equal(column, "")
+            if pyarrow.compute.all(is_number).as_py() and not pyarrow.compute.all(is_empty).as_py():
+                column = pyarrow.compute.if_else(is_empty, None, column).cast(kind)
+                break
+        columns.append(column)
+    return pyarrow.table(dict(zip(table.column_names, columns, strict=True)))
+
+
 def _is_blank(file: BufferedReader, start: int) -> bool:
     """Return whether the line from byte `start` on is blank; one of more than the legal length is not."""
     file.seek(start)
@@ -423,13 +493,6 @@ class HubDataset:
     commit: str
     splits: dict[str, tuple[tuple[str, ...], int]]
     """Name of a split -> its Arrow files and the number of its rows."""
-
-
-def datasets_cache() -> Path:
-    """Return the directory in which `datasets` keeps its files, with a folder of our own."""
-    from huggingface_hub import constants
-
-    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
 
 
 def open_split(path: str, *, name: str | None, split: str, revision: str | None) -> list[ArrowFile]:

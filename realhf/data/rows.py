@@ -5,16 +5,14 @@ A fault is a sentence about a value that cannot be used.
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import date, time
-from decimal import Decimal
 from itertools import islice
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 
 from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation, pair_fault
 from realhf.data.dataset import SOURCE, DatasetConfig, completion_columns, dataset_name, needed_columns
+from realhf.data.memory_rows import json_form
 from realhf.data.row_files import LARGE_BYTES, Fingerprint, RowFile, is_of_hub, open_files
 from realhf.errors import UserError, described
 from realhf.user_input.suggest import did_you_mean
@@ -301,6 +299,19 @@ def require_pure(rows: DatasetRows, numbers: Sequence[int]) -> None:
             "pure function of the row, as other ranks and resumed runs call it again")
 
 
+def count_rows(config: DatasetConfig) -> int:
+    """Return the number of rows of a data set, or of all parts of a mixture.
+
+    Those that a map function leaves out do not count, unless the files are so large that they are not read.
+    """
+    total = 0
+    for part in config.parts:
+        rows = DatasetRows(part)
+        reads = part.map is not None and not rows.is_large
+        total += sum(rows[number] is not None for number in range(len(rows))) if reads else len(rows)
+    return total
+
+
 def spread(total: int, limit: int) -> Sequence[int]:
     """Return at most about `limit` of `total` row numbers: the first ones, and others spread evenly."""
     if total <= limit:
@@ -408,28 +419,3 @@ def _chat_fault(column: str, messages: list[Any]) -> str | None:
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def json_form(value: Any, *, as_text: bool = False) -> Any:
-    """Return a copy in JSON's types: tuples become lists, and numpy's and torch's numbers become Python's.
-
-    With `as_text`, dates, times, decimal numbers and UUIDs become text. Raises TypeError, which names the
-    type, for a value that JSON cannot hold.
-    """
-    if value is None or type(value) in (str, bool, int, float):
-        return value
-    if isinstance(value, Mapping):
-        if other := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"a dict with the key {other[0]!r}: keys must be text")
-        return {str(key): json_form(entry, as_text=as_text) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_form(entry, as_text=as_text) for entry in value]
-    if isinstance(value, str | int | float):  # This is a subclass, such as an enumeration's.
-        return json.loads(json.dumps(value))
-    if hasattr(value, "tolist"):
-        return json_form(value.tolist(), as_text=as_text)
-    if as_text and isinstance(value, date | time):
-        return value.isoformat()
-    if as_text and isinstance(value, Decimal | UUID):
-        return str(value)
-    raise TypeError(f"a value of type {type(value).__name__}")

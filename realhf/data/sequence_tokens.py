@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realhf.data.conversations import is_continued, joined
+from realhf.data.conversations import is_continued, joined, weight_of
 from realhf.data.light_tokenizer import LightTokenizer, continuation, has_chat_template
 from realhf.data.tokenizer_process import render_chat
 from realhf.errors import UserError
@@ -28,7 +28,8 @@ _UNTOLD = (
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages with what is thought before an answer."""
 _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_MEANT = {"tool_calls", "function_call", "weight", "train"}
+_WEIGHTS = ("weight", "train")
+_MEANT = {"tool_calls", "function_call", *_WEIGHTS}
 """Keys of messages that change what is learned, where they are read."""
 _END_MARK = re.compile(r"\s*(<\|[^<>|\s]+\|>|<\uff5c[^<>]+\uff5c>|</s>|<end_of_turn>|<eos>|<eot>)")
 """What looks like a special token that ends a turn."""
@@ -39,8 +40,8 @@ class TokenizedSequence(NamedTuple):
     """The tokens of a prompt with a completion."""
 
     ids: list[int]
-    mask: list[int]
-    """1 for tokens that are learned, else 0."""
+    mask: list[float]
+    """The weight of each token in what is learned: 1, that of its message, or 0 if it is not learned."""
     prompt_length: int
     """Number of tokens before those of the completion."""
 
@@ -214,7 +215,8 @@ class TextTokens:
         if len(ids) == prompt_length or ids[-1] != eos:
             ids = [*ids, eos]
         first = max(1, prompt_length)  # Nothing comes before the first token.
-        return TokenizedSequence(ids, [0] * first + [1] * (len(ids) - first), prompt_length)
+        mask: list[float] = [*[0] * first, *[1] * (len(ids) - first)]
+        return TokenizedSequence(ids, mask, prompt_length)
 
     @cached_property
     def _beginning(self) -> list[int]:
@@ -293,7 +295,8 @@ class ChatTokens:
             for chat, text in written)
         oddities.unread.update({
             key for message, _ in pairs for key in _MEANT & message.keys()
-            if message[key] not in (None, [], "") and not re.search(rf"\b{key}\b", self._templates)})
+            if message[key] not in (None, [], "") and not re.search(rf"\b{key}\b", self._templates)
+            and not (key in _WEIGHTS and self.assistant_only and message["role"] == "assistant")})
 
     def _sequence(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
@@ -304,16 +307,17 @@ class ChatTokens:
         ids = list(encoded["input_ids"])
         starts, ends = ([place[side] for place in encoded["offset_mapping"]] for side in (0, 1))
         prompt_length = bisect_right(ends, start)
-        mask = [0 if self.assistant_only else 1] * len(ids)
-        turns: list[tuple[int, int]] = []
+        mask: list[float] = [0 if self.assistant_only else 1] * len(ids)
+        turns: list[tuple[int, int, float]] = []
         if self.assistant_only and self._has_markers(tools):
-            _, turns = render_chat(
+            _, places = render_chat(
                 self.tokenizer, chat, tools=tools, finds_answers=True, **self.arguments)
+            turns = _weighted(places, chat)
         elif self.assistant_only:
             turns = self._turns(chat, text, tools, start=start, first=first, is_whole=is_whole)
-        for low, high in turns:
+        for low, high, weight in turns:
             for i in range(bisect_right(ends, low), bisect_left(starts, high)):
-                mask[i] = 1
+                mask[i] = weight
         learned_from = 1 if is_whole else prompt_length  # Nothing comes before the first token.
         mask[:learned_from] = [0] * len(mask[:learned_from])
         return TokenizedSequence(ids, mask, prompt_length)
@@ -323,8 +327,8 @@ class ChatTokens:
 
     def _turns(
         self, chat: Chat, text: str, tools: Tools, *, start: int, first: int, is_whole: bool
-    ) -> list[tuple[int, int]]:
-        """Return the ranges of characters that the assistant's turns have in the text of a chat.
+    ) -> list[tuple[int, int, float]]:
+        """Return the ranges of characters that the assistant's turns have in a chat's text, with weights.
 
         A turn goes from the generation prompt to what ends the turn. Each is found by the text of the chat
         up to there, with which the whole text should begin.
@@ -341,7 +345,7 @@ class ChatTokens:
                 changed = self._changed(chat, i, text, tools)
                 low = changed[0] if low is None else low
                 high = self._end_from(changed[1], text) if high is None else high
-            turns.append((low, high))
+            turns.append((low, high, weight_of(message)))
         self.oddities.num_rewritten += is_rewritten
         return turns
 
@@ -419,6 +423,17 @@ class ChatTokens:
 
     def _text(self, messages: Chat, tools: Tools, **how: bool) -> str:
         return render_chat(self.tokenizer, messages, tools=tools, **how, **self.arguments)[0]
+
+
+def _weighted(places: Sequence[tuple[int, int]], chat: Chat) -> list[tuple[int, int, float]]:
+    """Return the ranges that a template marks as the assistant's, with the weights of its messages."""
+    weights = [weight_of(message) for message in chat if message["role"] == "assistant"]
+    if any(weight != 1 for weight in weights) and len(weights) != len(places):
+        raise UserError(
+            f"the chat template marks {len(places)} parts as the assistant's, which has {len(weights)} "
+            "messages, so that their weights cannot be told")
+    weights = weights if len(weights) == len(places) else [1] * len(places)
+    return [(low, high, weight) for (low, high), weight in zip(places, weights, strict=True)]
 
 
 def _texts_of_arguments(message: dict[str, Any]) -> list[str]:

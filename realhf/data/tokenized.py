@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_messages, is_continued
+from realhf.data.conversations import IS_QUESTION, IS_WHOLE, as_messages, is_continued, weight_of
 from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
@@ -192,6 +192,10 @@ class RowTokenizer:
         samples: list[dict[str, Any]] = []
         sequences = self._sequences(texts, completions)
         for column, sequence in zip(texts.completions, sequences, strict=True):
+            completion = texts.completions[column]
+            if not any(sequence.mask[sequence.prompt_length :]) and (
+                isinstance(completion, str) or any(map(weight_of, completion))):
+                raise UserError(f"the chat template writes nothing for the {column}")
             sample = self._sample(sequence, of_prompt, column)
             if sample is None:
                 return None
@@ -207,8 +211,6 @@ class RowTokenizer:
         """Return the sequence and its mask within the limits; None if its row is left out."""
         ids = whole.ids[whole.prompt_length :]
         mask = whole.mask[whole.prompt_length :]
-        if not any(mask):
-            raise UserError(f"the chat template writes nothing for the {column}")
         of_completion = self._limits.part_of_completion(ids, column)
         if of_completion is None:
             return None

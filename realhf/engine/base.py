@@ -315,7 +315,8 @@ class Engine(ABC):
         loss = call.work_as(TrainStep).loss
         if not is_own(loss):
             return loss
-        if call.name not in self._own_losses:
+        known = self._own_losses.get(call.name)
+        if known is None or known.given is not loss:
             at = self.groups.at
             tells = self.groups.is_last_stage and at.dp == at.cp == at.tp == 0
             self._own_losses[call.name] = OwnLoss(

@@ -32,6 +32,7 @@ class OwnLoss(Loss):
         for name in LOSS_FIELDS:
             vars(self)[name] = getattr(loss, name)
         self._loss = loss
+        self.given = loss
         self._key = key
         self._warn = warn
         given = given_loss(loss)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from realhf.data.rows import json_form
+from realhf.data.memory_rows import json_form
 from realhf.errors import UserError, shown
 from realhf.user_input.field_types import check_types, require
 

@@ -89,7 +89,7 @@ def source_of(environment: Environment) -> EnvironmentSource:
     files = {n: m for n, m in list(sys.modules.items()) if n == "__main__" or n.startswith(_EXPERIMENT)}
     if make is not None and "<" not in name and module_name not in files:
         return EnvironmentSource.of(make)
-    if "<" not in name:
+    if "<" not in name and getattr(files[module_name], name.partition(".")[0], None) is not None:
         return EnvironmentSource(name, file=files[module_name].__file__)
     own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
     for name, module in (files | own).items():

@@ -26,7 +26,7 @@ from typing import Any
 
 from numpy import random as numpy_random
 
-from realhf.data.rows import json_form
+from realhf.data.memory_rows import json_form
 from realhf.environments.protocol import MAX_REPLY_BYTES, Turn, checked_start, checked_turn
 from realhf.environments.tool_calls import schema_of
 from realhf.errors import UserError, described, one_line

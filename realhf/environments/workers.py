@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from realhf.data.rows import json_form
+from realhf.data.memory_rows import json_form
 from realhf.environments.protocol import ChatMessage, Environment, Start, StopReason, Turn
 from realhf.errors import UserError, shown
 from realhf.job_process import start_process

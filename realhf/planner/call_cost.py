@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
 from realhf.models.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
-from realhf.plan import CallPlan
 from realhf.planner.links import RankGroups, rank_groups
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload

@@ -15,9 +15,9 @@ import networkx as nx
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.plan import CallPlan
 from realhf.planner.candidates import PLACES, HeldBytes, Variant, find_meshes, find_variants, is_no_worse
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
 from realhf.planner.deadline import Deadline

@@ -20,9 +20,9 @@ import numpy as np
 from realhf.data.micro_batch import passes_in_flight
 from realhf.devices import chunk_sizes
 from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
+from realhf.execution_plan import CallPlan
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import padded_size
-from realhf.plan import CallPlan
 from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload

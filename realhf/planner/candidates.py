@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import CallCost, call_cost, offloaded
 from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.cluster import join_kinds
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.deadline import Deadline, OutOfTime
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem

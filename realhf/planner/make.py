@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import MAX_RANKS, DeviceMesh, Layout
-from realhf.plan import ExecutionPlan
 from realhf.planner.call_cost import CallCost
 from realhf.planner.deadline import Deadline, OutOfTime
 from realhf.planner.memory_account import MemoryCheck, check_memory, offloading_optimizers, require_fit

@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.layout import MAX_RANKS, Layout
 from realhf.models.kv_blocks import cache_limit
 from realhf.models.model_config import MegatronConfig
-from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.planner import shard
 from realhf.planner.call_memory import CallMemory, RunningMemory
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, use_of

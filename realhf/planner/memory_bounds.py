@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.plan import CallPlan, ExecutionPlan
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.planner.call_group import OPEN, CallGroup
 from realhf.planner.candidates import PARTS, PLACES, part_size
 from realhf.planner.communicator_memory import use_of

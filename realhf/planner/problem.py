@@ -12,12 +12,12 @@ import numpy as np
 from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.data.micro_batch import attention_share
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
 from realhf.models.param_spec import ModelSpec, model_spec
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
 from realhf.planner.slowest_replica import ScoringTime
 

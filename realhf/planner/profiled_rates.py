@@ -9,7 +9,7 @@ import numpy as np
 
 from realhf.calls import Output
 from realhf.cluster import Cluster
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.links import Span
 from realhf.planner.problem import ModelRole, Problem

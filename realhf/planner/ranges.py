@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.lengths import Lengths
 from realhf.planner.make import Planned, PricedPlan, make_plan, price
 from realhf.planner.memory_account import check_memory

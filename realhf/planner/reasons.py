@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from realhf.cluster import Cluster
+from realhf.execution_plan import ExecutionPlan
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
 from realhf.planner.call_group import Candidate
 from realhf.planner.candidates import Variant
 from realhf.planner.deadline import OutOfTime

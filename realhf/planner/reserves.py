@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.deadline import OutOfTime
 from realhf.planner.search import SAME
 from realhf.planner.search_space import SearchSpace

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.execution_plan import CallPlan
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import CallCost
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
 from realhf.planner.candidates import has_pinned_rows, most_rows, rank_rows, row_numbers

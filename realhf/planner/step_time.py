@@ -18,9 +18,9 @@ import numpy as np
 
 from realhf.calls import HostFunction
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import CallCost, call_cost
 from realhf.planner.call_memory import top_bytes
 from realhf.planner.links import ContiguousLayout, ranks_per_host

@@ -18,11 +18,11 @@ from realhf.calls import OptimizerConfig, Output
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.kv_blocks import shared_tokens
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.profile import CALLS, OF_MODEL, SHAPE, ModelTables, Profile, Table, shape_of

@@ -153,6 +153,8 @@ class Checkpointer:
         """The ends of the last steps; another rank may be some steps behind."""
         self._joined = threading.Lock()
         """Held once this rank has begun to write its part of a rescue."""
+        self.completed: list[Path] = []
+        """Checkpoints that are complete, until somebody takes them out, on rank 0."""
         self._files = [rank_name(rank) for rank in range(self._world.size)]
         if self._world.rank == 0:
             self._clean()
@@ -303,6 +305,7 @@ class Checkpointer:
             shutil.rmtree(directory, ignore_errors=True)
         else:
             self._remove_old(end.step)
+            self.completed.append(self._directory / checkpoint_name(end.step))
         return fault
 
     def _finish_directory(self, end: StepEnd, directory: Path, ranks: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ from realhf.runtime.execute.meters import (
     largest_of_processes,
     peaks_by_call,
 )
+from realhf.runtime.hooks import Hooks, Wishes, push_to_hub
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
@@ -83,13 +85,16 @@ class StepDecisions:
         """Decide about the first step; every rank calls this before it."""
         self._decide(first_step, wants_stop=False)
 
-    def after(self, step: int, *, wants_stop: bool) -> Decision:
-        """Return the decision about a step; every rank calls this after it, and says if it wants to stop."""
+    def after(self, step: int, *, wants_stop: bool, is_last: bool = False) -> Decision:
+        """Return the decision about a step; every rank calls this after it, and says if it wants to stop.
+
+        `is_last` says that the ranks have agreed to end the run after this step.
+        """
         if self._store is None:
             return Decision(self._is_due(step), wants_stop)
         if self._world.rank == 0:
             decision = self._ahead
-            if not decision.stops:
+            if not (decision.stops or is_last):
                 self._decide(step + 1, wants_stop=wants_stop)
             return decision
         if wants_stop and not self._has_asked:
@@ -226,6 +231,11 @@ class Trainer:
         self._decisions = StepDecisions(
             world, state.outbox, last_step=program.experiment.steps,
             is_due=self._checkpointer.is_due if self._checkpointer is not None else lambda step: False)
+        self._hooks = Hooks(
+            program, state, self._runner, self._executor, self._journal, out=out,
+            checkpointer=self._checkpointer)
+        self._wishes = Wishes()
+        """What the hooks have asked for after the newest step."""
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
@@ -246,8 +256,10 @@ class Trainer:
             self._decisions.begin(self._first_step)
             for step in range(self._first_step, steps + 1):
                 self._run_step(step)
-                if self._save_or_stop(step) and step < steps:
+                if self._save_or_stop(step) and step < steps and self._wishes.stops is None:
                     stopped_after = step
+                    break
+                if self._wishes.stops is not None:
                     break
             with self._process.doing("waits for the other ranks"):
                 with self._process.waiting(range(self._world.size)):
@@ -257,6 +269,7 @@ class Trainer:
                 self._state.outbox.wait()
                 self._evaluations.wait()
                 self._require_equal_steps()  # It waits, too, until every rank's export is written.
+                self._hooks.last_checkpoints()
             if self._is_main and stopped_after is not None:
                 self._stop_tracking("stopped")
             summary = self._finish() if self._is_main and stopped_after is None else {}
@@ -342,8 +355,9 @@ class Trainer:
                 raise
         exports = is_last or _is_multiple(step, experiment.export_every)
         self._journal.add(step, record, evaluation, pauses=exports or bool(evaluation))
+        self._wishes = self._hooks.after(step)
         self._note_end(step)
-        if exports:
+        if exports or self._wishes.exports or self._wishes.stops:
             self._export(step)
 
     def _note_end(self, step: int) -> None:
@@ -353,8 +367,9 @@ class Trainer:
     def _save_or_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due; return whether the run is to end. All ranks agree on both."""
         wants_stop = self._stop is not None and self._stop.requested is not None
-        decision = self._decisions.after(step, wants_stop=wants_stop)
-        ends = decision.stops or step == self._program.experiment.steps
+        is_last = self._wishes.stops is not None
+        decision = self._decisions.after(step, wants_stop=wants_stop, is_last=is_last)
+        ends = decision.stops or is_last or step == self._program.experiment.steps
         experiment = self._program.experiment
         is_multiple = _is_multiple(step, experiment.checkpoint_period()[0])
         if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
@@ -390,8 +405,11 @@ class Trainer:
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self) -> dict[str, Any]:
-        steps = self._program.experiment.steps
+        steps = self._context.step
         history = self._journal.history
+        if self._wishes.stops is not None:
+            why = f"the run ends after step {steps}: {self._wishes.stops}"
+            print(f"realhf: {why}", file=sys.stderr, flush=True)
         summary: dict[str, Any] = {
             **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,
@@ -401,7 +419,8 @@ class Trainer:
             "realloc": {},
             "memory": largest_by_call(history),
             "process_memory": largest_of_processes(history) | {
-                "beside_models": self._executor.memory.beside_models}}
+                "beside_models": self._executor.memory.beside_models},
+            **self._hooks.summary()}
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
@@ -415,6 +434,9 @@ class Trainer:
             self._recorder.finish(summary)
         if self._progress is not None:
             self._progress.finish(summary, self._out)
+        if self._out is not None:
+            exported = summary.get("best", {}).get("step", steps)
+            push_to_hub(self._program.experiment, self._out / "hf" / f"step_{exported}")
         return summary
 
 

@@ -17,11 +17,13 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from io import BufferedReader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from realhf.errors import UserError, is_users_file
@@ -347,8 +349,70 @@ def code_fingerprints() -> dict[str, dict[str, str]]:
             for node in tree.body for name in _defined(node)
             if not isinstance(node, ast.Assign | ast.AnnAssign)
             or (isinstance(vars(module).get(name), _PLAIN) and (wanted is None or name in wanted))}
+        if (experiment := getattr(module, "experiment", None)) is not None:
+            digests |= {name: digest_of(value) for name, value in functions_by_value(experiment).items()}
         found[Path(path).name] = found.get(Path(path).name, {}) | digests
     return found
+
+
+def functions_by_value(root: Any) -> dict[str, Any]:
+    """Return the functions of a notebook or a script that an experiment uses, by name.
+
+    The constants are there, too, that these functions read.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        is_own = getattr(value, "__module__", None) == "__main__"
+        if isinstance(value, FunctionType) and is_own:
+            found[value.__qualname__] = value
+            read = {name: value.__globals__[name] for name in _names_in(value.__code__)
+                    if name in value.__globals__}
+            found |= {name: constant for name, constant in read.items() if isinstance(constant, _PLAIN)}
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            waiting += [*read.values(), *cells, value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, type):
+            waiting += [*vars(value).values(), *value.__bases__] if is_own else []
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, MethodType | staticmethod | classmethod):
+            waiting += [value.__func__, getattr(value, "__self__", None)]
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset]
+        elif isinstance(value, partial):
+            waiting += [value.func, value.args, value.keywords]
+        elif is_own or is_dataclass(value) or type(value).__module__.startswith("realhf."):
+            waiting += [type(value), getattr(value, "__dict__", None)]
+    return found
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Return the names that a function looks up, and those of the functions in it."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names_in(part)]
+    return [*code.co_names, *inner]
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of a function's code, without the lines where it stands, or of a constant."""
+
+    def form(part: Any) -> Any:
+        if isinstance(part, FunctionType):
+            return [form(part.__code__), form(part.__defaults__), form(part.__kwdefaults__)]
+        if isinstance(part, CodeType):
+            constants = [form(each) for each in part.co_consts]
+            return [part.co_code.hex(), part.co_names, part.co_varnames, constants]
+        if isinstance(part, set | frozenset):  # Their order is another one in every process.
+            return sorted(map(repr, part))
+        return repr(part)
+
+    return hashlib.sha256(repr(form(value)).encode()).hexdigest()[:16]
 
 
 _PLAIN = (bool, int, float, str, bytes, list, tuple, set, frozenset, dict, re.Pattern)

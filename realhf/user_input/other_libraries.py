@@ -56,7 +56,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
     **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), Ours(("minibatch_size",))),
     **dict.fromkeys(("max_steps", "total_training_steps"), Ours(("steps",))),
     **dict.fromkeys(("num_train_epochs", "total_epochs"), Ours(
-        ("steps",), "a run has a number of steps; `realhf check` prints how many epochs they are")),
+        ("dataset_epochs",), "in the place of `steps`; `realhf check` prints how many epochs these are")),
     **dict.fromkeys(("num_iterations", "ppo_epochs", "num_ppo_epochs"), Ours(("epochs",))),
     **dict.fromkeys(
         ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu",

@@ -28,7 +28,7 @@ from realhf import (
     ScaleRL,
     SoftOverlongPenalty,
 )
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.rewards.reward import column_key
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from realhf import Distillation, Role
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import HF_CONFIG, common, role, some_reward, write_task

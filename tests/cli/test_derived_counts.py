@@ -10,9 +10,9 @@ from realhf.calls import learning_rate
 from realhf.cli.check import derived_counts, sentences, uneven_splits
 from realhf.cli.main import main
 from realhf.distributed.world import World
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.runtime.trainer import Trainer

@@ -29,8 +29,8 @@ from realhf.cli.main import main, make_parser
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
 from realhf.planner.comparisons import SizedPlan, Sizing
 from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates

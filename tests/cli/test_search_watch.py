@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from tests.cli_tools import REPO, ForkedCommand, wait_until
 from tests.samples import marked
 

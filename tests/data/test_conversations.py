@@ -166,6 +166,41 @@ def test_turns_without_markers_are_those_of_templates_with_markers(tmp_path, nam
     assert num_compared >= 3
 
 
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_training"])
+def test_messages_have_weights(tmp_path, template):
+    """The mask is that of the same row without weights, times the weight of each answer."""
+    tokenizer = LightTokenizer(_with_template(template))
+    plain = [*SKY, answer("Blue."), user("Sure?"), answer("Yes."), user("?"), answer("No.")]
+    more = ({"weight": 0}, {"weight": 0.5}, {"train": False})
+    weights = iter(more)
+    weighted = [{**m, **(next(weights) if m["role"] == "assistant" else {})} for m in plain]
+    first, second = (_tokenized(tmp_path, {"messages": chat}, tokenizer) for chat in (plain, weighted))
+    ours, before = second.rows[0], first.rows[0]
+    assert ours["sequence_ids"] == before["sequence_ids"]
+    turns = [0]
+    for earlier, is_learned in zip([0, *before["response_mask"][:-1]], before["response_mask"], strict=True):
+        turns.append(turns[-1] + (is_learned and not earlier))
+    expected = [m * (0, 0, 0.5, 0)[turn] for m, turn in zip(before["response_mask"], turns[1:], strict=True)]
+    assert ours["response_mask"] == expected and sum(expected) > 0
+    assert not second.oddities.unread
+    others = _tokenized(tmp_path, {"messages": weighted}, tokenizer, assistant_only=False)
+    assert set(others.oddities.unread) == {"weight", "train"}
+
+
+@pytest.mark.parametrize("more, sentence", [
+    ({"weight": 0}, "all answers in messages have the weight 0, so that nothing would be learned"),
+    ({"weight": -1}, "completion has a message whose weight is -1: it must be a number from 0 on"),
+    ({"train": 1}, "completion has a message whose train is 1: it must be true or false"),
+])
+def test_weights_that_are_refused(tmp_path, more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        _tokenized(tmp_path, {"messages": [*SKY, answer("Blue.", **more)]}, _with_light())
+
+
+def _with_light():
+    return LightTokenizer(_with_template("qwen3"))
+
+
 def test_answers_that_the_template_rewrites_when_messages_follow(tmp_path):
     """Qwen3's template leaves out reasoning of earlier turns: the whole text tells what is learned."""
     tokenizer = LightTokenizer(_with_template("qwen3"))

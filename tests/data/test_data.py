@@ -1,6 +1,7 @@
 """Compares batches with plain lists, and the loader with the tokenizer; tests errors about broken files."""
 
 import json
+import math
 import random
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -14,10 +15,11 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, needed_columns
 from realhf.data.loader import Loader, load_tokenizer
-from realhf.data.order import row_order
+from realhf.data.order import SkippingOrder, row_order
 from realhf.data.rows import extra_columns, load_rows, read_rows
 from realhf.errors import UserError
-from tests.runtime.tiny import write_task
+from realhf.runtime.compile.program import with_steps
+from tests.runtime.tiny import make_experiment, write_task
 
 
 def _rows_of(batch):
@@ -127,6 +129,34 @@ def test_row_order_covers_more_than_an_epoch_at_once():
     assert order[5:] == row_order(5, start=8, count=9, seed=0, shuffle=True)
 
 
+def test_rows_are_drawn_with_replacement():
+    """Of n rows, n draws meet a share of 1 - 1/e; each draw is a function of its number."""
+    order = row_order(1000, start=0, count=3000, seed=0, shuffle=True, replacement=True)
+    assert [len(set(order[i : i + 1000])) for i in (0, 1000, 2000)] == pytest.approx([632] * 3, abs=40)
+    assert order[1500:1510] == row_order(1000, start=1500, count=10, seed=0, shuffle=True, replacement=True)
+    kept = SkippingOrder(1000, lambda row: row == 3, seed=0, shuffle=True, replacement=True)
+    assert {kept[prompt] for prompt in range(5)} == {3}
+    with pytest.raises(ValueError, match="replacement is True: it must be false if shuffle is"):
+        DatasetConfig("rows.jsonl", shuffle=False, replacement=True)
+
+
+def test_epochs_are_steps_over_the_rows_that_a_map_function_keeps(task):
+    def even(row):
+        return {} if int(row["answer"]) % 2 == 0 else None
+
+    rows = read_rows(DatasetConfig(str(task / "data.jsonl")))
+    num_even = sum(int(row["answer"]) % 2 == 0 for row in rows)
+    for config, count in ((DatasetConfig(rows), 40), (DatasetConfig(rows, map=even), num_even),
+                          (DatasetConfig(rows, max_rows=7), 7)):
+        settled = with_steps(make_experiment("sft", task, dataset=config, dataset_epochs=2.5, steps=100))
+        assert settled.steps == math.ceil(2.5 * count / 6)
+        assert with_steps(settled).steps == settled.steps
+    with pytest.raises(ValueError, match="steps is 3 and dataset_epochs 2, which are 14 steps: set one of"):
+        with_steps(make_experiment("sft", task, dataset_epochs=2))
+    with pytest.raises(ValueError, match="dataset_epochs is 0: it must be above 0"):
+        with_steps(make_experiment("sft", task, dataset_epochs=0))
+
+
 def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):
     loader = _loader(task / "data.jsonl", tokenizer, group_size=3, keys=("prompt_ids", "prompt", "answer"))
     first, second = (loader.batch(range(i, i + 4)) for i in (0, 4))
@@ -197,7 +227,11 @@ def test_parquet_has_the_rows_of_jsonl(tmp_path, task, tokenizer):
     "name, text, sentence",
     [
         ("none.jsonl", None, "none.jsonl'?: there is no such file"),
-        ("rows.csv", "prompt\n", "ends in '.csv': legal are .jsonl and .parquet"),
+        ("rows.txt", "prompt\n", "ends in '.txt'"),
+        ("rows.csv", "prompt,answer\n1,2\n3,4,5\n", "rows.csv cannot be read as CSV: .* 2 columns, got 3"),
+        ("rows.csv", "prompt,prompt\n1,2\n", "rows.csv: its first line has the column 'prompt' twice"),
+        ("rows.csv", "prompt,answer\n", "rows.csv has no rows"),
+        ("rows.json", '[{"prompt": "1"}, ["1"]]', "rows.json row 1 is list: the document must be a list"),
         ("bad.jsonl", '{"prompt": "1"}\n\n{"prompt": \n', "bad.jsonl line 3 is not JSON"),
         ("list.jsonl", '{"prompt": "1"}\n["1"]\n', "list.jsonl line 2 is list: every line must be an object"),
         ("empty.jsonl", "\n\n", "empty.jsonl has no rows"),
@@ -247,9 +281,9 @@ def test_rows_of_another_algorithm_are_recognised(tmp_path, row, keys, says):
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_array_is_told_from_lines(tmp_path, indent):
-    path = tmp_path / "rows.json"
+    path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps([{"prompt": "a"}], indent=indent))
-    with pytest.raises(UserError, match=r"rows.json line 1 .*: every line must be an object of its own, "):
+    with pytest.raises(UserError, match=r"rows.jsonl line 1 .*: every line must be an object of its own, "):
         read_rows(DatasetConfig(str(path)))
 
 

@@ -21,9 +21,10 @@ from realhf.data import row_files
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.loader import Loader
+from realhf.data.memory_rows import json_form
 from realhf.data.order import row_order
 from realhf.data.row_files import JsonlFile
-from realhf.data.rows import DatasetRows, extra_columns, json_form, load_rows, read_rows, spread
+from realhf.data.rows import DatasetRows, extra_columns, load_rows, read_rows, spread
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 

@@ -22,13 +22,13 @@ from realhf.engine.hf_factory import class_spec, file_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -21,11 +21,11 @@ from realhf.distributed.world import World
 from realhf.engine.base import DTYPES, Engine
 from realhf.engine.megatron.engine import MegatronEngine
 from realhf.engine.native import NativeEngine
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -6,10 +6,10 @@ import pytest
 
 from realhf.calls import Output
 from realhf.cluster import Cluster
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import MegatronConfig, ModelConfig
-from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
 from realhf.planner.efficiencies import MEGATRON, OUR_CUDA
 from realhf.planner.memory_account import MemoryAccount

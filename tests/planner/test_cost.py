@@ -8,13 +8,13 @@ import pytest
 
 from realhf.calls import Output
 from realhf.cluster import Cluster, Link
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.inference.cpu_decoding import DecodingSteps
 from realhf.inference.kv_cache import BlockTables
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.kv_blocks import tokens_read
 from realhf.models.model_config import MegatronConfig, ModelConfig
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost, in_busiest_cohort
 from realhf.planner.efficiencies import OUR_CPU, Efficiencies
 from realhf.planner.links import Span

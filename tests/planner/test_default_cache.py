@@ -14,11 +14,11 @@ from typing import NamedTuple
 import pytest
 
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.kv_blocks import cache_limit
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory_account import check_memory, require_fit
 from realhf.planner.problem import ModelRole, Problem, Workload
 

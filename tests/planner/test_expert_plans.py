@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import expert_plans
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.memory_account import check_memory
 from realhf.planner.step_time import predict
 from tests.samples import drawn

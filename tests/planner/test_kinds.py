@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from realhf.cluster import Cluster, Link, join_kinds
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.candidates import find_meshes
 from realhf.planner.links import ContiguousLayout
 from realhf.planner.make import heuristic, make_plan, starts_by_kind

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from realhf.cluster import Cluster, Link
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import lagged_parts
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.kv_blocks import block_size, blocks_for
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.lengths import geometric

@@ -15,10 +15,10 @@ from realhf.calls import Output, TopLogProbs
 from realhf.cli.planning_problem import problem_of
 from realhf.data.micro_batch import micro_batches
 from realhf.data.order import groups_of
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.lengths import USUALLY_ALIKE, alike_share, geometric, long_tail, observed
 from realhf.planner.micro_batches import mean_micro_batch

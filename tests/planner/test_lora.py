@@ -8,11 +8,11 @@ from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
 from realhf.calls import Output
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Workload

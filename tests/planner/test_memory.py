@@ -9,13 +9,13 @@ import torch
 
 from realhf.calls import Output, SamplingConfig
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.inference.sampling import sample
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_size
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_memory import CallPieces, GenerationMoments
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Problem, Workload

@@ -10,11 +10,11 @@ import pytest
 from realhf.calls import OptimizerConfig, Output
 from realhf.cluster import Cluster
 from realhf.engine.native import NativeEngine
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_group import OPEN
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, groups_of, use_of
 from realhf.planner.make import make_plan

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from realhf.cluster import Cluster, Link
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
-from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import COMPLETE, find_meshes, find_strategies, pins_outside
 from realhf.planner.make import make_plan
 from realhf.planner.memory_account import check_memory

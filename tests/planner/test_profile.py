@@ -12,10 +12,10 @@ import yaml
 from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.errors import UserError
+from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig, MoeConfig
-from realhf.plan import CallPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.links import Span

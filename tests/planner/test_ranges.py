@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.lengths import geometric
 from realhf.planner.make import make_plan

@@ -9,7 +9,7 @@ import pytest
 
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.comparisons import SearchLimits, what_if
 from realhf.planner.lengths import observed
 from realhf.planner.make import make_plan

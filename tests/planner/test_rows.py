@@ -9,13 +9,13 @@ import pytest
 from benchmarks.planner import best_edit
 from realhf.calls import Generate
 from realhf.cluster import Cluster
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.inference.kv_cache import BlockTables
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.kv_blocks import num_blocks
 from realhf.models.model_config import ModelConfig
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_cost import call_cost
 from realhf.planner.lengths import Lengths, geometric, long_tail
 from realhf.planner.make import make_plan

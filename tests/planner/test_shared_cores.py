@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.measure.shared_cores import among_neighbours
 from realhf.cluster import Cluster
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shared_cores import SharedCores

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from realhf.cluster import Cluster, Link
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.links import ContiguousLayout, Span
 from realhf.planner.make import make_plan, simulate
 from realhf.planner.problem import ModelRole, Problem, Workload

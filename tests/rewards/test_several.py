@@ -15,7 +15,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig
 from realhf.distributed.world import World
 from realhf.errors import UserError
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of
 from realhf.rewards.scoring import RewardCall, SamplesToScore
 from realhf.runtime.compile.program import compile_program

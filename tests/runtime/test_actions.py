@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from realhf.calls import OptimizerConfig
 from realhf.data.loader import Loader
 from realhf.distributed.tags import RECORD
+from realhf.execution_plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import is_sharded, model_spec
-from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.compile.actions import (
     RANK_0,
     Reallocate,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from realhf.errors import UserError
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc import schedule
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.compile.actions import parameter_specs

@@ -11,10 +11,10 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
+from realhf.execution_plan import ExecutionPlan
 from realhf.models.model_config import ModelConfig
 from realhf.models.model_flops import ModelFlops
 from realhf.models.param_spec import model_spec
-from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.meters import DEVICE_SECONDS, FLOPS, ComputeMeter, generate_flops

@@ -11,9 +11,9 @@ from realhf.algorithms.on_policy import graph_of
 from realhf.calls import Generate
 from realhf.cli.main import main
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.determinism import RECORD, record_surroundings
 from tests.cli_tools import REALHF, Command, untimed, write_experiment, write_plan

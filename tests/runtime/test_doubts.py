@@ -32,7 +32,7 @@ from realhf.algorithms.policy_loss import PolicyLoss
 from realhf.devices import half_precision
 from realhf.distributed.world import World
 from realhf.errors import UserError
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts import chats, data, held_out, models, rewards, rules, sampling, training
 from realhf.runtime.doubts.rules import warnings_of

@@ -27,7 +27,7 @@ from realhf import (
 from realhf.cli.check import derived_counts
 from realhf.cli.main import main
 from realhf.distributed.world import World
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_evaluation, compile_program
 from realhf.runtime.doubts.rules import warnings_of

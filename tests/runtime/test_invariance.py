@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED

@@ -11,7 +11,7 @@ import pytest
 
 from realhf import FunctionCall, HostFunction, SamplingConfig
 from realhf.checkpoint.run_state import Manifest
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

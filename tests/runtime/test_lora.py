@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from realhf import LoraConfig
 from realhf.checkpoint.hf import load_weights, save_weights
 from realhf.cli.overrides import override
+from realhf.execution_plan import ExecutionPlan
 from realhf.layout import Layout
 from realhf.models.param_spec import region_size
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import parameter_specs
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts.models import other_bases

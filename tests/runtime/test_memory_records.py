@@ -11,8 +11,8 @@ from realhf.checkpoint.run_state import Manifest
 from realhf.cli.program import predict_memory
 from realhf.distributed.world import World
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.inference import cache_memory
-from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import memory_lines

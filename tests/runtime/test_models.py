@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from realhf.data.loader import Loader
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.actions import Reallocate, Run
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState

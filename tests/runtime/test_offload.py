@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from realhf.calls import HostFunction, LogProbs
 from realhf.data.loader import Loader
 from realhf.distributed.group import Outbox
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext

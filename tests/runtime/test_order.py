@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.weights import model_store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf import FunctionCall, HostFunction
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task

@@ -25,8 +25,8 @@ from realhf import (
 )
 from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import DataflowGraph
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts.training import unusual_training
 from realhf.runtime.trainer import Trainer

@@ -14,10 +14,10 @@ import networkx as nx
 import pytest
 
 from realhf.calls import HostFunction
+from realhf.execution_plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.experiment import Experiment, lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.param_spec import is_sharded
-from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.compile.actions import (
     Reallocate,
     Receive,

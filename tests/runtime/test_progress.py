@@ -12,7 +12,7 @@ from rich.console import Console
 from realhf import DPO, DatasetConfig, Distillation, Evaluation, PairwiseRewardModel
 from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import World
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import Progress, fault_of, shown_columns
 from realhf.runtime.trainer import Trainer

@@ -14,8 +14,8 @@ from realhf import DatasetConfig, Evaluation, FunctionCall, HostFunction, LoraCo
 from realhf.checkpoint.run_state import Manifest, tensor_name
 from realhf.data.order import row_order
 from realhf.distributed.world import World
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import DataflowGraph
-from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer

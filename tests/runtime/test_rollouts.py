@@ -24,7 +24,7 @@ from realhf.calls import response_keys
 from realhf.data.batch import Packed
 from realhf.data.order import row_order
 from realhf.distributed.world import World
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts.rules import warnings_of

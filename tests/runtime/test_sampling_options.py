@@ -13,7 +13,7 @@ from realhf.calls import TokenLimits
 from realhf.cli.overrides import override
 from realhf.data.loader import load_tokenizer
 from realhf.distributed.world import World
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts.rules import warnings_of

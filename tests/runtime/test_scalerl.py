@@ -21,10 +21,10 @@ from realhf import (
     ScaleRL,
     scalerl_actor,
 )
-from realhf.algorithms.scalerl import CountPasses, WantedPrompts
+from realhf.algorithms.pass_rates import CountPasses, WantedPrompts
 from realhf.checkpoint.run_state import Manifest
 from realhf.data.batch import Batch
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
@@ -197,5 +197,5 @@ def test_pass_rates_count_all_visits():
     context = SimpleNamespace(run_state={"pass_rates": {"3": [9, 10], "7": [89, 100]}})
     wanted = WantedPrompts(PassRateLimit(0.9))(Batch([0, 1, 2], {"dataset_row": [7, 3, 5]}), context)
     assert wanted == {"keep": [True, False, True]}
-    with pytest.raises(ValueError, match="max_pass_rate is 0: it must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match="max_pass_rate is 0: it must be above 0 and at most 2"):
         PassRateLimit(0)

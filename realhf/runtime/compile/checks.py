@@ -24,11 +24,11 @@ from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedDataset
 from realhf.errors import UserError
+from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import check_megatron_installed
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.step_trial import checked_parts, try_step_program
 from realhf.user_input.field_types import require
@@ -92,7 +92,10 @@ def check_numbers(experiment: Experiment) -> None:
     for name in ("steps", "batch_size", "group_size", "log_every", "keep_checkpoints"):
         value = getattr(experiment, name)
         require(value >= 1, name, value, "be at least 1")
-    for name in ("eval_every", "export_every", "keep_checkpoint_every", "seed"):
+    for name in ("early_stopping", "best_by"):
+        if getattr(experiment, name) is not None and not (experiment.eval_every and experiment.eval_dataset):
+            raise ValueError(f"{name} is set: it needs an eval_dataset, and eval_every above 0")
+    for name in ("eval_every", "export_every", "keep_checkpoint_every", "keep_exports", "seed"):
         value = getattr(experiment, name)
         require(value >= 0, name, value, "not be negative")
     experiment.check_lag()

@@ -8,10 +8,10 @@ from typing import Any
 
 from realhf.calls import Generate, HostFunction, response_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import Evaluation, Experiment, Role, RolloutLog, metric_prefix, set_field
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.data.dataset import DatasetConfig
+from realhf.data.rows import count_rows
 from realhf.distributed.tags import FIRST_INPUT
+from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Experiment, Role, resolved_roles
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import (
@@ -104,6 +106,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     Without a plan, every call is split over all ranks by dp. Raises ValueError at the first fault.
     """
     checks.check_numbers(experiment)
+    experiment = with_steps(experiment)
     roles = experiment.roles()
     eval_sets = evaluation_graphs(experiment)
     checks.check_role_names(roles)
@@ -159,6 +162,21 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
     offloaded = frozenset[str]().union(*(_offloaded_roles(eval_set.graph, plan) for eval_set in eval_sets))
     program = Program(experiment, roles, eval_sets[0].graph, plan, homes, world_size, offloaded, {})
     return with_evaluations(program, eval_sets)
+
+
+def with_steps(experiment: Experiment) -> Experiment:
+    """Return the experiment with the number of its steps, if it has that of its epochs instead."""
+    epochs = experiment.dataset_epochs
+    if epochs is None:
+        return experiment
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"dataset_epochs is {epochs}: it must be above 0")
+    steps = math.ceil(epochs * count_rows(experiment.dataset) / experiment.batch_size)
+    if experiment.steps not in (steps, Experiment.steps):
+        raise ValueError(
+            f"steps is {experiment.steps} and dataset_epochs {epochs:g}, which are {steps} steps: set one of "
+            "them (`--dataset-epochs None` leaves the latter out)")
+    return replace(experiment, steps=steps)
 
 
 def _frozen(role: Role) -> Role:

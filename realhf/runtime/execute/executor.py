@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +19,10 @@ from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
 from realhf.engine.base import CallResult
 from realhf.errors import UserError, warn
+from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall, Work
 from realhf.layout import Layout
 from realhf.models.model_flops import ModelFlops
-from realhf.plan import ExecutionPlan
 from realhf.runtime.compile.actions import (
     Action,
     Reallocate,
@@ -142,6 +142,21 @@ class Executor:
         self._operation = 0
         self._waited = 0.0
         """Seconds that this rank has waited for inputs and weights since its last call."""
+
+    def call(self, name: str) -> FunctionCall:
+        """Return the call of this name as it runs now."""
+        return self._calls[name].call
+
+    def change_call(self, call: FunctionCall) -> None:
+        """Run this call from now on in the place of the one of its name."""
+        def changed(action: Action) -> Action:
+            if isinstance(action, Run) and action.call.name == call.name:
+                return replace(action, call=call)
+            return action
+
+        parts = {part: tuple(map(changed, actions)) for part, actions in self._program.parts.items()}
+        self._program = replace(self._program, parts=parts)
+        self._calls[call.name] = replace(self._calls[call.name], call=call)
 
     def begin_step(self, *, is_last: bool = False) -> None:
         """Begin a step, the last one of the run if `is_last`.

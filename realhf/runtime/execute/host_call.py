@@ -15,7 +15,7 @@ import torch
 from realhf.calls import DECISION, KEEP, HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
-from realhf.data.rows import json_form
+from realhf.data.memory_rows import json_form
 from realhf.distributed.group import peer_errors
 from realhf.distributed.world import World
 from realhf.errors import UserError, described, user_line

@@ -12,6 +12,7 @@ from realhf.user_input.files import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
 _MOVE = "move data, or wait for it"
@@ -35,7 +36,7 @@ def draw_pictures(run: Path) -> None:
         [row for _, row in read_json_lines(run / name)]
         for name in ("metrics.jsonl", "timeline.jsonl")
     )
-    _draw_curves(steps, run / "reward.png")
+    curves(steps).savefig(run / "reward.png")
     if events := of_training(events):
         _draw_timeline(events, run / "timeline.png")
 
@@ -88,13 +89,14 @@ def _held_out(metric: str, names: Sequence[str]) -> dict[str, str]:
     return {name: f"held out ({of_set})" if several else "held out" for name, of_set in found.items()}
 
 
-def _draw_curves(steps: list[dict[str, Any]], path: Path) -> None:
+def curves(steps: Sequence[Mapping[str, Any]], *, kind: type[Figure] | None = None) -> Figure:
+    """Return the figure of reward.png, an object of `kind`, for these records of metrics.jsonl."""
     from matplotlib.figure import Figure  # Imported here, as it is slow and only rank 0 draws.
     from matplotlib.ticker import MaxNLocator
 
     panels = panels_of(key for step in steps for key in step) or [Panel("", {}, {})]
     heights = [4.5, *[2.2] * (len(panels) - 1)]
-    figure = Figure(figsize=(8, sum(heights)), dpi=120)
+    figure = (kind or Figure)(figsize=(8, sum(heights)), dpi=120)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         for style, curves in (("-", panel.training), ("o--", panel.held_out)):
@@ -108,7 +110,7 @@ def _draw_curves(steps: list[dict[str, Any]], path: Path) -> None:
     grid[-1, 0].set(xlabel="step")
     grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.tight_layout()
-    figure.savefig(path)
+    return figure
 
 
 def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:

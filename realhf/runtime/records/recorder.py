@@ -17,7 +17,7 @@ import torch
 
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
-from realhf.plan import ExecutionPlan
+from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.eval_program import SHOWN
 from realhf.runtime.records.pictures import draw_pictures
 from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged

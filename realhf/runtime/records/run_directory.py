@@ -40,6 +40,16 @@ def check_run_directory(out: Path, *, option: str = "--out", resumes: bool = Fal
         raise UserError(f"{option} {out}: there is no permission to write in {nearest}")
 
 
+def require_free(out: Path, *, option: str = "--out") -> None:
+    """Raise UserError if a run that goes on writes into this directory."""
+    if (out / LOCK).exists():
+        with (out / LOCK).open("a") as file:
+            try:
+                _lock(file)
+            except BlockingIOError as error:
+                raise UserError(_is_in_use(out, option)) from error
+
+
 def _has_record(out: Path) -> bool:
     path = out / "metrics.jsonl"
     return path.is_file() and any(line.endswith(b"\n") for line in read_lines(path))
@@ -149,7 +159,7 @@ class RunDirectory:
         try:
             _lock(self._lock)
         except BlockingIOError as error:
-            raise UserError(f"--out {out} is in use by another run{_owner(out / LOCK)}") from error
+            raise UserError(_is_in_use(out, "--out")) from error
         check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
@@ -184,9 +194,10 @@ def _lock(file: TextIO) -> None:
             raise
 
 
-def _owner(lock: Path) -> str:
-    owner = _read_owner(lock)
-    return f", process {owner.get('pid')} on {owner.get('host')}" if owner else ""
+def _is_in_use(out: Path, option: str) -> str:
+    owner = _read_owner(out / LOCK)
+    who = f", process {owner.get('pid')} on {owner.get('host')}" if owner else ""
+    return f"{option} {out} is in use by another run{who}"
 
 
 def _read_owner(lock: Path) -> dict[str, Any]:

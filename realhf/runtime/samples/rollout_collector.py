@@ -240,10 +240,11 @@ def rows_of_run(
 
     def row_of(prompt: int) -> int | None:
         part, number = (0, prompt) if counts is None else mixture_position(prompt, counts, seed=seed)
-        shuffle = config.parts[part].shuffle
+        own = config.parts[part]
         if not sizes[part]:
             return None
-        (index,) = row_order(sizes[part], start=number, count=1, seed=seed, shuffle=shuffle)
+        (index,) = row_order(
+            sizes[part], start=number, count=1, seed=seed, shuffle=own.shuffle, replacement=own.replacement)
         return starts[part] + index
 
     return lambda prompts: [row_of(prompt) for prompt in prompts]

@@ -1,0 +1,136 @@
+"""realhf from Python: run, check, evaluate and load, with functions that no file has."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import realhf
+from realhf.python import save_experiment
+from realhf.user_input.files import code_fingerprints, execute_file
+from tests.cli_tools import REALHF, Command, read_jsonl, untimed
+from tests.runtime.tiny import make_experiment, write_task
+
+CELL = '''
+WEIGHT = 0.5
+
+def shorter(text):
+    return WEIGHT / (1 + len(text))
+
+def score(completions, completion_ids):
+    return [sum(ids) % 7 / 7 + shorter(text) for ids, text in zip(completion_ids, completions)]
+'''
+
+
+def cell(text: str = CELL) -> dict[str, Any]:
+    """Execute a text as notebooks do: its functions are those of `__main__`, and no file has them."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "<cell 1>", "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def experiment(task: Path, text: str = CELL, **changes: Any) -> Any:
+    """GRPO on the tiny task, whose rewards and rows are in memory alone."""
+    changes = {"dataset": rows_of(task / "data.jsonl")} | changes
+    return make_experiment("grpo", task, reward_function=cell(text)["score"], checkpoint_every=1, **changes)
+
+
+def interrupt_after(directory: Path, step: int) -> None:
+    """Interrupt this process as soon as a run has recorded a step."""
+    metrics = directory / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step + 1:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_is_started_interrupted_and_continued(task, tmp_path, capfd):
+    of_file = realhf.DatasetConfig(str(task / "data.jsonl"))
+    whole = realhf.run(experiment(task, dataset=of_file), out=tmp_path / "whole")
+    assert re.fullmatch(
+        rf"run {whole.directory}: 3 of 3 steps, reward/mean [\d.]+ -> [\d.]+, eval/score [\d.]+ -> [\d.]+, "
+        "model in hf/step_3", repr(whole))
+    half = tmp_path / "half"
+    threading.Thread(target=interrupt_after, args=(half, 1), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt, match="run .*half: . of 3 steps"):
+        realhf.run(experiment(task), out=half)
+    assert f"to continue: realhf run {half}/experiment.py --resume --out {half}" in capfd.readouterr().err
+    assert not realhf.load(half).summary
+    resumed = realhf.run(experiment(task), out=half, resume=True)
+    assert "has changed" not in capfd.readouterr().err
+    assert untimed(half / "metrics.jsonl") == untimed(whole.directory / "metrics.jsonl")
+    frame = resumed.metrics
+    assert list(frame.index) == [0, 1, 2, 3]
+    assert frame["reward/mean"].iloc[-1] == read_jsonl(half / "metrics.jsonl")[-1]["reward/mean"]
+    assert {"prompt", "completion", "score"} <= set(resumed.rollouts.columns)
+    assert len(resumed.evaluation()) == 10
+    assert [axes.get_title(loc="left") for axes in resumed.plot().axes] == ["mean reward"]
+    ids = torch.tensor([[3, 4, 5]])
+    logits = [run.model()(input_ids=ids).logits for run in (whole, resumed)]
+    assert torch.equal(*logits)
+    assert resumed.tokenizer()("1+1")["input_ids"] == [3, 12, 3]
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed_and_continued_on_rows_in_memory(task, tmp_path):
+    of_file = realhf.DatasetConfig(str(task / "data.jsonl"))
+    whole = realhf.run(experiment(task, dataset=of_file, steps=6), nproc=2, out=tmp_path / "whole")
+    half = tmp_path / "half"
+    threading.Thread(target=interrupt_after, args=(half, 1), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        realhf.run(experiment(task, steps=6), nproc=2, out=half)
+    code, _, err = Command(*REALHF, "run", half / "experiment.py", "--resume").finish()
+    assert code == 0, err
+    assert untimed(half / "metrics.jsonl") == untimed(whole.directory / "metrics.jsonl")
+
+
+def fingerprints(task: Path, path: Path, text: str = CELL) -> dict[str, str]:
+    """What a process finds that executes the file of an experiment."""
+    path.parent.mkdir(exist_ok=True)
+    save_experiment(experiment(task, text), path)
+    name = f"realhf_experiment_{path.stem}"
+    try:
+        execute_file(path, name=name)
+        return code_fingerprints()[path.name]
+    finally:
+        del sys.modules[name]
+
+
+def test_fingerprints_of_functions_without_a_file(task, tmp_path):
+    first = fingerprints(task, tmp_path / "mine.py")
+    assert set(first) == {"WEIGHT", "score", "shorter"}
+    assert fingerprints(task, tmp_path / "mine.py", "\n# Moved.\n" + CELL) == first
+    edits = (("0.5", "0.25", "WEIGHT"), ("% 7", "% 5", "score"), ("(1 +", "(2 +", "shorter"))
+    for before, after, name in edits:
+        changed = fingerprints(task, tmp_path / "mine.py", CELL.replace(before, after))
+        assert {key for key in first if first[key] != changed[key]} == {name}
+
+
+def test_mistakes_are_one_sentence(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(realhf.UserError, match="^experiment: batch_size is 0: it must be "):
+        realhf.check(experiment(task, batch_size=0))
+    with pytest.raises(realhf.UserError, match="cannot be saved .*let them open these when they run"):
+        realhf.check(experiment(task, CELL.replace("0.5", "__import__('threading').Lock()")))
+    with pytest.raises(realhf.UserError, match="resume needs out"):
+        realhf.run(experiment(task), resume=True)
+    with pytest.raises(realhf.UserError, match="no run directory"):
+        realhf.load(tmp_path)
+    with pytest.raises(realhf.UserError, match="unknown override '--learning-rate'"):
+        realhf.run(experiment(task), out="run", learning_rate=1e-3)
