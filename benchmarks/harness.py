@@ -140,7 +140,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of a benchmark: `value` is at least `at_least`, or at most `at_most`, whichever is given."""
+    """A goal of a benchmark: `value` is at least `at_least` and at most `at_most`, as far as they are given."""
 
     what: str
     value: float
@@ -170,7 +170,8 @@ def report(document: dict[str, Any], *, tables: Sequence[Table], goals: Sequence
         verdicts = Table("goal", "wanted", "measured", "", title="Goals")
         for goal in goals:
             verdict = "[green]met" if goal.met else "[red]missed"
-            wanted = f">= {goal.at_least:.2f}" if goal.at_least is not None else f"<= {goal.at_most:.2f}"
+            ends = ((">=", goal.at_least), ("<=", goal.at_most))
+            wanted = ", ".join(f"{sign} {end:.2f}" for sign, end in ends if end is not None)
             verdicts.add_row(goal.what, wanted, f"{goal.value:.2f}", verdict)
         console.print(verdicts)
         console.print("  ".join(f"{key}: {value}" for key, value in document["machine"].items()))
