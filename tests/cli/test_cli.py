@@ -848,7 +848,7 @@ def test_every_field_is_explained(tmp_path, call, monkeypatch, kind):
     code, out, _ = call("run", tmp_path / "mine.py", "--help")
     assert code == 0
     lines = [line.strip("│ ") for line in out.split("\nusage: ")[0].splitlines()]
-    explained = {line: below for line, below in pairwise(lines) if re.match(r"--\w", line)}
+    explained = {line: below for line, below in pairwise(lines) if re.match(r"--\w[\w.-]*(\s|$)", line)}
     assert len(explained) > 30
     assert [line for line, below in explained.items() if below.startswith(("--", "("))] == []
     assert "--actor.lora.rank INT" in explained or "--reward.lora.rank INT" in explained
