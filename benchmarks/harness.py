@@ -140,7 +140,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of a benchmark: `value` is at least `at_least` and at most `at_most`, as far as they are given."""
+    """A goal of a benchmark: `value` is at least `at_least` and at most `at_most`, where given."""
 
     what: str
     value: float

@@ -1,11 +1,11 @@
-"""Published steps of NeMo RL v0.4 and v0.6, and what its engine does in a step, counted from code and recipes.
+"""Published steps of NeMo RL v0.4 and v0.6, and what its engine does, counted from its code and recipes.
 
-Rows: docs/about/performance-summary.md of github.com/NVIDIA-NeMo/RL, releases 0.4 and 0.6 (DGX-H100, bf16, GRPO
-on OpenMathInstruct-2). Limits and group sizes that the page leaves out:
+Rows: docs/about/performance-summary.md of github.com/NVIDIA-NeMo/RL, releases 0.4 and 0.6 (DGX-H100, bf16,
+GRPO on OpenMathInstruct-2). Limits and group sizes that the page leaves out:
 examples/configs/recipes/llm/performance at tag v0.4.0, on top of examples/configs/grpo_math_1B.yaml.
 
-The constants stand on v0.4; nothing was set for a row of v0.6. The engine is described as that of v0.4 for both:
-the same layout became 4 to 38 % faster between the releases, without a change of machine.
+The constants stand on v0.4; nothing was set for a row of v0.6. The engine is described as that of v0.4 for
+both: the same layout became 4 to 38 % faster between the releases, without a change of machine.
 """
 
 from dataclasses import replace

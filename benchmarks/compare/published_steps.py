@@ -205,11 +205,11 @@ def full_batch_seconds(
 def step_seconds(row: PublishedStep, parts: dict[str, float]) -> float:
     """Return the peer's step: parts one after the other; with a lag, generation beside the rest.
 
-    With a lag (nemo_rl/algorithms/async_utils.py), a batch is begun when the weights before the last are there,
-    so two steps hold a batch, a training and two transfers of weights, which stop the generator without
-    ending its rows (`in_flight_weight_updates` of all these recipes). A batch's first rows run beside the last
-    ones of the batch before, and at most as many as one batch has: the generator's own limit is that it is
-    always full.
+    With a lag (nemo_rl/algorithms/async_utils.py), a batch is begun when the weights before the last are
+    there, so two steps hold a batch, a training and two transfers of weights, which stop the generator
+    without ending its rows (`in_flight_weight_updates` of all these recipes). A batch's first rows run beside
+    the last ones of the batch before, and at most as many as one batch has: the generator's own limit is that
+    it is always full.
     """
     if not row.is_lagged:
         return sum(parts.values())
