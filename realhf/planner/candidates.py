@@ -55,7 +55,7 @@ _NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves the
 _LARGEST_MICRO_BATCH = 1 << 17
 _PRICED = 18  # The numbers of rows that are priced in a layout, from the largest that fits on.
 _STEPS = 4  # The numbers of rows between some and twice as many.
-_EQUAL_WAVES = 8  # Among them are those with which all slots start up to so many rows each.
+_EQUAL_WAVES = 12  # Among them are those with which all slots start up to so many rows each.
 PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
 PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
 
@@ -318,14 +318,18 @@ def row_numbers(work: Workload, strategy: ParallelStrategy) -> list[int]:
     """Return the rising numbers of rows for which candidates have seconds and bytes, equally many in all
     layouts, so that some may be equal. The last one is `most_rows`."""
     samples = _most_samples(work, strategy)
-    return [min(work.max_rows, math.ceil(samples / waves)) for waves in _waves(_most_samples(work, None))]
+    waves = _waves(_most_samples(work, None))
+    numbers = [math.ceil(samples / n) for n in waves]
+    if work.lengths.all_equal:  # With one row less than in equal waves, there is a further wave.
+        numbers += [max(1, n - 1) for n, of in zip(numbers, waves, strict=True) if of <= _EQUAL_WAVES]
+    return sorted(min(work.max_rows, n) for n in numbers)
 
 
 @lru_cache(maxsize=64)
 def _waves(samples: int) -> tuple[float, ...]:
-    """Return falling numbers of waves in which so many samples may run, up to one row at once."""
+    """Return numbers of waves in which so many samples may run, up to one row at once."""
     most = _STEPS * (samples - 1).bit_length()
-    return tuple(sorted({*range(1, _EQUAL_WAVES + 1), *(2 ** (i / _STEPS) for i in range(most + 1))})[::-1])
+    return tuple(sorted({*range(1, _EQUAL_WAVES + 1), *(2 ** (i / _STEPS) for i in range(most + 1))}))
 
 
 def _most_samples(work: Workload, strategy: ParallelStrategy | None) -> int:
