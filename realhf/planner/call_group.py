@@ -33,9 +33,9 @@ from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 
-_LEVELS = 128
 OPEN = -1
 """The choice of a group about which nothing is decided yet."""
+_LEVELS = 128  # The amounts of room for which meshes have the least seconds of a generation.
 
 
 def placeholder_ranks(owner: int) -> range:

@@ -215,8 +215,10 @@ def test_a_plan_oversubscribes_its_cache_and_is_faster_than_with_full_lengths():
 
 
 def test_the_rows_of_equal_lengths_are_the_most_that_fit():
-    """Without a limit of rows, one more row would not fit, or is of no use."""
+    """Without a limit of rows, one more row would not fit, or is of no use. The search knows that fewer rows
+    than those of equal waves take one wave more, so it soon comes to its end."""
     found = planned(rl_problem(Lengths(np.ones(6000)), samples=512))
+    assert found.result.gap < 0.01
     plan = found.plan["actor_generate"]
     assert plan.kv_cache_gib is None
     for rows in range(1, 65):
@@ -230,11 +232,13 @@ def test_the_rows_of_equal_lengths_are_the_most_that_fit():
     (LONG, 30), (Lengths(np.ones(4096)), 30),
     pytest.param(LONG, 200, marks=pytest.mark.slow), pytest.param(GEOMETRIC, 200, marks=pytest.mark.slow)])
 def test_no_edit_beats_the_bound(lengths, number):
-    """Random rows, caches and micro-batches of a plan. (The sizes of micro-batches that are enumerated may
-    miss the best one by little.)"""
+    """Random rows and caches of a plan, then micro-batches, too. The sizes of these are a list, and one
+    between two of them may be better by little."""
     found = planned(rl_problem(lengths))
-    best = best_edit(found, number=number, seed=1)
-    assert best is not None and best[0] >= found.result.lower_bound_seconds * (1 - 1e-3)
+    bound = found.result.lower_bound_seconds
+    for micro_batches, close in ((False, 1e-6), (True, 5e-3)):
+        best = best_edit(found, number=number, seed=1, micro_batches=micro_batches)
+        assert best is not None and best[0] >= bound * (1 - close)
 
 
 def test_rows_of_a_plan_without_any_follow_from_its_memory():
