@@ -473,8 +473,8 @@ def ablation_table(found: Sequence[tuple[Scenario, dict[str, Searched]]]) -> Tab
 # Edits of plans by hand
 
 
-def edited(planned: Planned, rng: random.Random) -> ExecutionPlan:
-    """Return the plan with other micro-batches, rows and caches in some of its calls."""
+def edited(planned: Planned, rng: random.Random, *, micro_batches: bool = True) -> ExecutionPlan:
+    """Return the plan with other rows and caches, and other `micro_batches`, in some of its calls."""
     problem = planned.problem
     calls = dict(planned.plan.calls)
     for call in problem.model_calls:
@@ -486,18 +486,20 @@ def edited(planned: Planned, rng: random.Random) -> ExecutionPlan:
             rows = rng.choice([plan.max_rows or work.max_rows, round(2 ** rng.uniform(0, 9))])
             gib = rng.choice([None, plan.kv_cache_gib, round(2 ** rng.uniform(0, 6), 3)])
             calls[call.name] = replace(plan, max_rows=min(rows, work.max_rows), kv_cache_gib=gib)
-        else:
+        elif micro_batches:
             tokens = round(plan.micro_batch_tokens * 2 ** rng.uniform(-3, 3))
             calls[call.name] = replace(plan, micro_batch_tokens=max(1, tokens))
     return replace(planned.plan, calls=calls)
 
 
-def best_edit(planned: Planned, *, number: int, seed: int = 0) -> tuple[float, ExecutionPlan] | None:
+def best_edit(
+    planned: Planned, *, number: int, seed: int = 0, micro_batches: bool = True
+) -> tuple[float, ExecutionPlan] | None:
     """Return the shortest step of random edits of a plan that fit, and the plan; None if none fits."""
     rng = random.Random(seed)
     best = None
     for _ in range(number):
-        plan = edited(planned, rng)
+        plan = edited(planned, rng, micro_batches=micro_batches)
         if check_memory(planned.problem, plan).fits:
             seconds = predict(planned.problem, planned.space.rates, plan).step_seconds
             if best is None or seconds < best[0]:

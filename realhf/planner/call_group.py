@@ -18,7 +18,15 @@ from realhf.cluster import Cluster
 from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
-from realhf.planner.candidates import PLACES, HeldBytes, Variant, find_meshes, find_variants, is_no_worse
+from realhf.planner.candidates import (
+    PLACES,
+    HeldBytes,
+    RowAxis,
+    Variant,
+    find_meshes,
+    find_variants,
+    is_no_worse,
+)
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
 from realhf.planner.deadline import Deadline
 from realhf.planner.links import ContiguousLayout, ranks_per_host
@@ -27,6 +35,7 @@ from realhf.planner.rates import Rates
 
 OPEN = -1
 """The choice of a group about which nothing is decided yet."""
+_LEVELS = 128  # The amounts of room for which meshes have the least seconds of a generation.
 
 
 def placeholder_ranks(owner: int) -> range:
@@ -44,37 +53,55 @@ class Candidate(NamedTuple):
     variants: tuple[Variant, ...]
 
 
-class RowTable(NamedTuple):
-    """Seconds and bytes of a generation of a group by the numbers of its rows (see `RowAxis`), for each of
-    some variants. `of_choice` has the variant of each choice of the group."""
+class RowTable:
+    """Seconds and bytes of a generation of a group by the numbers of its rows (see `RowAxis`).
 
-    column: int
-    of_choice: np.ndarray
-    seconds: np.ndarray
-    num_bytes: np.ndarray
+    `variants` has the row of the tables for each candidate. A mesh, whose candidates differ in both, has the
+    least seconds of any of them for each of `_LEVELS` amounts of room.
+    """
 
-    def with_meshes(self, by_mesh: Sequence[np.ndarray]) -> "RowTable":
-        """Return a table with the choices of `CallGroup.with_open_choices`: a mesh has the least of its
-        candidates, and the last choice the least of all."""
-        parts = [self.of_choice[on_mesh] for on_mesh in by_mesh]
-        parts.append(self.of_choice)
-        seconds, num_bytes = (
-            np.stack([array[np.unique(part)].min(axis=0) for part in parts])
-            for array in (self.seconds, self.num_bytes))
-        further = len(self.seconds) + np.arange(len(parts))
-        return RowTable(
-            self.column, np.append(self.of_choice, further), np.concatenate([self.seconds, seconds]),
-            np.concatenate([self.num_bytes, num_bytes]))
+    def __init__(
+        self, column: int, variants: np.ndarray, axes: Sequence[RowAxis], by_mesh: Sequence[np.ndarray]
+    ) -> None:
+        """Set up the table of the call in this column of the group."""
+        self.column = column
+        self._variants = variants
+        self._seconds = np.stack([axis.seconds_G for axis in axes])
+        self._num_bytes = np.stack([axis.by_place_GP for axis in axes])
+        self._most = float(self._num_bytes[np.isfinite(self._num_bytes)].max(initial=1.0))
+        self._by_mesh = by_mesh
+
+    @cached_property
+    def _least(self) -> np.ndarray:
+        """The least seconds in each mesh, and of all candidates, at each place and level of room."""
+        known: dict[bytes, np.ndarray] = {}
+        rooms = np.arange(1, _LEVELS + 1) / _LEVELS * self._most
+        for part in (parts := [*self._by_mesh, np.arange(len(self._variants))]):
+            some = np.unique(self._variants[part])
+            if some.tobytes() not in known:
+                of_variants = [
+                    self._seconds[v][np.minimum(
+                        (self._num_bytes[v][..., None] <= rooms).sum(axis=0), self._seconds.shape[1] - 1)]
+                    for v in some]
+                known[some.tobytes()] = np.min(of_variants, axis=0)
+        return np.stack([known[np.unique(self._variants[part]).tobytes()] for part in parts])
 
     def least_seconds(self, choices: np.ndarray, place: np.ndarray, room: np.ndarray) -> np.ndarray:
         """Return the least seconds of the rows that fit in `room` bytes at a place, for some choices.
 
         If so many rows fit, and the next number does not, there may be any number of rows in between.
         """
-        number = self.of_choice[choices]
-        fits = self.num_bytes[number, :, place] <= room[:, None]  # Rising in the number of rows.
+        least = np.empty(len(choices))
+        is_candidate = (choices >= 0) & (choices < len(self._variants))
+        of_one = np.flatnonzero(is_candidate)
+        variant = self._variants[choices[of_one]]
+        fits = self._num_bytes[variant, :, place[of_one]] <= room[of_one, None]
         index = np.minimum(fits.sum(axis=1), fits.shape[1] - 1)
-        least: np.ndarray = self.seconds[number, index]
+        least[of_one] = self._seconds[variant, index]
+        of_mesh = np.flatnonzero(~is_candidate)
+        level = np.ceil(room[of_mesh] / self._most * _LEVELS - 1).clip(0, _LEVELS - 1).astype(int)
+        mesh = np.where(choices[of_mesh] < 0, -1, choices[of_mesh] - len(self._variants))
+        least[of_mesh] = self._least[mesh, place[of_mesh], level]
         return least
 
 
@@ -139,8 +166,8 @@ class CallGroup:
         for number in range(len(self.calls)):
             axes = [some[number].rows for _, some in distinct.values()]
             if any(axis is not None for axis in axes):
-                seconds, num_bytes = (np.stack([axis[i] for axis in axes if axis]) for i in range(2))
-                self.row_tables.append(RowTable(number, rows, seconds, num_bytes))
+                known = [axis for axis in axes if axis is not None]
+                self.row_tables.append(RowTable(number, rows, known, self.by_mesh))
 
     def call_plans(self, index: int) -> list[CallPlan]:
         """Return the plan of each call under a candidate."""
@@ -218,7 +245,6 @@ class CallGroup:
                 setattr(extended_group, name, extended(getattr(self, name)))
             copied = [extended(array) for array in getattr(self, f"{prefix}copied")]
             setattr(extended_group, f"{prefix}copied", copied)
-        extended_group.row_tables = [table.with_meshes(self.by_mesh) for table in self.row_tables]
         return extended_group
 
 

@@ -53,7 +53,9 @@ _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positio
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 _NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves them.
 _LARGEST_MICRO_BATCH = 1 << 17
-_PRICED = 8  # The numbers of rows that are priced in a layout, from the largest that fits on.
+_PRICED = 18  # The numbers of rows that are priced in a layout, from the largest that fits on.
+_STEPS = 4  # The numbers of rows between some and twice as many.
+_EQUAL_WAVES = 12  # Among them are those with which all slots start up to so many rows each.
 PARTS = 8  # The most parts into which the ranks of a layout are cut, in the order of pipeline stages.
 PLACES = 2 * PARTS  # The places of a layout: any rank of each part, then the first rank of each part.
 
@@ -312,17 +314,33 @@ def _fitting(
 # Rows of a generation
 
 
-def row_numbers(work: Workload) -> list[int]:
-    """Return the numbers of rows for which candidates have seconds and bytes: powers of two, the means of
-    neighbouring ones, and the most."""
-    powers = [1 << i for i in range(work.max_rows.bit_length())]
-    return sorted({*powers, *(3 * n // 2 for n in powers if 3 * n // 2 < work.max_rows), work.max_rows})
+def row_numbers(work: Workload, strategy: ParallelStrategy) -> list[int]:
+    """Return the rising numbers of rows for which candidates have seconds and bytes, equally many in all
+    layouts, so that some may be equal. The last one is `most_rows`."""
+    samples = _most_samples(work, strategy)
+    waves = _waves(_most_samples(work, None))
+    numbers = [math.ceil(samples / n) for n in waves]
+    if work.lengths.all_equal:  # With one row less than in equal waves, there is a further wave.
+        numbers += [max(1, n - 1) for n, of in zip(numbers, waves, strict=True) if of <= _EQUAL_WAVES]
+    return sorted(min(work.max_rows, n) for n in numbers)
+
+
+@lru_cache(maxsize=64)
+def _waves(samples: int) -> tuple[float, ...]:
+    """Return numbers of waves in which so many samples may run, up to one row at once."""
+    most = _STEPS * (samples - 1).bit_length()
+    return tuple(sorted({*range(1, _EQUAL_WAVES + 1), *(2 ** (i / _STEPS) for i in range(most + 1))}))
+
+
+def _most_samples(work: Workload, strategy: ParallelStrategy | None) -> int:
+    """Return the most rows of a rank, if none ends before its last round; None: of a rank on its own."""
+    dp, cp = (1, 1) if strategy is None else (strategy.dp, strategy.cp)
+    return work.rounds * -(-work.most_samples("generate", dp) // cp)
 
 
 def most_rows(work: Workload, strategy: ParallelStrategy) -> int:
     """Return the most rows of a rank that decode at once if the memory suffices."""
-    samples = work.most_samples("generate", strategy.dp)
-    return min(work.max_rows, work.rounds * -(-samples // strategy.cp))
+    return min(work.max_rows, _most_samples(work, strategy))
 
 
 def rank_rows(problem: Problem, planned: PlannedCall, call_plan: CallPlan) -> RankRows:
@@ -352,26 +370,24 @@ def _generations(
     and as much memory as one row.
     """
     planned = problem.planned(call)
-    work = planned.workload
-    numbers = row_numbers(work)
-    most = most_rows(work, layout.strategy)
     if (room := _room(problem, call, layout)) is None:
         return
     if has_pinned_rows(problem, call):
         yield from _with_pinned_rows(problem, call, layout, room, cost_of)
         return
+    numbers = row_numbers(planned.workload, layout.strategy)
+    distinct = sorted(set(numbers))
     needs: dict[int, list[float]] = {}  # By the index of the number.
-    for index in reversed(range(len(numbers))):
-        if index and (numbers[index - 1] >= most or len(needs) >= _PRICED):
+    for index in reversed(range(len(distinct))):
+        if index and len(needs) >= _PRICED:
             continue
-        rows = min(numbers[index], most)
-        call_plan = _with_least_cache(problem, planned, layout, rows)
+        call_plan = _with_least_cache(problem, planned, layout, distinct[index])
         found = running_bytes(problem, call, call_plan, room.states, at_most=room.at_most)
         if found is not None:
             needs[index] = found
     if 0 not in needs:
         return
-    one = _with_least_cache(problem, planned, layout, 1)
+    one = _with_least_cache(problem, planned, layout, distinct[0])
     priced = sorted(needs)
     for offload in room.offloads:
         all_bytes = candidate_memory(
@@ -382,8 +398,9 @@ def _generations(
         if 0 not in fitting:
             continue
         at_one = replace(one, offload=offload)
-        axis, least = _row_axis(at_one, numbers, most, fitting, cost_of)
-        yield at_one, least, fitting[0], axis
+        axis, least = _row_axis(at_one, distinct, fitting, cost_of)
+        which = np.searchsorted(distinct, numbers)
+        yield at_one, least, fitting[0], RowAxis(*(array[which] for array in axis))
 
 
 def has_pinned_rows(problem: Problem, call: FunctionCall) -> bool:
@@ -398,7 +415,7 @@ def _with_pinned_rows(
     work = problem.workloads[call.name]
     (call_plan,) = _pinned(problem, call, [CallPlan(layout, max_rows=most_rows(work, layout.strategy))])
     needs = running_bytes(problem, call, call_plan, room.states, at_most=room.at_most)
-    count = len(row_numbers(work))
+    count = len(row_numbers(work, layout.strategy))
     for offload in room.offloads if needs is not None else ():
         (memory,) = candidate_memory(problem, call, room.states, np.array([needs]), offload=offload)
         if memory.alone <= available_bytes(problem.cluster):
@@ -411,8 +428,7 @@ def _with_pinned_rows(
 
 
 def _row_axis(
-    call_plan: CallPlan, numbers: list[int], most: int, fitting: dict[int, "CandidateMemory"],
-    cost_of: _Prices,
+    call_plan: CallPlan, numbers: list[int], fitting: dict[int, "CandidateMemory"], cost_of: _Prices
 ) -> tuple[RowAxis, CallCost]:
     """Return the axis of a generation, given the memory of some of the numbers of rows that fit, by index;
     and the least cost.
@@ -421,25 +437,20 @@ def _row_axis(
     """
     last = max(fitting)
     first = min(set(fitting) - {0}, default=0)
-    costs: dict[int, CallCost] = {}
-    for index in range(first, min(last + 2, len(numbers))):
-        costs[index] = cost_of(replace(call_plan, max_rows=min(numbers[index], most), kv_cache_gib=None))
-        if numbers[index] >= most:
-            break
+    costs = {
+        index: cost_of(replace(call_plan, max_rows=numbers[index], kv_cache_gib=None))
+        for index in range(first, min(last + 2, len(numbers)))}
     one = fitting[0]
     seconds = np.full(len(numbers), costs[first].seconds)
     by_place = np.full((len(numbers), PLACES), np.inf)
     by_stage = np.full((len(numbers), len(one.by_stage)), np.inf)
     by_place[: first + 1] = one.by_place.call
     by_stage[: first + 1] = one.by_stage
-    for index in range(first, len(numbers)):
+    for index in range(first + 1, len(numbers)):
         seconds[index] = min(costs.get(index, costs[max(costs)]).seconds, seconds[index - 1])
-        if index in fitting:
-            by_place[index] = fitting[index].by_place.call
-            by_stage[index] = fitting[index].by_stage
-    if last in costs and numbers[last] >= most:
-        by_place[last:] = by_place[last]
-        by_stage[last:] = by_stage[last]
+    for index in set(fitting) - {0}:
+        by_place[index] = fitting[index].by_place.call
+        by_stage[index] = fitting[index].by_stage
     at_least_place, at_least_stage = (
         np.minimum.accumulate(array[::-1])[::-1] for array in (by_place, by_stage))
     return RowAxis(seconds, at_least_place, at_least_stage), min(costs.values(), key=lambda c: c.seconds)

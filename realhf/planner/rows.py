@@ -25,9 +25,12 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.slowest_replica import PeakContext, Rollout, peak_context
 
 SAFE = 3.0
-"""Standard deviations of the tokens of all rows with room for which hardly any row restarts."""
+"""Standard deviations of the tokens of all rows with room for which so few rows restart that they count as
+none."""
 _RESTARTED_SHARE = 0.25
 """Tokens that a restarted row has drawn, relative to those of the mean running row."""
+_MOST_LACKING = 2 / 3
+"""If the cache lacks so large a share of the tokens of all rows, some wait nearly all the time."""
 _MANY = 4
 """With so many times as many rows as slots, some wait nearly all the time."""
 GIB = 1 << 30
@@ -122,7 +125,7 @@ class RankRows:
 
     @cached_property
     def safe_tokens(self) -> float:
-        """Tokens of a cohort's cache with which hardly any row restarts."""
+        """Tokens of a cohort's cache in which all slots have rows; further tokens are of no use."""
         if self.reserves_all:
             return self.whole_tokens
         tokens = self._peak.of(self.slots, deviations=SAFE) + self._shared_tokens(self.slots)
@@ -204,24 +207,32 @@ class RankRows:
         The tokens of all rows are taken to be normally distributed. If the cache is too small for rows of
         which none waits, those that restart take the places of others that end, as waiting rows would.
         """
-        if self.limit_tokens >= self.whole_tokens:
+        if self.limit_tokens >= self.safe_tokens:
             return float(self.slots)
         if self.reserves_all:
             return float(largest(self.slots, lambda rows: self._whole(rows) <= self.limit_tokens) or 1)
         spread, spare = self._spread_and_spare
         z = spare / spread
         lacking = spread * _NORMAL.pdf(z) - spare * _NORMAL.cdf(-z)
-        if_none_waits = min(float(self.slots), max(1.0, self.slots - lacking / self._peak.mean))
+        needed = self.limit_tokens - spare
+        if_none_waits = self._rows_with(needed - lacking, self._peak.mean)
         while_some_wait = self._peak_of(max(self.samples, _MANY * self.slots)).mean
-        room = self.limit_tokens - self._shared_tokens(self.slots)
-        if_some_wait = min(if_none_waits, max(1.0, room / while_some_wait))
-        share = min(1.0, max(0.0, -2 * spare / (self.slots * self._peak.mean)))
+        if_some_wait = min(if_none_waits, self._rows_with(self.limit_tokens, while_some_wait))
+        share = min(1.0, max(0.0, -spare / needed / _MOST_LACKING))
         return float(if_none_waits ** (1 - share) * if_some_wait**share)
+
+    def _rows_with(self, tokens: float, per_row: float) -> float:
+        """Return how many rows have so many tokens in all, if each has `per_row` besides those it shares."""
+        group = self.work.samples_per_prompt
+        of_prompt = (self._shared_blocks + 1) * self._block_size * (group > 1)
+        if_all_prompts_begin = (tokens - -(-self.samples // group) * of_prompt) / per_row
+        rows = max(tokens / (per_row + 2 * of_prompt / group), if_all_prompts_begin)
+        return min(float(self.slots), max(1.0, rows))
 
     @cached_property
     def restarted_tokens(self) -> float:
         """Tokens that are computed again for each row, on average."""
-        if self.limit_tokens >= self.whole_tokens or self.reserves_all:
+        if self.limit_tokens >= self.safe_tokens or self.reserves_all:
             return 0.0
         spread, spare = self._spread_and_spare
         drawn = max(0.0, self._peak.mean - self._own_prompt)

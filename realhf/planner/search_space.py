@@ -187,9 +187,10 @@ class SearchSpace:
         room = self.memory.account.room_for(planned, plans)
         best = SettledCall(at_one, self._cost(position, at_one))
         whole = largest(most, lambda rows: room(replace(at_one, max_rows=rows, kv_cache_gib=None)) >= 0)
-        equal = -(-most // -(-most // whole)) if whole else 1  # In as many waves as with `whole` rows.
-        fewer = [n for n in row_numbers(work) if n < most]
-        for rows in dict.fromkeys(filter(None, (whole, equal, *[n for n in fewer if n < whole][-1:]))):
+        samples = rank_rows(self.problem, planned, at_one).all_samples
+        equal = -(-samples // -(-samples // whole)) if whole else 1  # In as many waves as with `whole` rows.
+        fewer = [n for n in sorted(set(row_numbers(work, at_one.layout.strategy))) if n < most]
+        for rows in dict.fromkeys(filter(None, (whole, equal, *[n for n in fewer if n < whole][-2:]))):
             best = self._better(best, position, replace(at_one, max_rows=rows, kv_cache_gib=None))
         if whole == most:
             return best

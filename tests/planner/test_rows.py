@@ -46,7 +46,7 @@ def scheduled(lengths, *, slots, blocks, size):
         tables.advance()
         prefilled += sum(chunk.stop - chunk.start for chunk in step.chunks)
         made[step.samples] += 1
-        scheduler.update(made[step.samples] >= lengths[step.samples])
+        scheduler.count(made[step.samples] >= lengths[step.samples])
         num_steps += 1
     assert (made == lengths).all()
     return num_steps, prefilled / len(lengths) - PROMPT
@@ -65,40 +65,55 @@ def rank_rows(lengths, *, samples, slots, blocks=None):
 @pytest.mark.parametrize("lengths", [GEOMETRIC, TAIL], ids=["geometric", "long tail"])
 @pytest.mark.parametrize("samples, slots", [(192, 16), (192, 48), (48, 48)])
 def test_rows_and_restarts_are_those_of_the_scheduler(lengths, samples, slots):
-    """The steps within 15 %, in caches from those in which no row restarts to half of what is needed on
-    average; the tokens computed again within a half of a row's mean."""
+    """The steps within 15 %, relative to those in a cache of full lengths, in caches from those in which no
+    row restarts to half of what is needed on average; the tokens computed again within a half of a row's
+    mean."""
     whole = rank_rows(lengths, samples=samples, slots=slots)
     size = whole._block_size
     mean = whole._peak.of(slots, deviations=0.0)
-    drawn = [np.maximum(1, lengths.draw(np.random.default_rng(seed), samples)) for seed in range(3)]
+    drawn = np.maximum(1, lengths.draw(np.random.default_rng(0), (4, samples)))
+
+    def measured(blocks):
+        found = [scheduled(some, slots=slots, blocks=blocks, size=size) for some in drawn]
+        return np.mean(found, axis=0)
+
+    def predicted(held):
+        steps = decode_steps(Rollout(lengths, 1, samples, held, 1, False, 1))
+        return steps.of_mean(np.ones(len(steps.rows_K)))
+
+    fewest, _ = measured(int(whole.whole_tokens // size))
+    assert predicted(slots) == pytest.approx(fewest, rel=0.2)  # Draws differ by their longest row.
     for tokens in (whole.safe_tokens, mean, 0.8 * mean, 0.5 * mean):
         assert tokens < whole.whole_tokens
         blocks = max(int(tokens // size), num_blocks(PROMPT + LIMIT, size) + 1)
         rows = rank_rows(lengths, samples=samples, slots=slots, blocks=blocks)
-        steps = decode_steps(Rollout(lengths, 1, samples, rows.held, 1, False, 1))
-        predicted = steps.of_mean(np.ones(len(steps.rows_K)))
-        found = [scheduled(some, slots=slots, blocks=blocks, size=size) for some in drawn]
-        measured, computed_again = np.mean(found, axis=0)
-        assert predicted == pytest.approx(measured, rel=0.15), (tokens, rows.held)
+        num_steps, computed_again = measured(blocks)
+        longer = predicted(rows.held) / predicted(slots)
+        assert longer == pytest.approx(num_steps / fewest, rel=0.15), (tokens, rows.held)
         assert abs(rows.restarted_tokens - computed_again) < (PROMPT + MEAN) / 2
 
 
 def test_the_fullest_moment_is_that_of_rows_that_replace_each_other():
     """Against the mean of simulated slots, in which a row follows another until none waits."""
-    lengths = TAIL
+    runs = np.arange(500)
     for num_rows, slots in ((40, 40), (90, 30), (400, 20)):
-        usage = np.zeros((60, 20 * LIMIT))
-        for run, rng in enumerate(map(np.random.default_rng, range(60))):
-            free = np.zeros(slots, int)
-            for length in np.maximum(1, lengths.draw(rng, num_rows)):
-                slot = int(np.argmin(free))
-                usage[run, free[slot] : free[slot] + length] += PROMPT + np.arange(1, length + 1)
-                free[slot] += length
-        peak = peak_context(Rollout(lengths, 1, num_rows, slots, 1, False, 1), PROMPT)
+        lengths = np.maximum(1, TAIL.draw(np.random.default_rng(0), (len(runs), num_rows)))
+        free = np.zeros((len(runs), slots), int)
+        changes, starts = np.zeros((2, len(runs), int(1.1 * lengths.sum(axis=1).max() / slots) + 2 * LIMIT))
+        for row in lengths.T:
+            slot = free.argmin(axis=1)
+            first = free[runs, slot]
+            free[runs, slot] += row
+            for array, value in ((changes, 1), (starts, first)):
+                np.add.at(array, (runs, first), value)
+                np.add.at(array, (runs, first + row), -value)
+        times = np.arange(changes.shape[1])
+        usage = (PROMPT + 1 + times) * changes.cumsum(axis=1) - starts.cumsum(axis=1)
+        peak = peak_context(Rollout(TAIL, 1, num_rows, slots, 1, False, 1), PROMPT)
         mean = usage.mean(axis=0)
-        assert peak.mean * slots == pytest.approx(mean.max(), rel=0.06)
-        deviation = usage[:, mean.argmax()].std()
-        assert peak.deviation_per_row * np.sqrt(slots) == pytest.approx(deviation, rel=0.3)
+        assert peak.mean * slots == pytest.approx(mean.max(), rel=0.08)
+        near = usage[:, mean > 0.97 * mean.max()].std(axis=0)  # It differs much where the mean does not.
+        assert 0.9 * near.min() < peak.deviation_per_row * np.sqrt(slots) < 1.1 * near.max()
 
 
 def test_equal_lengths_reserve_all():
@@ -200,8 +215,10 @@ def test_a_plan_oversubscribes_its_cache_and_is_faster_than_with_full_lengths():
 
 
 def test_the_rows_of_equal_lengths_are_the_most_that_fit():
-    """Without a limit of rows, one more row would not fit, or is of no use."""
+    """Without a limit of rows, one more row would not fit, or is of no use. The search knows that fewer rows
+    than those of equal waves take one wave more, so it soon comes to its end."""
     found = planned(rl_problem(Lengths(np.ones(6000)), samples=512))
+    assert found.result.gap < 0.01
     plan = found.plan["actor_generate"]
     assert plan.kv_cache_gib is None
     for rows in range(1, 65):
@@ -215,11 +232,13 @@ def test_the_rows_of_equal_lengths_are_the_most_that_fit():
     (LONG, 30), (Lengths(np.ones(4096)), 30),
     pytest.param(LONG, 200, marks=pytest.mark.slow), pytest.param(GEOMETRIC, 200, marks=pytest.mark.slow)])
 def test_no_edit_beats_the_bound(lengths, number):
-    """Random rows, caches and micro-batches of a plan. (The sizes of micro-batches that are enumerated may
-    miss the best one by little.)"""
+    """Random rows and caches of a plan, then micro-batches, too. The sizes of these are a list, and one
+    between two of them may be better by little."""
     found = planned(rl_problem(lengths))
-    best = best_edit(found, number=number, seed=1)
-    assert best is not None and best[0] >= found.result.lower_bound_seconds * (1 - 1e-3)
+    bound = found.result.lower_bound_seconds
+    for micro_batches, close in ((False, 1e-6), (True, 5e-3)):
+        best = best_edit(found, number=number, seed=1, micro_batches=micro_batches)
+        assert best is not None and best[0] >= bound * (1 - close)
 
 
 def test_rows_of_a_plan_without_any_follow_from_its_memory():
