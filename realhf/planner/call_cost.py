@@ -10,7 +10,7 @@ overlap is known.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +26,12 @@ from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
 from realhf.planner.rows import RankRows
 from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
 from realhf.planner.shared_cores import SharedCores
-from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
+from realhf.planner.slowest_replica import Rollout, decode_steps
+from realhf.planner.turns import with_waits
 
 _WAITING = "pipeline"  # The cause of the seconds in which ranks wait for others.
+_ENVIRONMENTS = "environments"
+"""The cause of the seconds by which waits for environments make a generation longer."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,24 @@ def call_cost(
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
     cost = by_kind[call.kind]().plus("host", host)
+    waits = cost.seconds_by_cause.get(_ENVIRONMENTS, 0.0)
     if (cores := SharedCores(rates.cluster)).are_shared:
         on_host = min(strategy.num_ranks, per_host)
         busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
+        working = {cause: taken for cause, taken in cost.seconds_by_cause.items() if cause != _ENVIRONMENTS}
         seconds, by_cause = cores.of_call(
-            cost.seconds, cost.seconds_by_cause, waiting=_WAITING, mean_share=cost.mean_share,
+            cost.seconds, working, waiting=_WAITING, mean_share=cost.mean_share,
             crowding=[rates.crowding(call.kind, num_busy) for num_busy in busy])
+        waits = min(waits, by_cause[_WAITING])
+        by_cause |= {_WAITING: by_cause[_WAITING] - waits, _ENVIRONMENTS: waits}
         cost = replace(cost, seconds=seconds, seconds_by_cause=by_cause)
     scale = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
     by_cause = {cause: seconds * scale for cause, seconds in cost.seconds_by_cause.items() if seconds > 0}
-    cost = CallCost(cost.seconds * scale, by_cause, cost.num_micro_batches, cost.mean_share)
+    seconds = cost.seconds * scale
+    if waits > 0:  # Environments take as long as they take.
+        seconds += waits * (workload.runs - scale)
+        by_cause[_ENVIRONMENTS] = waits * workload.runs
+    cost = CallCost(seconds, by_cause, cost.num_micro_batches, cost.mean_share)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
 
 
@@ -207,8 +218,12 @@ class _Estimate:
         stage_costs = [block.times(stages.num_layers) for stages in self._stages]
         prefill = waves * self._pipelined(stage_costs, cohorts, tokens=tokens, hops_per_slot=1).seconds
         restarts = prefill / tokens * slots / cohorts * rank_rows.restarted_tokens
-        steps = self._decode_steps(live, slots)
-        compute_K, communication_K, step_K = self._decode(steps, slots, cohorts)
+        rollout = self._rollout(live, slots)
+        steps = decode_steps(rollout)
+        context_K = steps.context_K * (work.lengths.mean / work.drawn_lengths.mean)
+        rows_of = partial(
+            self._decode, slots=slots, cohorts=cohorts, alike_rows=steps.ending.alike_rows)
+        compute_K, communication_K, step_K = rows_of(steps.rows_K, context_K)
         decode, num_steps_K = steps.of_slowest(step_K)
         scale = decode / max(1e-30, float(step_K @ num_steps_K))
         by_cause = {
@@ -219,11 +234,43 @@ class _Estimate:
         seconds = prefill + restarts + decode
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
         mean = prefill + restarts + steps.of_mean(step_K)
+        if work.turns is not None:
+            waiting = with_waits(
+                work.turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2], tokens=work.lengths.mean)
+            waits = max(0.0, waiting.seconds - decode)
+            returns = live * work.turns.num_returns
+            evicted = rank_rows.evicted_share(waiting.under_way / cohorts)
+            observed = self._continued(returns, work.turns.observation_tokens + 1, float(num_steps_K.sum()))
+            again = self._continued(returns * evicted, work.prompt_tokens + work.lengths.mean / 2, 1.0)
+            by_cause["prefill"] += observed
+            by_cause["restarts"] += again
+            by_cause[_ENVIRONMENTS] = waits
+            seconds += waits + observed + again
+            mean += waits + observed + again
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 
-    def _decode_steps(self, live: float, slots: float) -> DecodeSteps:
-        """Return the decode steps of a replica that has `live` rows at most.
+    def _continued(self, rows: float, tokens: float, most_passes: float) -> float:
+        """Return the seconds to prefill some tokens of each row, which come after others.
+
+        A GPU prefills them in passes of their own, one for each row or decode step. On a CPU they join the
+        rows that decode, whose step is paid for.
+        """
+        if rows * tokens == 0:
+            return 0.0
+        work = self.work
+        context = work.prompt_tokens + work.lengths.mean / 2
+        passes = rows * tokens / work.prefill_tokens
+        if self.rates.cluster.device_type == "cuda":
+            passes = max(passes, min(rows, most_passes))
+        passes = max(1.0, passes)
+        block = self.rates.block(
+            self.role, self.groups.tp, self.groups.ep, tokens=rows * tokens / passes,
+            squared=rows * (2 * tokens * context + tokens**2) / passes).times(passes)
+        return block.seconds * self.role.config.num_layers / self.strategy.pp
+
+    def _rollout(self, live: float, slots: float) -> Rollout:
+        """Return the rows of a replica that has `live` ones at most.
 
         If replicas take waiting prompts from each other, each has the mean number of rows.
         """
@@ -232,21 +279,24 @@ class _Estimate:
         shared = work.work_stealing and live > slots and replicas > 1
         if shared:
             live = max(slots, work.num_samples * work.round.num_rows / replicas)
-        return decode_steps(Rollout(
-            work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt, work.alike))
+        return Rollout(
+            work.drawn_lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt,
+            work.alike)
 
     def _decode(
-        self, steps: DecodeSteps, slots: float, cohorts: int
+        self, rows_K: np.ndarray, context_K: np.ndarray, *, slots: float, cohorts: int, alike_rows: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds of computation, of communication and of all together of each kind of step."""
+        """Return the seconds of computation, of communication and of all together of each kind of step.
+
+        `context_K` are tokens after the prompts.
+        """
         rates = self.rates
         tp = self.groups.tp
-        alike_rows = steps.ending.alike_rows
         deepest = max(stages.num_layers for stages in self._stages)
-        running = np.minimum(cohorts, steps.rows_K)  # Cohorts that still have rows.
-        rows = steps.rows_K / running
+        running = np.minimum(cohorts, rows_K)  # Cohorts that still have rows.
+        rows = rows_K / running
         busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, alike_rows)
-        context = self.work.prompt_tokens + steps.context_K
+        context = self.work.prompt_tokens + context_K
         longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
         if rates.path.reads_blocks:
             context = cache_tokens_read(self.work, context, longest, rows, slots / cohorts, alike_rows)

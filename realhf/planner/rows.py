@@ -227,6 +227,17 @@ class RankRows:
         drawn = max(0.0, self._peak.mean - self._own_prompt)
         return _NORMAL.cdf(-spare / spread) * (self.work.prompt_tokens + _RESTARTED_SHARE * drawn)
 
+    def evicted_share(self, under_way: float) -> float:
+        """Return which share of the rows of a cohort that wait for environments lose their tokens in the
+        cache to others, if so many run or wait at once."""
+        if under_way <= self.slots:
+            return 0.0
+        work = self.work
+        lengths = work.lengths
+        tokens = self._own_prompt + lengths.squared_mean / max(1e-9, 2 * lengths.mean)
+        room = min(self.limit_tokens, self.whole_tokens) - self._shared_tokens(self.slots)
+        return min(1.0, max(0.0, under_way - room / tokens) / (under_way - self.slots))
+
     @cached_property
     def _spread_and_spare(self) -> tuple[float, float]:
         """The standard deviation of the tokens of all rows at the fullest moment, and how many more tokens
