@@ -157,6 +157,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
         prompts = Packed.of([torch.tensor([5])] * len(ids), empty=torch.zeros(0, dtype=torch.long))
         measured: dict[tuple[float, int], float] = {}
         rollouts: list[dict[str, Any]] = []
+        rates = profile(config, options)
         for repeat in range(REPEATS + 1):
             for seconds, rows in product(PLANNED_SECONDS, PLANNED_ROWS):
                 work = Generate(
@@ -180,31 +181,41 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
             observed([len(rollout["turns"]) for rollout in rollouts], options.turns),
             observed([span["stop"] - span["start"] for span in spans], options.tokens),
             sum(gaps) / max(1, len(gaps)))
-        predicted = planned(config, turns, options, prompt_tokens=sum(start_tokens) / len(start_tokens))
+        predicted = planned(
+            rates, config, turns, options, prompt_tokens=sum(start_tokens) / len(start_tokens))
         return [
             {"environment_seconds": seconds, "rows": rows, "measured": spent,
              "predicted": predicted[seconds, rows].seconds, **predicted[seconds, rows].seconds_by_cause}
             for (seconds, rows), spent in measured.items()]
 
 
+def profile(config: ModelConfig, options: argparse.Namespace) -> ProfiledRates:
+    """Return rates that were measured on this machine."""
+    work = Generate(SamplingConfig(max_new_tokens=options.turns * (options.tokens + 8)))
+    call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor", work=work)
+    workload = Workload(options.samples, 8, work.sampling.max_new_tokens, work.sampling.max_new_tokens)
+    problem = Problem(
+        DataflowGraph((call,), ("prompts",)), {"actor": ModelRole(config, "float32")}, {"gen": workload},
+        replace(Cluster.load("cpu-laptop"), devices_per_host=1))
+    return ProfiledRates(profiling.measure(World(), problem))
+
+
 def planned(
-    config: ModelConfig, turns: Turns, options: argparse.Namespace, *, prompt_tokens: float
+    rates: ProfiledRates, config: ModelConfig, turns: Turns, options: argparse.Namespace,
+    *, prompt_tokens: float,
 ) -> dict[tuple[float, int], CallCost]:
-    """Return the planner's cost of each setting, with a profile of this machine."""
-    role = ModelRole(config, "float32")
+    """Return the planner's cost of each setting."""
     limit = options.turns * (options.tokens + 8)
     whole = turns.whole(limit)
     work = Workload(
         options.samples, prompt_tokens, whole.mean, limit, options.samples, response_lengths=whole,
         turns=turns, kv_cache_gib=KV_GIB, work_stealing=False)
-    call = FunctionCall("gen", "generate", ("prompts",), ("sequences",), role="actor")
-    problem = Problem(
-        DataflowGraph((call,), ("prompts",)), {"actor": role}, {"gen": work}, Cluster.load("cpu-laptop"))
-    rates = ProfiledRates(profiling.measure(World(), problem))
+    call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor")
     costs = {}
     for seconds, rows in product(PLANNED_SECONDS, PLANNED_ROWS):
         here = replace(work, max_rows=rows, turns=replace(turns, seconds=seconds))
-        costs[seconds, rows] = call_cost(rates, call, role, here, CallPlan(Layout.parse("d1@0")), per_host=1)
+        costs[seconds, rows] = call_cost(
+            rates, call, ModelRole(config, "float32"), here, CallPlan(Layout.parse("d1@0")), per_host=1)
     return costs
 
 

@@ -35,6 +35,8 @@ _MOST_PARTS = 1 << 16
 """Longer rollouts are counted in parts of several tokens."""
 _JITTER = 0.05
 """Rollouts that would all take equally long differ by up to this share, as environments' steps do."""
+_FEW_LEFT = 0.15
+"""Rows that are left over after whole waves of those under way are few below this share of them."""
 _KEPT = 1e-12
 """Longer rollouts than all but so few are left out."""
 
@@ -71,7 +73,7 @@ class Turns:
         if rows soon end them at different times."""
         mean = self.lengths.mean
         variance = max(0.0, _squared(self.lengths) / mean**2 - 1)
-        return 1 / (1 + 4 * self.counts.mean * variance)
+        return 1 / (1 + 2 * self.counts.mean * variance)
 
     def scaled(self, factor: float) -> "Turns":
         """Return turns whose tokens are multiplied by this factor."""
@@ -100,8 +102,10 @@ def with_waits(turns: Turns, rollout: Rollout, step_seconds: StepSeconds, *, tok
     # Rows begin until each slot has one that runs. The next ones get their first slots one after the other,
     # each after a turn of another row.
     under_way = min(rollout.num_rows, slots * (1 + turns.seconds / turn_seconds))
-    # They take the places of others at any time, so that no wave of a few rows comes last.
-    under_way = max(slots, rollout.num_rows / max(1, round(rollout.num_rows / under_way)))
+    # A few that are left over find slots in between, and so make no wave of their own.
+    waves = rollout.num_rows / under_way
+    if waves % 1 < _FEW_LEFT:
+        under_way = max(slots, rollout.num_rows / max(1, math.floor(waves)))
     delay = (under_way / slots - 1) * turn_seconds
     slope = max(0.0, (full - one) / max(1.0, slots - 1))
     running = _running(turns, np.array([under_way]), np.array([one]), np.array([slope]), slots)
