@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Goal, report
+from benchmarks.harness import Goal, machine, report
 from benchmarks.measure.two_hosts import meet, run_again, two_hosts
 from benchmarks.measure.workloads import config_of, write_random_model
 from realhf.calls import Generate, SamplingConfig
@@ -50,8 +50,12 @@ SLEEPS = (0.0, 0.05, 0.5)  # Seconds of a step of the environment.
 REPEATS = 4
 KV_GIB = 0.5
 OUTPUTS = ("sequences", "mask", "logprobs", "finished", "rollout")
-PLANNED_SECONDS = (0.0, 0.02, 0.1, 0.5)
+PLANNED_SECONDS = (0.0, 0.1, 0.5, 1.5)
 PLANNED_ROWS = (16, 64)
+GROUP = 4
+WIDER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8,
+         "layer_types": ["full_attention"] * 8}
+"""So large that decode steps take longer than what Python does for a turn."""
 
 
 class Sleeps:
@@ -136,7 +140,10 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, dict[str, fl
 def write_task(directory: Path, options: argparse.Namespace, *, group_size: int = 0) -> EnvironmentCalls:
     """Write a model whose turns have random lengths, and return the environments of its samples."""
     # An end is drawn with this probability at every token.
-    write_random_model(directory, config_of(options.size), end_probability=1.5 / options.tokens)
+    config = config_of(options.size)
+    if options.planned:
+        config.update(WIDER)
+    write_random_model(directory, config, end_probability=1.5 / options.tokens)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     most = options.turns * (options.tokens + 8)
     environment = Environment(Sleeps, max_turns=options.turns, max_tokens=most)
@@ -148,7 +155,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        calls = write_task(directory, options)
+        calls = write_task(directory, options, group_size=GROUP)
         config = ModelConfig.load(str(directory))
         layout = Layout.parse("d1@0")
         engine = NativeEngine(model_spec(config), layout, World(), dtype="float32")
@@ -208,7 +215,7 @@ def planned(
     limit = options.turns * (options.tokens + 8)
     whole = turns.whole(limit)
     work = Workload(
-        options.samples, prompt_tokens, whole.mean, limit, options.samples, response_lengths=whole,
+        options.samples, prompt_tokens, whole.mean, limit, GROUP, response_lengths=whole,
         turns=turns, kv_cache_gib=KV_GIB, work_stealing=False)
     call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor")
     costs = {}
@@ -229,7 +236,8 @@ def show_planned(found: list[dict[str, float]], *, as_json: bool) -> int:
             file=sys.stderr)
     worst = max(abs(row["predicted"] / row["measured"] - 1) for row in found)
     goals = [Goal("worst relative error of the predicted seconds", worst, at_most=0.15)]
-    return report({"benchmark": "turns", "rows": found}, tables=[], goals=goals, as_json=as_json)
+    document = {"benchmark": "turns", "machine": machine(), "rows": found}
+    return report(document, tables=[], goals=goals, as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ from realhf.planner.slowest_replica import Rollout, decode_steps
 from realhf.planner.turns import with_waits
 
 _WAITING = "pipeline"  # The cause of the seconds in which ranks wait for others.
+_HOST = "host"
+_CHUNK_LAUNCHES = 15
+"""Operators of a block for a row whose tokens are prefilled beside those that decode; an estimate."""
 _ENVIRONMENTS = "environments"
 """The cause of the seconds by which waits for environments make a generation longer."""
 
@@ -52,7 +55,9 @@ class CallCost:
         return max(self.seconds_by_cause, key=self.seconds_by_cause.__getitem__, default="nothing")
 
     def plus(self, cause: str, seconds: float) -> "CallCost":
-        by_cause = {**self.seconds_by_cause, cause: seconds} if seconds > 0 else self.seconds_by_cause
+        by_cause = self.seconds_by_cause
+        if seconds > 0:
+            by_cause = {**by_cause, cause: by_cause.get(cause, 0.0) + seconds}
         return CallCost(self.seconds + seconds, by_cause, self.num_micro_batches, self.mean_share)
 
 
@@ -67,7 +72,7 @@ def call_cost(
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
-    cost = by_kind[call.kind]().plus("host", host)
+    cost = by_kind[call.kind]().plus(_HOST, host)
     waits = cost.seconds_by_cause.get(_ENVIRONMENTS, 0.0)
     if (cores := SharedCores(rates.cluster)).are_shared:
         on_host = min(strategy.num_ranks, per_host)
@@ -235,18 +240,23 @@ class _Estimate:
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
         mean = prefill + restarts + steps.of_mean(step_K)
         if work.turns is not None:
+            turns = work.turns
+            returns = live * turns.num_returns
+            observed = self._continued(returns, turns.observation_tokens + 1, float(num_steps_K.sum()))
+            host = live * turns.counts.mean * self.rates.efficiencies.turn_seconds
+            # Rows that run share this work between turns, which takes time of decode steps.
+            per_row = (observed + host) / (live * work.drawn_lengths.mean)
             waiting = with_waits(
-                work.turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2], tokens=work.lengths.mean)
-            waits = max(0.0, waiting.seconds - decode)
-            returns = live * work.turns.num_returns
+                turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2] + per_row * rows,
+                tokens=work.lengths.mean)
+            waits = max(0.0, waiting.seconds - decode - observed - host)
             evicted = rank_rows.evicted_share(waiting.under_way / cohorts)
-            observed = self._continued(returns, work.turns.observation_tokens + 1, float(num_steps_K.sum()))
             again = self._continued(returns * evicted, work.prompt_tokens + work.lengths.mean / 2, 1.0)
             by_cause["prefill"] += observed
             by_cause["restarts"] += again
-            by_cause[_ENVIRONMENTS] = waits
-            seconds += waits + observed + again
-            mean += waits + observed + again
+            by_cause |= {_HOST: host, _ENVIRONMENTS: waits}
+            seconds += waits + observed + host + again
+            mean += waits + observed + host + again
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 
@@ -254,20 +264,22 @@ class _Estimate:
         """Return the seconds to prefill some tokens of each row, which come after others.
 
         A GPU prefills them in passes of their own, one for each row or decode step. On a CPU they join the
-        rows that decode, whose step is paid for.
+        rows that decode, whose step is paid for, but for attention.
         """
         if rows * tokens == 0:
             return 0.0
         work = self.work
         context = work.prompt_tokens + work.lengths.mean / 2
-        passes = rows * tokens / work.prefill_tokens
+        passes = max(1.0, rows * tokens / work.prefill_tokens)
+        launches = 0.0
         if self.rates.cluster.device_type == "cuda":
             passes = max(passes, min(rows, most_passes))
-        passes = max(1.0, passes)
+        else:
+            launches = rows * _CHUNK_LAUNCHES * self.rates.efficiencies.launch_seconds
         block = self.rates.block(
             self.role, self.groups.tp, self.groups.ep, tokens=rows * tokens / passes,
             squared=rows * (2 * tokens * context + tokens**2) / passes).times(passes)
-        return block.seconds * self.role.config.num_layers / self.strategy.pp
+        return (block.seconds + launches) * self.role.config.num_layers / self.strategy.pp
 
     def _rollout(self, live: float, slots: float) -> Rollout:
         """Return the rows of a replica that has `live` ones at most.

@@ -1,20 +1,24 @@
 """The price of turns and of waits for environments, against event simulations and sums over all cases."""
 
 import heapq
+import io
 import itertools
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from realhf import GRPO, DatasetConfig, Environment, Expected, OptimizerConfig, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.execution_plan import CallPlan
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
+from realhf.planner import report
 from realhf.planner.call_cost import call_cost
 from realhf.planner.lengths import geometric, long_tail, observed
+from realhf.planner.make import price
 from realhf.planner.rates import Rates
 from realhf.planner.slowest_replica import Rollout
 from realhf.planner.turns import Turns, with_waits
@@ -142,8 +146,8 @@ def _score(completions, **columns):
 def _cost(problem, work=None, layout="d1@0"):
     call = problem.graph["actor_generate"]
     work = work or problem.workloads[call.name]
-    return call_cost(
-        Rates(problem.cluster), call, problem.roles["actor"], work, CallPlan(Layout.parse(layout)), per_host=1)
+    plan = CallPlan(Layout.parse(layout))
+    return call_cost(Rates(problem.cluster), call, problem.roles["actor"], work, plan, per_host=1)
 
 
 def test_users_say_which_turns_they_expect(tmp_path):
@@ -223,3 +227,18 @@ def test_rows_that_wait_lose_their_tokens_when_the_cache_is_small(tmp_path):
     small = replace(work, kv_cache_gib=1e-2)
     assert _cost(problem, small).seconds_by_cause["restarts"] > _cost(problem, work).seconds_by_cause.get(
         "restarts", 0.0)
+
+
+def test_plans_show_turns_and_waits(tmp_path):
+    problem = _problem(tmp_path, cluster="h100-2x8", turns=4, response_tokens=100, env_seconds=30)
+    layout = Layout.parse("d8@0-7")
+    plan = ExecutionPlan({call.name: CallPlan(layout) for call in problem.graph.calls})
+    priced = price(problem, Rates(problem.cluster), plan)
+    call = report.priced_document(priced)["calls"]["actor_generate"]
+    assert call["turns"] == {
+        "mean": pytest.approx(4), "drawn_tokens": pytest.approx(100), "observation_tokens": 0,
+        "env_seconds": 30}
+    assert call["parts"]["environments"] > 100 and call["limit"] == "environments"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report.render_priced(priced, columns=200))
+    assert "512 rows at once, 4 turns" in console.file.getvalue()
