@@ -8,11 +8,13 @@ after each turn, which `deterministic` makes, the two add up. With `--hosts 2`, 
 the samples (needs root and iproute2).
 
 `--planned` compares the planner's seconds with measured ones instead, for four times of the environment's
-steps and two numbers of rows at once. It first profiles the machine. The goal is 15 %.
+steps and two numbers of rows at once. It first profiles the machine; generations without environments between
+the others say by how much its load has changed since. The goal is 15 %.
 """
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -39,7 +41,7 @@ from realhf.layout import Layout, even_split
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.call_cost import CallCost, call_cost
-from realhf.planner.lengths import observed
+from realhf.planner.lengths import Lengths, observed
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.turns import Turns
@@ -164,6 +166,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
         prompts = Packed.of([torch.tensor([5])] * len(ids), empty=torch.zeros(0, dtype=torch.long))
         measured: dict[tuple[float, int], float] = {}
         rollouts: list[dict[str, Any]] = []
+        plain: dict[int, float] = {}
         rates = profile(config, options)
         for repeat in range(REPEATS + 1):
             for seconds, rows in product(PLANNED_SECONDS, PLANNED_ROWS):
@@ -179,6 +182,13 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
                 if repeat:  # The first round starts the workers.
                     measured[seconds, rows] = min(spent, measured.get((seconds, rows), spent))
                 rollouts = made["rollout"]
+                work = Generate(
+                    SamplingConfig(max_new_tokens=options.tokens), work_stealing=False, kv_cache_gib=KV_GIB,
+                    max_rows=rows)
+                call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor", work=work)
+                start = time.perf_counter()
+                alone = engine.generate(call, Batch(ids, {"prompts": prompts})).batch
+                plain[rows] = min(time.perf_counter() - start, plain.get(rows, math.inf))
         start_tokens = [rollout["turns"][0]["start"] for rollout in rollouts]
         spans = [span for rollout in rollouts for span in rollout["turns"]]
         gaps = [
@@ -188,15 +198,33 @@ def compare(options: argparse.Namespace) -> list[dict[str, float]]:
             observed([len(rollout["turns"]) for rollout in rollouts], options.turns),
             observed([span["stop"] - span["start"] for span in spans], options.tokens),
             sum(gaps) / max(1, len(gaps)))
+        alone_lengths = observed([len(row) - 1 for row in alone["sequences"].split()], options.tokens)
         predicted = planned(
-            rates, config, turns, options, prompt_tokens=sum(start_tokens) / len(start_tokens))
+            rates, config, turns, options, prompt_tokens=sum(start_tokens) / len(start_tokens),
+            plain=plain, lengths=alone_lengths)
         return [
             {"environment_seconds": seconds, "rows": rows, "measured": spent,
              "predicted": predicted[seconds, rows].seconds, **predicted[seconds, rows].seconds_by_cause}
             for (seconds, rows), spent in measured.items()]
 
 
-def profile(config: ModelConfig, options: argparse.Namespace) -> ProfiledRates:
+class ScaledRates(ProfiledRates):
+    """Rates of a profile at another load of the machine than it was made under."""
+
+    factor = 1.0
+
+    def decode_block(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        compute, communication = super().decode_block(*args, **kwargs)
+        return compute * self.factor, communication * self.factor
+
+    def decode_head(self, *args: Any, **kwargs: Any) -> Any:
+        return super().decode_head(*args, **kwargs) * self.factor
+
+    def block(self, *args: Any, **kwargs: Any) -> Any:
+        return super().block(*args, **kwargs).times(self.factor)
+
+
+def profile(config: ModelConfig, options: argparse.Namespace) -> ScaledRates:
     """Return rates that were measured on this machine."""
     work = Generate(SamplingConfig(max_new_tokens=options.turns * (options.tokens + 8)))
     call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor", work=work)
@@ -204,25 +232,38 @@ def profile(config: ModelConfig, options: argparse.Namespace) -> ProfiledRates:
     problem = Problem(
         DataflowGraph((call,), ("prompts",)), {"actor": ModelRole(config, "float32")}, {"gen": workload},
         replace(Cluster.load("cpu-laptop"), devices_per_host=1))
-    return ProfiledRates(profiling.measure(World(), problem))
+    return ScaledRates(profiling.measure(World(), problem))
 
 
 def planned(
-    rates: ProfiledRates, config: ModelConfig, turns: Turns, options: argparse.Namespace,
-    *, prompt_tokens: float,
+    rates: ScaledRates, config: ModelConfig, turns: Turns, options: argparse.Namespace,
+    *, prompt_tokens: float, plain: dict[int, float], lengths: Lengths,
 ) -> dict[tuple[float, int], CallCost]:
-    """Return the planner's cost of each setting."""
+    """Return the planner's cost of each setting.
+
+    Decoding is as fast as in generations without environments between the others, which took `plain` seconds
+    for each number of rows and had these lengths.
+    """
     limit = options.turns * (options.tokens + 8)
     whole = turns.whole(limit)
     work = Workload(
         options.samples, prompt_tokens, whole.mean, limit, GROUP, response_lengths=whole,
         turns=turns, kv_cache_gib=KV_GIB, work_stealing=False)
     call = FunctionCall("gen", "generate", ("prompts",), OUTPUTS[:-1], role="actor")
+    single = Workload(
+        options.samples, 1, lengths.mean, options.tokens, GROUP, response_lengths=lengths,
+        kv_cache_gib=KV_GIB, work_stealing=False)
+
+    def cost(work: Workload) -> CallCost:
+        plan = CallPlan(Layout.parse("d1@0"))
+        return call_cost(rates, call, ModelRole(config, "float32"), work, plan, per_host=1)
+
     costs = {}
     for seconds, rows in product(PLANNED_SECONDS, PLANNED_ROWS):
+        rates.factor = 1.0
+        rates.factor = plain[rows] / cost(replace(single, max_rows=rows)).seconds
         here = replace(work, max_rows=rows, turns=replace(turns, seconds=seconds))
-        costs[seconds, rows] = call_cost(
-            rates, call, ModelRole(config, "float32"), here, CallPlan(Layout.parse("d1@0")), per_host=1)
+        costs[seconds, rows] = cost(here)
     return costs
 
 

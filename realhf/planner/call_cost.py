@@ -248,15 +248,12 @@ class _Estimate:
             per_row = (observed + host) / (live * work.drawn_lengths.mean)
             waiting = with_waits(
                 turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2] + per_row * rows,
-                tokens=work.lengths.mean)
-            waits = max(0.0, waiting.seconds - decode - observed - host)
-            evicted = rank_rows.evicted_share(waiting.under_way / cohorts)
-            again = self._continued(returns * evicted, work.prompt_tokens + work.lengths.mean / 2, 1.0)
+                tokens=work.lengths.mean, most_under_way=rank_rows.most_under_way * rank_rows.num_cohorts)
+            waits = max(0.0, waiting - decode - observed - host)
             by_cause["prefill"] += observed
-            by_cause["restarts"] += again
             by_cause |= {_HOST: host, _ENVIRONMENTS: waits}
-            seconds += waits + observed + host + again
-            mean += waits + observed + host + again
+            seconds += waits + observed + host
+            mean += waits + observed + host
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 

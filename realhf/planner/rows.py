@@ -227,16 +227,18 @@ class RankRows:
         drawn = max(0.0, self._peak.mean - self._own_prompt)
         return _NORMAL.cdf(-spare / spread) * (self.work.prompt_tokens + _RESTARTED_SHARE * drawn)
 
-    def evicted_share(self, under_way: float) -> float:
-        """Return which share of the rows of a cohort that wait for environments lose their tokens in the
-        cache to others, if so many run or wait at once."""
-        if under_way <= self.slots:
-            return 0.0
-        work = self.work
-        lengths = work.lengths
-        tokens = self._own_prompt + lengths.squared_mean / max(1e-9, 2 * lengths.mean)
+    @property
+    def most_under_way(self) -> float:
+        """The rows of a cohort for which the cache has room while some of them wait for environments.
+
+        The cache is as large as its slots need. No other row begins as long as it is full. A row that waits
+        has ended some of its turns, all equally probable.
+        """
+        lengths = self.work.lengths
+        turns = 1.0 if self.work.turns is None else self.work.turns.counts.mean
+        drawn = lengths.squared_mean / max(1e-9, 2 * lengths.mean) * (1 + 1 / turns)
         room = min(self.limit_tokens, self.whole_tokens) - self._shared_tokens(self.slots)
-        return min(1.0, max(0.0, under_way - room / tokens) / (under_way - self.slots))
+        return max(float(self.slots), room / (self._own_prompt + self._block_size / 2 + drawn))
 
     @cached_property
     def _spread_and_spare(self) -> tuple[float, float]:
