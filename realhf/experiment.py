@@ -328,14 +328,24 @@ class Expected:
     prompt_tokens: int | None = None  # The mean; None: measured on the dataset.
     longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to the mean above.
     response_tokens: int | None = None
-    """The mean. None: that of `lengths_from`, or as many as sampling allows, or measured on the dataset."""
+    """The mean, with `turns` of each turn. None: that of `lengths_from`, or as many as sampling allows, or
+    measured on the dataset."""
     response_p99: int | None = None
     """Tokens that 99 % of the responses do not exceed; the planner fits a long tail to it and the mean. None:
     a response ends with the same chance after each token."""
     length_correlation: float | None = None
     """How alike the lengths of responses to one prompt are: 0 (drawn independently) to 1 (equal). None: as
     measured in `lengths_from`, or as usual in our runs (planner/lengths.py)."""
-    lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
+    lengths_from: str | None = None
+    """Directory of a run whose rollouts.jsonl has the lengths of responses; with an environment also the
+    turns, what the environment has added between them, and its seconds."""
+    turns: float | None = None
+    """Mean number of turns of a rollout with an environment. None: as in `lengths_from`, else the planner
+    counts single turns."""
+    env_seconds: float | None = None
+    """Mean seconds that the environment takes after a turn. None: as in `lengths_from`, else 0."""
+    observation_tokens: float | None = None
+    """Mean tokens that are added between two turns. None: as in `lengths_from`, else 0."""
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.
     reward_p99_seconds: float | None = None  # 99 % of the samples take no longer; None: all take the mean.

@@ -10,7 +10,7 @@ from rich.console import Console
 from realhf.calls import Generate, TrainStep, learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
-from realhf.cli.planning_problem import model_role, problem_of
+from realhf.cli.planning_problem import expected_turns, model_role, problem_of
 from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
 from realhf.environments.rollouts import EnvironmentCalls
@@ -49,7 +49,7 @@ def main(options: Namespace, words: list[str]) -> int:
     with naming(options.experiment):
         trial = try_out(program)
         counts = derived_counts(program, num_rows=trial.num_rows)
-        for sentence in (*trial.warnings, *uneven_splits(counts)):
+        for sentence in (*trial.warnings, *uneven_splits(counts), *uncounted_turns(program)):
             warn(sentence)
     unproved = ""
     with naming(f"plan {options.plan}" if options.plan else options.experiment):
@@ -117,6 +117,18 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
         "exports": _times(experiment.export_every, experiment.steps),
         "checkpoint_every": experiment.checkpoint_every,
         "checkpoints": _num_checkpoints(program)}
+
+
+def uncounted_turns(program: Program) -> Iterator[str]:
+    """Yield a warning if rollouts have turns that plans do not count."""
+    in_turns = [
+        call.name for call in program.graph.order
+        if isinstance(call.work, Generate) and call.work.environment is not None]
+    if in_turns and expected_turns(program.experiment, program.graph) is None:
+        yield (
+            f"call {in_turns[0]} has an environment, and expected.turns is None: plans count one turn of "
+            "each sample and no waits; set expected.turns, expected.env_seconds and "
+            "expected.observation_tokens, or expected.lengths_from to a run that has them")
 
 
 def uneven_splits(counts: dict[str, Any]) -> list[str]:

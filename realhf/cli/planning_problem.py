@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import networkx as nx
@@ -23,15 +26,17 @@ from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, comple
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.row_files import is_of_hub
 from realhf.data.rows import load_rows
+from realhf.environments.rollouts import EnvironmentCalls
 from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import TransformersConfig
-from realhf.planner.lengths import USUALLY_ALIKE, Lengths, alike_share, long_tail, observed
+from realhf.planner.lengths import USUALLY_ALIKE, Lengths, alike_share, geometric, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.slowest_replica import ScoringTime
+from realhf.planner.turns import Turns
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.compile.actions import complete_plan
 from realhf.runtime.compile.checks import check_graph, check_numbers, check_plan
@@ -45,12 +50,21 @@ _ROWS = 1000  # Rows of the dataset whose lengths are measured.
 _ANSWERS = 5000  # The newest answers of a run whose lengths are read.
 
 
-def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
+def sequence_lengths(experiment: Experiment, limit: int, *, turns: Turns | None = None) -> dict[str, Any]:
     """Return the lengths as fields of a Workload: as expected, else measured or at the limit.
 
-    `limit` is the most tokens of a response; 0 if none is generated. Raises ValueErrors that name the field.
+    `limit` is the most tokens of a response; 0 if none is generated. With `turns`, the lengths of responses
+    follow from them. Raises ValueErrors that name the field.
     """
     expected = experiment.expected
+    if turns is not None:
+        whole = turns.whole(limit)
+        mean = expected.prompt_tokens
+        prompts = _measured(experiment, limit)[0] if mean is None else None
+        alike = expected.length_correlation
+        if alike is None and expected.lengths_from is not None:
+            alike = _alike_in(_rollouts_of(expected.lengths_from))
+        return _fields(expected, prompts, whole, whole.mean, limit, alike) | {"turns": turns}
     _check(expected, limit)
     responses = None
     alike = expected.length_correlation
@@ -73,6 +87,14 @@ def sequence_lengths(experiment: Experiment, limit: int) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"expected.response_tokens and expected.response_p99: {error}") from error
         response = responses.mean
+    return _fields(expected, prompts, responses, response, limit, alike)
+
+
+def _fields(
+    expected: Expected, prompts: Lengths | None, responses: Lengths | None, response: float, limit: int,
+    alike: float | None,
+) -> dict[str, Any]:
+    """Return these lengths as fields of a Workload; those of the prompts may be given by `expected`."""
     prompt = float(expected.prompt_tokens or (prompts.mean if prompts is not None else 0))
     longest_prompt = expected.longest_prompt_tokens or (0 if prompts is None else prompts.limit)
     return {
@@ -114,24 +136,109 @@ def _lengths_of_run(run: str, limit: int) -> tuple[Lengths, float | None]:
 
     Raises ValueError if there are none, or if answers were cut off before the limit.
     """
-    path = Path(run) / ROLLOUTS
-    if not path.is_file():
-        raise ValueError(f"expected.lengths_from is {run!r}: there is no {path}")
-    answers = list(deque((row for _, row in read_json_lines(path)), _ANSWERS))
-    lengths = [answer["length"] for answer in answers if "length" in answer]
-    if not lengths:
-        raise ValueError(f"expected.lengths_from is {run!r}: {path} has no answers")
-    cut = max((a["length"] for a in answers if "length" in a and not a.get("finished", True)), default=limit)
+    answers = _rollouts_of(run)
+    lengths = [answer["length"] for answer in answers]
+    cut = max((a["length"] for a in answers if not a.get("finished", True)), default=limit)
     if cut < limit:
         raise ValueError(
             f"expected.lengths_from is {run!r}: its answers were cut off at {cut} tokens, so it does not say "
             f"how long they get with sampling.max_new_tokens {limit}")
+    return observed(lengths, limit), _alike_in(answers)
+
+
+def _rollouts_of(run: str) -> list[dict[str, Any]]:
+    """Return the newest answers that a run has kept, those with a length. Raises ValueError if none has."""
+    path = Path(run) / ROLLOUTS
+    if not path.is_file():
+        raise ValueError(f"expected.lengths_from is {run!r}: there is no {path}")
+    newest = deque((row for _, row in read_json_lines(path)), _ANSWERS)
+    if not (answers := [answer for answer in newest if "length" in answer]):
+        raise ValueError(f"expected.lengths_from is {run!r}: {path} has no answers")
+    return answers
+
+
+def _alike_in(answers: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return how much the answers to one prompt resemble each other in length; None: no two prompts have
+    several."""
     prompts: dict[Any, list[int]] = {}
     for answer in answers:
-        if "length" in answer and "prompt_number" in answer:
+        if "prompt_number" in answer:
             prompts.setdefault((answer.get("step"), answer["prompt_number"]), []).append(answer["length"])
     groups = [group for group in prompts.values() if len(group) > 1]
-    return observed(lengths, limit), alike_share(groups) if len(groups) > 1 else None
+    return alike_share(groups) if len(groups) > 1 else None
+
+
+_TURN_FIELDS = ("turns", "env_seconds", "observation_tokens")
+
+
+def expected_turns(experiment: Experiment, graph: DataflowGraph) -> Turns | None:
+    """Return the turns of the experiment's rollouts, as expected or as measured in a run; None: they have
+    none, or nothing is known about them. Raises ValueErrors that name the field."""
+    expected = experiment.expected
+    given = {name: value for name in _TURN_FIELDS if (value := getattr(expected, name)) is not None}
+    in_turns = [work for work in graph.works(Generate) if isinstance(work.environment, EnvironmentCalls)]
+    if not in_turns:
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(f"expected.{name} is {value:g}: nothing is generated with an environment")
+        return None
+    (work, *_) = in_turns
+    assert isinstance(work.environment, EnvironmentCalls)
+    most = work.environment.environment.max_turns
+    for name, value in given.items():
+        least = int(name == "turns")
+        require(least <= value < math.inf, f"expected.{name}", value, f"be at least {least}")
+    if expected.turns is not None and expected.turns > most:
+        raise ValueError(f"expected.turns is {expected.turns:g}: environment.max_turns allows {most}")
+    limit = work.sampling.max_new_tokens
+    measured = None
+    if expected.lengths_from is not None:
+        measured = _turns_of_run(expected.lengths_from, most, limit)
+    if measured is None and expected.turns is None:
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(f"expected.{name} is {value:g}: set expected.turns, too")
+        return None
+    _check(expected, limit)
+    lengths = geometric(expected.response_tokens or limit, limit)
+    if expected.lengths_from is not None and measured is None:
+        lengths, _ = _lengths_of_run(expected.lengths_from, limit)
+    if expected.response_tokens is not None and expected.response_p99 is not None:
+        lengths = long_tail(expected.response_tokens, expected.response_p99, limit)
+    turns = measured or Turns(geometric(1, most), lengths)
+    if expected.turns is not None:
+        turns = dataclasses.replace(turns, counts=geometric(expected.turns, most))
+    if expected.env_seconds is not None:
+        turns = dataclasses.replace(turns, seconds=expected.env_seconds)
+    if expected.observation_tokens is not None:
+        turns = dataclasses.replace(turns, observation_tokens=expected.observation_tokens)
+    return turns
+
+
+def _turns_of_run(run: str, most: int, limit: int) -> Turns | None:
+    """Return the turns that a run has kept: their numbers, the tokens drawn in each, the mean tokens between
+    two and the mean seconds after each; None if its rollouts have none."""
+    rollouts = [rollout["turns"] for rollout in _rollouts_of(run) if rollout.get("turns")]
+    if not rollouts:
+        return None
+    spans = [span for spans in rollouts for span in spans]
+    between = [after["start"] - before["stop"] for spans in rollouts for before, after in pairwise(spans)]
+    return Turns(
+        observed([len(spans) for spans in rollouts], most),
+        observed([span["stop"] - span["start"] for span in spans], limit),
+        fmean(between) if between else 0.0, fmean(span["seconds"] for span in spans))
+
+
+def most_response_tokens(graph: DataflowGraph, turns: Turns | None) -> int:
+    """Return the most tokens of a response, those of an environment included; 0 if none is generated."""
+    limit = longest_response(graph)
+    if turns is None:
+        return limit
+    settings = (work.environment for work in graph.works(Generate))
+    if all(of.environment.max_tokens for of in settings if isinstance(of, EnvironmentCalls)):
+        return limit
+    per_turn = turns.lengths.limit + math.ceil(turns.observation_tokens)
+    return max(limit, turns.counts.limit * per_turn)
 
 
 def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, float]:
@@ -191,7 +298,8 @@ def problem_of(
         raise ValueError("the graph has no calls on models: there is nothing to plan")
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
-    lengths = sequence_lengths(experiment, longest_response(graph))
+    turns = expected_turns(experiment, graph)
+    lengths = sequence_lengths(experiment, most_response_tokens(graph, turns), turns=turns)
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)
     num_samples = experiment.batch_size * experiment.group_size
@@ -315,13 +423,14 @@ def _workload(
 ) -> Workload:
     """Return the workload of a call of the step or of an evaluation; `settings` are what its calls share."""
     work = call.work
-    of_call: dict[str, Any] = {}
+    of_call: dict[str, Any] = {} if isinstance(work, Generate) else {"turns": None}
     if isinstance(work, HostFunction):
         scoring = _scoring_time(experiment.expected, work.function)
         of_call |= {"seconds": experiment.expected.host_seconds * settings["runs"], "scoring": scoring}
     elif isinstance(work, Generate):
         keeps = work.cache_on_update == "keep" and rounds > 1
-        of_call |= {"rounds": rounds, "keeps_cache": keeps, "work_stealing": work.work_stealing and not keeps}
+        steals = work.work_stealing and not keeps and work.environment is None
+        of_call |= {"rounds": rounds, "keeps_cache": keeps, "work_stealing": steals}
         of_call |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
         of_call["sorts_logits"] = work.sampling.top_p < 1 and work.sampling.temperature > 0
     elif isinstance(work, TopLogProbs):
@@ -341,13 +450,14 @@ def _workload(
 def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator[PlannedCall]:
     """Yield the calls on models of all evaluations. Prompts are assumed to be as long as in training."""
     for set_name, (evaluation, graph) in experiment.eval_graphs().items():
-        limit = longest_response(graph) or lengths["max_new_tokens"]
+        limit = most_response_tokens(graph, lengths.get("turns")) or lengths["max_new_tokens"]
         response = min(lengths["response_tokens"], limit)
         per_prompt = 2 if reads_pairs(graph.inputs) else evaluation.samples
         num_samples = per_prompt * _num_eval_prompts(experiment, evaluation, graph)
         settings = {**lengths, "samples_per_prompt": per_prompt}
         if (response, limit) != (lengths["response_tokens"], lengths["max_new_tokens"]):
             settings |= {"response_tokens": response, "max_new_tokens": limit, "response_lengths": None}
+            settings["turns"] = None
         for call in graph.calls:
             if call.role is None:
                 continue

@@ -10,7 +10,7 @@ overlap is known.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +26,15 @@ from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
 from realhf.planner.rows import RankRows
 from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
 from realhf.planner.shared_cores import SharedCores
-from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
+from realhf.planner.slowest_replica import Rollout, decode_steps
+from realhf.planner.turns import with_waits
 
 _WAITING = "pipeline"  # The cause of the seconds in which ranks wait for others.
+_HOST = "host"
+_CHUNK_LAUNCHES = 15
+"""Operators of a block for a row whose tokens are prefilled beside those that decode; an estimate."""
+_ENVIRONMENTS = "environments"
+"""The cause of the seconds by which waits for environments make a generation longer."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class CallCost:
         return max(self.seconds_by_cause, key=self.seconds_by_cause.__getitem__, default="nothing")
 
     def plus(self, cause: str, seconds: float) -> "CallCost":
-        by_cause = {**self.seconds_by_cause, cause: seconds} if seconds > 0 else self.seconds_by_cause
+        by_cause = self.seconds_by_cause
+        if seconds > 0:
+            by_cause = {**by_cause, cause: by_cause.get(cause, 0.0) + seconds}
         return CallCost(self.seconds + seconds, by_cause, self.num_micro_batches, self.mean_share)
 
 
@@ -64,17 +72,25 @@ def call_cost(
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
-    cost = by_kind[call.kind]().plus("host", host)
+    cost = by_kind[call.kind]().plus(_HOST, host)
+    waits = cost.seconds_by_cause.get(_ENVIRONMENTS, 0.0)
     if (cores := SharedCores(rates.cluster)).are_shared:
         on_host = min(strategy.num_ranks, per_host)
         busy = (math.ceil(on_host * number / strategy.dp) for number in range(1, strategy.dp + 1))
+        working = {cause: taken for cause, taken in cost.seconds_by_cause.items() if cause != _ENVIRONMENTS}
         seconds, by_cause = cores.of_call(
-            cost.seconds, cost.seconds_by_cause, waiting=_WAITING, mean_share=cost.mean_share,
+            cost.seconds, working, waiting=_WAITING, mean_share=cost.mean_share,
             crowding=[rates.crowding(call.kind, num_busy) for num_busy in busy])
+        waits = min(waits, by_cause[_WAITING])
+        by_cause |= {_WAITING: by_cause[_WAITING] - waits, _ENVIRONMENTS: waits}
         cost = replace(cost, seconds=seconds, seconds_by_cause=by_cause)
     scale = workload.runs * rates.whole_call(call.kind, role, estimate.groups.tp, estimate.groups.ep)
     by_cause = {cause: seconds * scale for cause, seconds in cost.seconds_by_cause.items() if seconds > 0}
-    cost = CallCost(cost.seconds * scale, by_cause, cost.num_micro_batches, cost.mean_share)
+    seconds = cost.seconds * scale
+    if waits > 0:  # Environments take as long as they take.
+        seconds += waits * (workload.runs - scale)
+        by_cause[_ENVIRONMENTS] = waits * workload.runs
+    cost = CallCost(seconds, by_cause, cost.num_micro_batches, cost.mean_share)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
 
 
@@ -207,8 +223,12 @@ class _Estimate:
         stage_costs = [block.times(stages.num_layers) for stages in self._stages]
         prefill = waves * self._pipelined(stage_costs, cohorts, tokens=tokens, hops_per_slot=1).seconds
         restarts = prefill / tokens * slots / cohorts * rank_rows.restarted_tokens
-        steps = self._decode_steps(live, slots)
-        compute_K, communication_K, step_K = self._decode(steps, slots, cohorts)
+        rollout = self._rollout(live, slots)
+        steps = decode_steps(rollout)
+        context_K = steps.context_K * (work.lengths.mean / work.drawn_lengths.mean)
+        rows_of = partial(
+            self._decode, slots=slots, cohorts=cohorts, alike_rows=steps.ending.alike_rows)
+        compute_K, communication_K, step_K = rows_of(steps.rows_K, context_K)
         decode, num_steps_K = steps.of_slowest(step_K)
         scale = decode / max(1e-30, float(step_K @ num_steps_K))
         by_cause = {
@@ -219,11 +239,47 @@ class _Estimate:
         seconds = prefill + restarts + decode
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
         mean = prefill + restarts + steps.of_mean(step_K)
+        if work.turns is not None:
+            turns = work.turns
+            returns = live * turns.num_returns
+            observed = self._continued(returns, turns.observation_tokens + 1, float(num_steps_K.sum()))
+            host = live * turns.counts.mean * self.rates.efficiencies.turn_seconds
+            # Rows that run share this work between turns, which takes time of decode steps.
+            per_row = (observed + host) / (live * work.drawn_lengths.mean)
+            waiting = with_waits(
+                turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2] + per_row * rows,
+                tokens=work.lengths.mean, most_under_way=rank_rows.most_under_way * rank_rows.num_cohorts)
+            waits = max(0.0, waiting - decode - observed - host)
+            by_cause["prefill"] += observed
+            by_cause |= {_HOST: host, _ENVIRONMENTS: waits}
+            seconds += waits + observed + host
+            mean += waits + observed + host
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 
-    def _decode_steps(self, live: float, slots: float) -> DecodeSteps:
-        """Return the decode steps of a replica that has `live` rows at most.
+    def _continued(self, rows: float, tokens: float, most_passes: float) -> float:
+        """Return the seconds to prefill some tokens of each row, which come after others.
+
+        A GPU prefills them in passes of their own, one for each row or decode step. On a CPU they join the
+        rows that decode, whose step is paid for, but for attention.
+        """
+        if rows * tokens == 0:
+            return 0.0
+        work = self.work
+        context = work.prompt_tokens + work.lengths.mean / 2
+        passes = max(1.0, rows * tokens / work.prefill_tokens)
+        launches = 0.0
+        if self.rates.cluster.device_type == "cuda":
+            passes = max(passes, min(rows, most_passes))
+        else:
+            launches = rows * _CHUNK_LAUNCHES * self.rates.efficiencies.launch_seconds
+        block = self.rates.block(
+            self.role, self.groups.tp, self.groups.ep, tokens=rows * tokens / passes,
+            squared=rows * (2 * tokens * context + tokens**2) / passes).times(passes)
+        return (block.seconds + launches) * self.role.config.num_layers / self.strategy.pp
+
+    def _rollout(self, live: float, slots: float) -> Rollout:
+        """Return the rows of a replica that has `live` ones at most.
 
         If replicas take waiting prompts from each other, each has the mean number of rows.
         """
@@ -232,21 +288,24 @@ class _Estimate:
         shared = work.work_stealing and live > slots and replicas > 1
         if shared:
             live = max(slots, work.num_samples * work.round.num_rows / replicas)
-        return decode_steps(Rollout(
-            work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt, work.alike))
+        return Rollout(
+            work.drawn_lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt,
+            work.alike)
 
     def _decode(
-        self, steps: DecodeSteps, slots: float, cohorts: int
+        self, rows_K: np.ndarray, context_K: np.ndarray, *, slots: float, cohorts: int, alike_rows: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds of computation, of communication and of all together of each kind of step."""
+        """Return the seconds of computation, of communication and of all together of each kind of step.
+
+        `context_K` are tokens after the prompts.
+        """
         rates = self.rates
         tp = self.groups.tp
-        alike_rows = steps.ending.alike_rows
         deepest = max(stages.num_layers for stages in self._stages)
-        running = np.minimum(cohorts, steps.rows_K)  # Cohorts that still have rows.
-        rows = steps.rows_K / running
+        running = np.minimum(cohorts, rows_K)  # Cohorts that still have rows.
+        rows = rows_K / running
         busiest = in_busiest_cohort(rows, slots / cohorts, cohorts, alike_rows)
-        context = self.work.prompt_tokens + steps.context_K
+        context = self.work.prompt_tokens + context_K
         longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
         if rates.path.reads_blocks:
             context = cache_tokens_read(self.work, context, longest, rows, slots / cohorts, alike_rows)

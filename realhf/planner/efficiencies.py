@@ -35,6 +35,7 @@ class Efficiencies:
     pass_seconds: float = 0.0  # Host time of a micro-batch besides its blocks: split, head, loss.
     step_seconds: float = 0.0  # Host time of a decode step: scheduling, tables of blocks, drawn tokens.
     row_seconds: float = 0.0  # The same for each row of the step.
+    turn_seconds: float = 0.0  # The same for each turn of a sample with an environment.
     call_seconds: float = 0.0  # Host time around a call: distributing samples, packing columns.
     message_seconds: float = 0.0  # Time to send a message to one more peer of an all-to-all.
 
@@ -47,6 +48,8 @@ _MAMF = "in the best of shapes (ML Engineering, maximum achievable matmul FLOPS)
 _GRAPHS = "NVIDIA, Getting Started with CUDA Graphs"
 _GUESS = "estimate; a quarter more or less moves the mean of the published steps by at most 3 %"
 _MEASURE = "estimate, which `realhf profile` replaces by the machine's own rates"
+_TURN = (
+    "chat template and messages to two processes: 0.3 ms if these wait for them, 1.5 ms on two busy cores")
 _GPU: Mapping[str, tuple[float, str]] = {
     "grouped_matmul": (0.55, f"{_GUESS}: tiles of one expert end before the next begins"),
     "memory": (0.8, "copies reach 0.9 (arXiv:2402.13499); decoding kernels read less evenly"),
@@ -57,6 +60,7 @@ _GPU: Mapping[str, tuple[float, str]] = {
     "pass_seconds": (5e-4, f"50 launches; {_GUESS}"),
     "step_seconds": (2e-3, f"scheduler, tables and 35 launches for a draw; {_GUESS}"),
     "row_seconds": (1e-5, f"Python's work for a row; {_GUESS}"),
+    "turn_seconds": (1e-3, _TURN),
     "call_seconds": (0.02, f"messages of the controller, measured with gloo; {_GUESS}"),
     "message_seconds": (2e-6, f"one RDMA message; {_GUESS}")}
 _HOPPER: Mapping[str, tuple[float, str]] = {
@@ -82,6 +86,7 @@ TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
         "launch_seconds": (9e-6, f"0.2 ms for the operators of a block; {_MEASURE}"),
         "pass_seconds": (1.5e-3, _MEASURE),
         "step_seconds": (4e-4, _MEASURE),
+        "turn_seconds": (1e-3, _TURN),
         "call_seconds": (0.02, _MEASURE),
         "message_seconds": (1e-4, "gloo on one machine: 0.15 ms for an exchange of small messages"),
     },

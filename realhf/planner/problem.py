@@ -20,6 +20,7 @@ from realhf.models.model_config import MegatronConfig, ModelConfig, Transformers
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
 from realhf.planner.slowest_replica import ScoringTime
+from realhf.planner.turns import Turns
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,6 +66,8 @@ class Workload:
     response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
     work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.
     keeps_cache: bool = False  # Generation: keys and values of unfinished samples stay between rounds.
+    turns: Turns | None = None
+    """Generation: the turns of responses, whose lengths include what environments have answered."""
 
     def __post_init__(self) -> None:
         for lengths, mean in (
@@ -141,6 +144,11 @@ class Workload:
     def lengths(self) -> Lengths:
         """The distribution of the lengths of responses."""
         return self.response_lengths or geometric(self.response_tokens, self._longest_response)
+
+    @property
+    def drawn_lengths(self) -> Lengths:
+        """The distribution of the tokens that the model draws for a response."""
+        return self.lengths if self.turns is None else self.turns.drawn
 
     @property
     def round(self) -> RoundStatistics:

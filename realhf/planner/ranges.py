@@ -76,7 +76,8 @@ class Change(NamedTuple):
         scaled = whole.scaled(self.factor).survival[: whole.limit]
         survival[: len(scaled)] = scaled
         lengths = Lengths(survival)
-        return replace(work, response_lengths=lengths, response_tokens=lengths.mean)
+        turns = None if work.turns is None else work.turns.scaled(lengths.mean / work.response_tokens)
+        return replace(work, response_lengths=lengths, response_tokens=lengths.mean, turns=turns)
 
 
 @dataclass(frozen=True)

@@ -508,6 +508,7 @@ def _scaled(work: Workload, *, prompt: float, response: float) -> Workload:
     responses = None if work.response_lengths is None else work.response_lengths.scaled(response)
     return replace(
         work, prompt_lengths=prompts, response_lengths=responses,
+        turns=None if work.turns is None else work.turns.scaled(response),
         prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
         response_tokens=work.response_tokens * response if responses is None else responses.mean,

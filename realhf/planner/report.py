@@ -54,6 +54,10 @@ def priced_document(priced: PricedPlan) -> dict[str, Any]:
             "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.seconds_by_cause), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks)}
+        if (turns := priced.problem.workloads[call.name].turns) is not None:
+            calls[call.name]["turns"] = {
+                "mean": turns.counts.mean, "drawn_tokens": turns.lengths.mean,
+                "observation_tokens": turns.observation_tokens, "env_seconds": turns.seconds}
     return {
         "step_seconds": priced.step_seconds,
         "fits": priced.lacks is None,
@@ -103,6 +107,7 @@ def _calls_table(priced: PricedPlan) -> Table:
             rows = f"{call_plan.max_rows or work.max_rows} rows at once"
             cache = call_plan.kv_cache_gib
             rows += "" if cache is None else f" in {cache:.3g} GiB"
+            rows += "" if work.turns is None else f", {work.turns.counts.mean:.3g} turns"
             options = [rows, *call_plan.options]
         memory = format_bytes(priced.memory.by_call[name].num_bytes)
         layout = str(call_plan.layout)

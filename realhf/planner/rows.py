@@ -238,6 +238,19 @@ class RankRows:
         drawn = max(0.0, self._peak.mean - self._own_prompt)
         return _NORMAL.cdf(-spare / spread) * (self.work.prompt_tokens + _RESTARTED_SHARE * drawn)
 
+    @property
+    def most_under_way(self) -> float:
+        """The rows of a cohort for which the cache has room while some of them wait for environments.
+
+        The cache is as large as its slots need. No other row begins as long as it is full. A row that waits
+        has ended some of its turns, all equally probable.
+        """
+        lengths = self.work.lengths
+        turns = 1.0 if self.work.turns is None else self.work.turns.counts.mean
+        drawn = lengths.squared_mean / max(1e-9, 2 * lengths.mean) * (1 + 1 / turns)
+        room = min(self.limit_tokens, self.whole_tokens) - self._shared_tokens(self.slots)
+        return max(float(self.slots), room / (self._own_prompt + self._block_size / 2 + drawn))
+
     @cached_property
     def _spread_and_spare(self) -> tuple[float, float]:
         """The standard deviation of the tokens of all rows at the fullest moment, and how many more tokens

@@ -126,10 +126,13 @@ def test_a_reward_that_few_rollouts_get_is_0_in_the_others(example):
 
 def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
     assert main(["check", str(example)]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "actor_generate has an environment, and expected.turns is None" in err
     assert "the chat template is append-only; a rollout that always says '1' had" in out
     assert "\nthe first prompt has 1 token: ?\n" in out
     assert "at most 3 turns of 3 new tokens, 40 tokens with those of the environment" in out
+    assert main(["check", str(example), "--expected.turns", "2"]) == 0
+    assert "expected.turns" not in capsys.readouterr().err
     settings = Path("runs/guess_number/task/model")
     (settings / "chat_template.jinja").write_text(STRIPS)
     assert main(["check", str(example)]) == 2
