@@ -6,6 +6,7 @@ plans: the index of a candidate, or of a mesh, or OPEN.
 
 import copy
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from realhf.planner.candidates import (
     is_no_worse,
 )
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
-from realhf.planner.deadline import Deadline
+from realhf.planner.deadline import Deadline, OutOfTime
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -260,11 +261,11 @@ _ByShape = dict[_Shape, list[Candidate]]
 """The candidates of a call group on meshes of each shape, as if these began at rank 0."""
 
 
-class _GroupCandidates(NamedTuple):
-    """The meshes that a call group may use, and its candidates on those of each shape."""
+class _GroupMeshes(NamedTuple):
+    """The meshes that a call group may use, and the communicators of those of each shape."""
 
     meshes: list[range]
-    by_shape: _ByShape
+    communicators: dict[_Shape, list[CommunicatorMemory]]
 
 
 def _shape(cluster: Cluster, mesh: range) -> _Shape:
@@ -273,10 +274,13 @@ def _shape(cluster: Cluster, mesh: range) -> _Shape:
     return _Shape(kind, len(mesh), ranks_per_host(cluster, mesh))
 
 
-def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> list[CallGroup]:
-    """Return the calls joined into groups that must share a layout, in the order in which ranks run them.
+def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> tuple[list[CallGroup], bool]:
+    """Return the calls joined into groups that must share a layout, in the order in which ranks run them;
+    and whether they have candidates on all meshes.
 
-    Raises OutOfTime if the deadline passes before all are there.
+    Meshes of one shape are enumerated after those of another, for all groups: pinned ones first, then by
+    size, where that of all ranks is followed by a half of them, a quarter, and so on, and then by the others.
+    When the deadline passes, shapes are missing. Raises OutOfTime if it passes before the first is there.
     """
     calls = problem.calls
     positions = {call.name: i for i, call in enumerate(calls)}
@@ -293,38 +297,60 @@ def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> list
     communicators: dict[tuple[int, int, int], CommunicatorMemory] = {}
     members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
     members.sort(key=list)
-    found = [
-        _group_candidates(problem, rates, list(tied.values()), communicators, deadline) for tied in members]
-    kept = _without_useless_cp([of_group.by_shape for of_group in found])
+    pins = [_pinned(problem, list(tied.values())) for tied in members]
+    places = [_group_meshes(problem, pin, communicators) for pin in pins]
+    found: list[_ByShape] = [{} for _ in members]
+    is_whole = True
+    try:
+        for shape in _in_order(places, pins):
+            of_shape = [
+                _candidates_on(problem, rates, list(tied.values()), shape, place, pin, deadline)
+                if shape in place.communicators else None
+                for tied, place, pin in zip(members, places, pins, strict=True)]
+            for by_shape, candidates in zip(found, of_shape, strict=True):
+                if candidates is not None:
+                    by_shape[shape] = candidates
+    except OutOfTime:
+        if not all(any(by_shape.values()) for by_shape in found):
+            raise
+        is_whole = False
+    kept = _without_useless_cp(found)
     groups = []
-    for tied, (meshes, _), by_shape in zip(members, found, kept, strict=True):
-        deadline.check()
+    for tied, (meshes, _), by_shape in zip(members, places, kept, strict=True):
         candidates = [
             Candidate(layout._replace(first_rank=mesh.start), variants)
-            for mesh in meshes for layout, variants in by_shape[_shape(problem.cluster, mesh)]]
+            for mesh in meshes for layout, variants in by_shape.get(_shape(problem.cluster, mesh), ())]
         homes = [role for role, owner in owners.items() if owner in tied]
         groups.append(CallGroup(tied, candidates, homes=homes))
-    return groups
+    return groups, is_whole
 
 
-def _group_candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[int, int, int], CommunicatorMemory], deadline: Deadline,
-) -> _GroupCandidates:
-    """Return the meshes of a group, all of the cluster or the pinned one, and its candidates there.
+def _in_order(places: Sequence[_GroupMeshes], pins: Sequence[Layout | None]) -> list[_Shape]:
+    """Return the shapes of all meshes in the order in which they are enumerated."""
+    pinned = {shape for place, pin in zip(places, pins, strict=True) if pin for shape in place.communicators}
+    shapes = {shape for place in places for shape in place.communicators}
+    largest = {kind: max(s.size for s in shapes if s.kind == kind) for kind in {s.kind for s in shapes}}
+
+    def order(shape: _Shape) -> tuple[bool, bool, int, int]:
+        halves = largest[shape.kind] / shape.size
+        return shape not in pinned, not math.log2(halves).is_integer(), -shape.size, shape.per_host
+
+    return sorted(shapes, key=order)
+
+
+def _group_meshes(
+    problem: Problem, pin: Layout | None, known: dict[tuple[int, int, int], CommunicatorMemory]
+) -> _GroupMeshes:
+    """Return the meshes of a group: all of the cluster, or the pinned one.
 
     `known` are the communicators of meshes by kind of host, size and first rank; what they count serves all
     groups.
     """
-    if (layout := _pinned(problem, calls)) is not None:
-        meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
-    else:
-        meshes = find_meshes(problem.cluster)
-    only = None if layout is None else layout.strategy
     cluster = problem.cluster
+    meshes = find_meshes(cluster) if pin is None else [range(pin.ranks[0], pin.ranks[-1] + 1)]
     placements: dict[_Shape, list[CommunicatorMemory]] = {}
-    shapes = [_shape(cluster, mesh) for mesh in meshes]
-    for mesh, shape in zip(meshes, shapes, strict=True):
+    for mesh in meshes:
+        shape = _shape(cluster, mesh)
         first = mesh.start % cluster.devices_per_host
         place = (shape.kind, len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
         if place not in known:
@@ -332,13 +358,19 @@ def _group_candidates(
         of_shape = placements.setdefault(shape, [])
         if known[place] not in of_shape:
             of_shape.append(known[place])
-    by_shape = {}
-    for shape, communicators in placements.items():
-        there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
-        mesh = meshes[shapes.index(shape)]
-        by_shape[shape] = _candidates(
-            there, rates.at(mesh), calls, communicators, shape.per_host, only=only, deadline=deadline)
-    return _GroupCandidates(meshes, by_shape)
+    return _GroupMeshes(meshes, placements)
+
+
+def _candidates_on(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], shape: _Shape, place: _GroupMeshes,
+    pin: Layout | None, deadline: Deadline,
+) -> list[Candidate]:
+    """Return the candidates of a group on meshes of a shape, as if these began at rank 0."""
+    there = replace(problem, cluster=problem.cluster.kinds[shape.kind], pins={})
+    mesh = next(mesh for mesh in place.meshes if _shape(problem.cluster, mesh) == shape)
+    return _candidates(
+        there, rates.at(mesh), calls, place.communicators[shape], shape.per_host,
+        only=None if pin is None else pin.strategy, deadline=deadline)
 
 
 def _candidates(

@@ -39,6 +39,7 @@ from realhf.planner.step_time import (
 )
 from realhf.user_input.units import format_bytes, format_seconds
 
+_ENUMERATING = 0.5  # The fraction of the time limit after which no more meshes are enumerated.
 _SEARCHING = 0.8  # The fraction of the time limit after which the search ends; then the plan is described.
 _PREFERRING = 0.1  # The fraction in which a plan with reserves is looked for, out of the rest.
 _ANY_PLAN = 0.999  # With this gap, a search ends with the first plan that fits.
@@ -143,9 +144,10 @@ def make_plan(
     deadline = Deadline(time_limit, clock)
     _require_supported(problem, rates)
     try:
-        space = SearchSpace(problem, rates, deadline)
+        with deadline.sooner(_ENUMERATING * time_limit):
+            space = SearchSpace(problem, rates, deadline)
     except OutOfTime:
-        late = "the layouts to choose from were not all enumerated: give it more time (--time-limit)"
+        late = "not even the layouts on all devices were enumerated: give it more time (--time-limit)"
         raise ValueError(f"no plan was found in {format_seconds(deadline.spent)}: {late}") from None
     _require_candidates(space)
     with deadline.sooner(_SEARCHING * time_limit - deadline.spent):
@@ -160,7 +162,7 @@ def make_plan(
             space, time_limit=time_limit, gap=gap, starts=starts, max_iterations=max_iterations,
             progress=progress, should_stop=should_stop)
     if isinstance(result, NoPlan):
-        raise ValueError(_nothing_fits(space, is_proved=result.is_proved))
+        raise ValueError(_nothing_fits(space, is_proved=result.is_proved and space.is_whole))
     preference = None
     if slack > 0:
         preference = preferred(

@@ -135,6 +135,10 @@ def _summary(planned: Planned) -> list[Text]:
     outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
     lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
+    if not planned.space.is_whole:
+        lines.append(
+            "the time limit left meshes of some sizes out, so there may be better plans: give it more time "
+            "(--time-limit)")
     if planned.preference is not None:
         lines.append(planned.preference.sentence)
     lines += _ports(planned)

@@ -69,7 +69,10 @@ class SearchSpace:
     """
 
     def __init__(self, problem: Problem, rates: Rates, deadline: Deadline | None = None) -> None:
-        """Enumerate the candidates; None: there is no deadline."""
+        """Enumerate the candidates; None: there is no deadline.
+
+        If the deadline passes, `is_whole` is False, and candidates on meshes of some sizes are missing.
+        """
         self.deadline = deadline or Deadline()
         self.problem = problem
         self.rates = rates
@@ -78,7 +81,7 @@ class SearchSpace:
         self.capacity = available_bytes(problem.cluster)
         gc.disable()  # Python's collector would visit all candidates again and again while they are made.
         try:
-            self.groups = find_call_groups(problem, rates, self.deadline)
+            self.groups, self.is_whole = find_call_groups(problem, rates, self.deadline)
         finally:
             gc.enable()
         names = [call.name for call in self.calls]
