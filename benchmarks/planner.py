@@ -302,7 +302,7 @@ def run(
         rival["metropolis"] = None if result.chosen is None else result.step_seconds
         walked |= {"metropolis_search_seconds": cpu_seconds, "metropolis_plans": result.num_plans}
     edit = best_edit(planned, number=num_edits) if num_edits else None
-    if edit is not None:
+    if edit is not None and planned.result.lower_bound_seconds > 0:
         walked["edit_over_bound"] = edit[0] / planned.result.lower_bound_seconds
     rival = {name: None if seconds is None else float(seconds) for name, seconds in rival.items()}
     return {

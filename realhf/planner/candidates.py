@@ -53,6 +53,10 @@ _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positio
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 _NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves them.
 _LARGEST_MICRO_BATCH = 1 << 17
+_SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # The numbers of micro-batches of a train step that are tried,
+_FEW_SPLITS = (1, 4, 16)  # and those of a forward call, besides micro-batches of one group.
+_UNEVEN = 1.04  # How many times as large as the mean micro-batch the others may be.
+_ROUND_TO = 128
 _PRICED = 18  # The numbers of rows that are priced in a layout, from the largest that fits on.
 _STEPS = 4  # The numbers of rows between some and twice as many.
 _EQUAL_WAVES = 12  # Among them are those with which all slots start up to so many rows each.
@@ -481,15 +485,19 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     work = problem.workloads[call.name]
     longest = max(1, math.ceil(work.group_tokens))
     samples = work.most_samples(call.kind, strategy.dp)
-    share = samples // work.group_size * longest
-    largest = min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH)
-    sizes = {largest, largest >> 2, largest >> 4, longest}
-    if call.kind == "train_step":
-        sizes.add(2 * longest)
-    rising = sorted({min(max(size, longest), largest) for size in sizes})
+    share = min(samples // work.group_size * longest, _LARGEST_MICRO_BATCH)
+    trains = call.kind == "train_step"
+    sizes = {_rounded(share / number) for number in (_SPLITS if trains else _FEW_SPLITS)}
+    sizes |= {longest, 2 * longest} if trains else {longest}
+    rising = sorted({max(longest, min(size, _rounded(share))) for size in sizes})
     yield from (CallPlan(layout, tokens) for tokens in rising)
-    if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
+    if trains:  # Large micro-batches would use up the memory that recomputing saves.
         yield from (CallPlan(layout, tokens, recompute=True) for tokens in rising[:3])
+
+
+def _rounded(tokens: float) -> int:
+    """Return the size of micro-batches of so many tokens on average, with room for those that are larger."""
+    return math.ceil(_UNEVEN * tokens / _ROUND_TO) * _ROUND_TO
 
 
 def _pinned(
