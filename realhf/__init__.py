@@ -76,7 +76,6 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
     from realhf.experiment import Role as Role
-    from realhf.experiment import RolloutLog as RolloutLog
     from realhf.graph import DataflowGraph as DataflowGraph
     from realhf.graph import FunctionCall as FunctionCall
     from realhf.layout import DeviceMesh as DeviceMesh
@@ -108,6 +107,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.rewards.unit_tests import UnitTests as UnitTests
     from realhf.steps.hooks import EarlyStopping as EarlyStopping
     from realhf.steps.hooks import StepEvent as StepEvent
+    from realhf.steps.rollout_log import RolloutLog as RolloutLog
     from realhf.steps.sample_pool import Pool as Pool
     from realhf.steps.sample_pool import Samples as Samples
     from realhf.steps.step_runner import StepRunner as StepRunner
@@ -142,7 +142,7 @@ _NAMES = {
     "realhf.environments.tool_calls": ("python_tool",),
     "realhf.errors": ("UserError",),
     "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
-    "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role", "RolloutLog"),
+    "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),
@@ -159,6 +159,7 @@ _NAMES = {
         "CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty", "TokenReward"),
     "realhf.rewards.unit_tests": ("UnitTests",),
     "realhf.steps.hooks": ("EarlyStopping", "StepEvent"),
+    "realhf.steps.rollout_log": ("RolloutLog",),
     "realhf.steps.sample_pool": ("Pool", "Samples"),
     "realhf.steps.step_runner": ("StepRunner",),
     "realhf.user_input.files": ("prepare_once",),

@@ -1,7 +1,6 @@
 """Entry point of `python -m realhf` and of the `realhf` command."""
 
 import faulthandler
-import importlib
 import os
 import signal
 import sys
@@ -34,8 +33,17 @@ def main() -> int:
         set_allocator(os.environ)
         if sys.argv[1:2] == ["check"]:
             return _run_apart()
-        importlib.import_module("realhf.errors").catch_exits()
-        return importlib.import_module("realhf.cli.main").main()
+        return _run()
+
+
+def _run() -> int:
+    """Run the command line. What it imports takes a while, in which signals are handled already."""
+    from realhf.errors import catch_exits
+
+    catch_exits()  # Before modules that may exit.
+    from realhf.cli.main import main as run_command
+
+    return run_command()
 
 
 def _run_apart() -> int:
@@ -45,8 +53,7 @@ def _run_apart() -> int:
         code = 1
         try:
             end_with_parent()
-            importlib.import_module("realhf.errors").catch_exits()
-            code = importlib.import_module("realhf.cli.main").main()
+            code = _run()
         except SystemExit as error:  # A help text has been printed.
             code = error.code if isinstance(error.code, int) else 0
         except BaseException:

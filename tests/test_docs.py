@@ -26,6 +26,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.data.rows import read_rows
+from realhf.execution_plan import ExecutionPlan
 from realhf.models import families
 from realhf.rewards.scoring import RewardCall, SamplesToScore
 from realhf.runtime.execute.host_call import call_host_function
@@ -95,6 +96,14 @@ def test_the_readmes_own_reward_tells_answers_apart():
     functions = [node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == "boxed"]
     exec(compile(ast.Module(functions, []), "README.md", "exec"), names)
     assert names["boxed"](["So \\boxed{4}.", "So 4.", ""]) == [1.0, 0.0, 0.0]
+
+
+def test_the_readme_shows_the_plan_that_its_commands_use():
+    """Its picture leaves out the call on one rank that only scores."""
+    (text,) = (text for text in blocks("") if text.startswith("actor_generate  d"))
+    shown = dict(line.split()[:2] for line in text.splitlines())
+    plan = ExecutionPlan.load("grpo-4")
+    assert shown == {name: str(plan[name].layout) for name in plan.calls if name != "reward_forward"}
 
 
 def hand_written_plan(*, evaluates: bool = False) -> str:

@@ -45,6 +45,6 @@ def test_illegal_settings(field, value, rule):
 def test_followed_rows_of_many_are_those_of_the_lowest_hashes(monkeypatch):
     log = RolloutLog(follow_rows=7)
     whole = log.followed(5000, seed=3)
-    monkeypatch.setattr("realhf.experiment._COMPARED_ROWS", 64)
+    monkeypatch.setattr("realhf.steps.rollout_log._COMPARED_ROWS", 64)
     assert log.followed(5000, seed=3) == whole and len(whole) == 7
     assert log.followed(5, seed=3) == {0, 1, 2, 3, 4}

@@ -71,6 +71,10 @@ class CriticFree(OnPolicy):
         return self.shared_roles(with_ref=self._needs_ref)
 
     @property
+    def kl_in_reward(self) -> RewardKL:
+        return self.reward_kl
+
+    @property
     def _needs_ref(self) -> bool:
         return self.loss.needs_ref or self.reward_kl.kl_coef > 0
 
@@ -137,6 +141,9 @@ class CriticFree(OnPolicy):
 
     def _greedy_calls(self) -> tuple[FunctionCall, FunctionCall]:
         """Return the calls that answer the prompts greedily and score the responses."""
+        require(
+            self.used_environment() is None, "baseline", self.baseline,
+            "not be greedy: with an environment, a greedy rollout would need one of its own")
         require(
             self.group_size == 1, "group_size", self.group_size, "be 1, as a prompt has one greedy response")
         require(

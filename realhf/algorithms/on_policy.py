@@ -251,15 +251,16 @@ class OnPolicy(Experiment):
         require(
             self.num_rounds == 1 or self.cache_on_update != "keep", "cache_on_update", self.cache_on_update,
             "be recompute with an environment and rounds, between which a rollout may change its rank")
-        baseline = getattr(self, "baseline", None)
-        require(
-            baseline != "greedy", "baseline", baseline,
-            "not be greedy: with an environment, a greedy rollout would need one of its own")
         engine = self.actor.engine
         require(engine != "transformers", "actor.engine", engine, "be native or megatron with an environment")
         return EnvironmentCalls(
             environment, self.tokenizer_dir(), dict(self.dataset.chat_template_kwargs), self.group_size,
             self._worker_pool)
+
+    @property
+    def kl_in_reward(self) -> RewardKL | None:
+        """The KL to the reference as a penalty in the reward; None: the algorithm has no such penalty."""
+        return None
 
     @property
     def with_versions(self) -> bool:
@@ -304,8 +305,8 @@ class OnPolicy(Experiment):
     def doubts(self) -> Iterator[str]:
         yield from super().doubts()
         yield from self.loss.doubts(max_lag=self.max_lag, longest=self.sampling.max_new_tokens)
-        in_reward = getattr(self, "reward_kl", None) or getattr(self, "advantage", None)
-        if isinstance(in_reward, RewardKL):
+        in_reward = self.kl_in_reward
+        if in_reward is not None:
             prefix = f"{in_reward.field_of_experiment}."
             if self.loss.kl_coef > 0 and in_reward.kl_coef > 0:
                 yield (

@@ -186,8 +186,6 @@ class PolicyLossConfig:
                 f"loss.constant_length is {length} and sampling.max_new_tokens {longest}: loss and gradient "
                 f"are {longest / length:.2g} times those of constant_length None, "
                 "which takes the longest answer")
-
-
         if self.off_policy_mask_threshold is not None and self.off_policy_mask_threshold <= 0:
             yield (
                 f"loss.off_policy_mask_threshold is {self.off_policy_mask_threshold:g}: on the weights that "

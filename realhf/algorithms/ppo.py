@@ -79,6 +79,10 @@ class PPO(OnPolicy):
         return {**self.shared_roles(with_ref=self._needs_ref), "critic": self.critic}
 
     @property
+    def kl_in_reward(self) -> AdvantageConfig:
+        return self.advantage
+
+    @property
     def _needs_ref(self) -> bool:
         return self.loss.needs_ref or self.advantage.kl_coef > 0
 

@@ -5,7 +5,6 @@ which are its value. With TRITON_INTERPRET=1 it runs on a CPU.
 """
 
 from functools import lru_cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -56,7 +55,8 @@ class TritonAttention:
         if splits > 1:
             parts_STND = lse_TN.new_empty(splits, *out_TND.shape)
             lse_STN = lse_TN.new_empty(splits, *lse_TN.shape)
-        kernels = import_module("realhf.attention.paged_kernel")
+        from realhf.attention import paged_kernel as kernels
+
         block_v = _power_of_two(value_dim)
         block_r = _power_of_two(dim - value_dim) if in_keys and dim > value_dim else 0
         kernels.attend_to_pages[(num_rows * tiles, num_kv_heads, splits)](

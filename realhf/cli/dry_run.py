@@ -1,7 +1,6 @@
 """Tries an experiment's data for `realhf check`: tokenises rows, calls reward functions. Free of torch."""
 
 import contextlib
-import importlib
 import io
 import sys
 import time
@@ -180,11 +179,12 @@ def _try_losses(program: Program, rows: MixedRows, tokenizer: str) -> list[str]:
     """Call losses that the user has written with made-up samples; return warnings."""
     if not program.parts or not any(is_own(work.loss) for work in program.graph.works(TrainStep)):
         return []
-    trial = importlib.import_module("realhf.cli.loss_trial")  # It needs torch, as the user's loss does.
+    from realhf.cli.loss_trial import try_losses  # It needs torch, as the user's loss does.
+
     trained = {call.role for call in program.graph.of_kind("train_step")}
     vocabulary = min(role.config().vocab_size for name, role in program.roles.items() if name in trained)
     try:
-        return list(trial.try_losses(
+        return list(try_losses(
             program.graph, rows.parts[0].samples[:_SAMPLES], group_size=program.experiment.group_size,
             vocabulary=vocabulary, tokenizer=tokenizer))
     except UserError:

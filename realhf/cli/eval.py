@@ -5,7 +5,6 @@ another model the defaults of `Evaluate`. Overrides change their fields, as in e
 """
 
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -98,9 +97,11 @@ def main(options: Namespace, words: list[str]) -> int:
         _warn_of_training_rows(str(target), saved, _paths(options.data or ()))
         print(f"realhf: {one_line(_told(str(run), saved, experiment))}", file=sys.stderr, flush=True)
     if is_worker() or num_ranks == 1:
+        from realhf.cli.worker import evaluate
+
         job = Job(program, name, out, _TIMEOUT_SECONDS, None, options.traceback,
                   started_in=options.started_in)
-        return importlib.import_module("realhf.cli.worker").evaluate(
+        return evaluate(
             job, show=lambda summary, out: print_summary(summary, out=out, as_json=options.json))
     out = out or new_run_directory(name, below=options.started_in)
     return launch([*options.argv, "--out", str(out)], num_ranks, directory=options.started_in)

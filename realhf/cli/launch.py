@@ -220,7 +220,9 @@ def serve(main: Callable[[], int], control_fd: int, store_fd: int) -> NoReturn:
 def _keep_store(listener: socket.socket) -> NoReturn:
     """Hold the store over which the workers meet. It lives through their restarts."""
     host, port = listener.getsockname()
-    store = importlib.import_module("torch.distributed").TCPStore(
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach())
     parent = os.getppid()

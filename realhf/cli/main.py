@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = one_line(str(error))
         text = f"{traceback.format_exc()}realhf: {sentence}" if "--traceback" in argv else None
         if is_worker():
-            importlib.import_module("realhf.cli.worker").report(sentence, code=2, text=text)
+            from realhf.cli.worker import report
+
+            report(sentence, code=2, text=text)
         else:
             print(text or f"realhf: {sentence}", file=sys.stderr)
         return 2

@@ -1,13 +1,13 @@
 """`realhf merge`: writes a model from others: merges adapters, averages, changes the dtype. Free of torch."""
 
 import glob
-import importlib
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import get_args
 
+from realhf.checkpoint.merge import average, load_model
 from realhf.checkpoint.names import find_checkpoints, step_of
 from realhf.cli.overrides import refuse_words
 from realhf.errors import UserError, naming
@@ -44,10 +44,11 @@ def main(options: Namespace, words: list[str]) -> int:
     if options.ema is not None:  # A shell sorts step_10 before step_9.
         sources.sort(key=lambda path: step_of(Path(path)) or 0)
     weights = _weights(options, len(sources))
-    merge = importlib.import_module("realhf.checkpoint.merge")
-    model = merge.average(sources, weights) if len(sources) > 1 else merge.load_model(sources[0])
+    model = average(sources, weights) if len(sources) > 1 else load_model(sources[0])
     if options.dtype is not None:
-        model = model.to(getattr(importlib.import_module("torch"), options.dtype))
+        import torch
+
+        model = model.to(getattr(torch, options.dtype))
     model.save_pretrained(target)
     first = find_model(str(sources[0]), weights=False)
     for pattern in (*TOKENIZER_FILES, *TERMS_FILES):

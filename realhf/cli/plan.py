@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -34,6 +34,7 @@ from realhf.planner.comparisons import (
     SearchLimits,
     SizedPlan,
     Sizing,
+    WhatIf,
     expense_of_step,
     lost_hosts,
     what_if,
@@ -46,7 +47,7 @@ from realhf.planner.measured_links import fitted_links
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
 from realhf.planner.profiled_rates import ProfiledRates, not_measured
-from realhf.planner.ranges import robust_plan
+from realhf.planner.ranges import Robust, robust_plan
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
 from realhf.signals import end_by_signal
@@ -206,12 +207,40 @@ def main(options: Namespace, words: list[str]) -> int:
             cluster.first_devices(number) for number in numbers], rates, notes)
     if options.price is not None:
         return _price(experiment, options, cluster, rates, notes)
+    return _plan(experiment, options, cluster, rates, notes, deadline)
+
+
+def _plan(
+    experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates, notes: Sequence[str],
+    deadline: Deadline,
+) -> int:
+    """Search a plan for one number of devices, answer the further questions, and print and write both."""
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
-    comparison = None
-    robust = None
     if options.robust:
         _refuse_others(options, ("what_if", "lost_hosts"), why="--robust has changes of its own")
+    found = _searched(experiment, options, cluster, rates, deadline)
+    priced = found.priced
+    if options.output:
+        priced.plan.save(Path(options.output))
+    unmeasured = [*notes, *not_measured(rates, priced.problem, priced.plan)]
+    cost = _cost(priced, options)
+    if options.json:
+        print(json.dumps(found.document(cost, unmeasured)))
+        return 0
+    console = Console()
+    found.print(console, cost, unmeasured)
+    if options.output:
+        console.print(f"\nwritten to {options.output}", highlight=False)
+    return 0
+
+
+def _searched(
+    experiment: Experiment, options: Namespace, cluster: Cluster, rates: Rates, deadline: Deadline
+) -> "_Found":
+    """Run the searches that the options ask for, within the time limit."""
+    comparison = None
+    robust = None
     signals = (signal.SIGINT, signal.SIGTERM)
     with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
         problem = _problem(experiment, options, cluster)
@@ -246,40 +275,52 @@ def main(options: Namespace, words: list[str]) -> int:
         if options.lost_hosts is not None:
             watch.begin(f"with {options.lost_hosts} hosts fewer")
             what_ifs += lost_hosts(planned, options.lost_hosts, limits)
-    priced: PricedPlan = planned if robust is None else robust.priced
-    if options.output:
-        priced.plan.save(Path(options.output))
-    unmeasured = [*notes, *not_measured(rates, priced.problem, priced.plan)]
-    cost = _cost(priced, options)
-    if options.json:
-        document = report.document(planned) | {"not_measured": unmeasured}
-        if robust is not None:
-            document |= report.priced_document(priced) | {"robust": robust.document()}
+    return _Found(planned, comparison, robust, what_ifs)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plan that a search has found, and the answers to further questions about it."""
+
+    planned: Planned
+    comparison: LagComparison | None
+    robust: Robust | None
+    what_ifs: Sequence[WhatIf]
+
+    @property
+    def priced(self) -> PricedPlan:
+        """The plan to print and to write."""
+        return self.planned if self.robust is None else self.robust.priced
+
+    def document(self, cost: Expense | None, unmeasured: Sequence[str]) -> dict[str, Any]:
+        """Return the answer of --json."""
+        document = report.document(self.planned) | {"not_measured": unmeasured}
+        if self.robust is not None:
+            document |= report.priced_document(self.priced) | {"robust": self.robust.document()}
             document["gap"] = 1 - document["lower_bound_seconds"] / document["step_seconds"]
-        document |= comparison.document() if comparison else {}
+        document |= self.comparison.document() if self.comparison else {}
         document |= {"cost": cost.document()} if cost is not None else {}
-        if what_ifs:
-            document["what_if"] = [answer.document() for answer in what_ifs]
-        print(json.dumps(document))
-        return 0
-    console = Console()
-    if isinstance(priced, Planned):
-        console.print(report.render(priced, columns=console.width), soft_wrap=True)
-    else:
-        console.print(report.render_priced(priced, columns=console.width), soft_wrap=True)
-    if robust is not None:
-        console.print(Text(), robust.render(columns=console.width), soft_wrap=True)
-    if cost is not None:
-        console.print(Text(f"\n{cost}"), soft_wrap=True)
-    if comparison:
-        console.print(Text(), comparison.render(), soft_wrap=True)
-    if what_ifs:
-        console.print(Text(), render_changes(planned, what_ifs, columns=console.width), soft_wrap=True)
-    if unmeasured:
-        console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
-    if options.output:
-        console.print(f"\nwritten to {options.output}", highlight=False)
-    return 0
+        if self.what_ifs:
+            document["what_if"] = [answer.document() for answer in self.what_ifs]
+        return document
+
+    def print(self, console: Console, cost: Expense | None, unmeasured: Sequence[str]) -> None:
+        """Print the answer for people."""
+        if isinstance(self.priced, Planned):
+            console.print(report.render(self.priced, columns=console.width), soft_wrap=True)
+        else:
+            console.print(report.render_priced(self.priced, columns=console.width), soft_wrap=True)
+        if self.robust is not None:
+            console.print(Text(), self.robust.render(columns=console.width), soft_wrap=True)
+        if cost is not None:
+            console.print(Text(f"\n{cost}"), soft_wrap=True)
+        if self.comparison:
+            console.print(Text(), self.comparison.render(), soft_wrap=True)
+        if self.what_ifs:
+            changes = render_changes(self.planned, self.what_ifs, columns=console.width)
+            console.print(Text(), changes, soft_wrap=True)
+        if unmeasured:
+            console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
 
 
 def _check_numbers(options: Namespace) -> None:

@@ -1,6 +1,5 @@
 """`realhf profile`: measures this machine for the models of an experiment. Free of torch."""
 
-import importlib
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -45,6 +44,7 @@ def main(options: Namespace, words: list[str]) -> int:
     require_output(out, "--out", first="date:", what="profile")
     num_ranks = 1 if is_worker() else options.nproc or this_machine().num_devices
     if num_ranks == 1:
-        job = ProfileJob(problem, out, _TIMEOUT_SECONDS, options.traceback)
-        return importlib.import_module("realhf.cli.worker").profile(job)
+        from realhf.cli.worker import profile
+
+        return profile(ProfileJob(problem, out, _TIMEOUT_SECONDS, options.traceback))
     return launch(options.argv, num_ranks, directory=options.started_in)

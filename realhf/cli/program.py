@@ -1,7 +1,6 @@
 """The program of a command: its plan, its ranks, and the memory that it needs. Free of torch."""
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -113,8 +112,9 @@ def _made_once(make: Callable[[], ExecutionPlan], options: Namespace) -> Executi
     """Return the plan that rank 0 makes, or make it here if there are no other workers."""
     if not is_worker() or os.environ["WORLD_SIZE"] == "1":
         return make()
-    share = importlib.import_module("realhf.cli.worker").share_plan
-    return share(make, search_seconds=TIME_LIMIT, timeout_seconds=options.timeout)
+    from realhf.cli.worker import share_plan
+
+    return share_plan(make, search_seconds=TIME_LIMIT, timeout_seconds=options.timeout)
 
 
 def _auto_plan(experiment: Experiment, options: Namespace, cluster: Cluster) -> ExecutionPlan:

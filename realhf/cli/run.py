@@ -1,6 +1,5 @@
 """`realhf run`: trains on local workers, or as one worker under torchrun. Free of torch."""
 
-import importlib
 import json
 import os
 import sys
@@ -89,7 +88,9 @@ def main(options: Namespace, words: list[str]) -> int:
             _warn_of_memory(experiment, program)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track,
                   options.started_in)
-        return importlib.import_module("realhf.cli.worker").train(job)
+        from realhf.cli.worker import train
+
+        return train(job)
     out = out or new_run_directory(name, below=options.started_in)
     if options.plan == "auto":
         os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())

@@ -1,6 +1,5 @@
 """`realhf scaling fit`: fits compute-performance curves of runs. Free of torch."""
 
-import importlib
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -51,25 +50,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 def main(options: Namespace, words: list[str]) -> int:
     """Print the fits and return the exit code."""
     refuse_words(options.parser, [word for word in words if word.startswith("-")])
-    # scipy and matplotlib take a second, so only this command loads them.
-    points = importlib.import_module("realhf.scaling.analysis")
-    analysis = importlib.import_module("realhf.scaling.analysis")
+    from realhf.scaling import analysis  # It loads scipy, which takes a second, so only this command does.
+
     budgets = [_number(text, "--at", "be above 0", lambda x: x > 0) for text in options.at]
     picture = _picture_path(options)
-    curves = [points.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *words)]
-    names = points.common_names(curves)
-    if (sentence := points.other_scales(names, [curve.score for curve in curves])) is not None:
+    curves = [analysis.read_curve(text, x=options.x, y=options.y) for text in (*options.files, *words)]
+    names = analysis.common_names(curves)
+    if (sentence := analysis.other_scales(names, [curve.score for curve in curves])) is not None:
         warn(sentence)
     if options.margin is None:  # The error between repeated runs that the paper found.
-        options.margin = "2" if all(points.is_percent(curve.score) for curve in curves) else "0.02"
-    settings = _settings(options, analysis)
+        options.margin = "2" if all(analysis.is_percent(curve.score) for curve in curves) else "0.02"
+    settings = _settings(options)
     fits = [analysis.fit_curve(curve, settings) for curve in curves]
     comparisons = analysis.compare(fits, names, margin=settings.margin)
     documents = [analysis.document(f, n, budgets, settings) for f, n in zip(fits, names, strict=True)]
     if picture is not None:
-        default_x, default_y = points.DEFAULT_COLUMNS[Path(curves[0].files[0]).suffix]
+        default_x, default_y = analysis.DEFAULT_COLUMNS[Path(curves[0].files[0]).suffix]
         furthest = max(*budgets, 0.0, *(float(curve.compute.max()) for curve in curves), 0.0)
-        importlib.import_module("realhf.scaling.picture").draw_fits(
+        from realhf.scaling.picture import draw_fits
+
+        draw_fits(
             fits, names, picture, until=furthest, x=options.x or default_x, y=options.y or default_y)
     if options.json:
         compared = [_comparison(comparison) for comparison in comparisons]
@@ -79,12 +79,13 @@ def main(options: Namespace, words: list[str]) -> int:
     return 0
 
 
-def _settings(options: Namespace, analysis: Any) -> "FitSettings":
-    amounts = {}
-    for name in ("skip", "fit_until"):
-        text = getattr(options, name)
-        with naming(f"--{name.replace('_', '-')}"):
-            amounts[name] = None if text is None else analysis.Amount.parse(text)
+def _settings(options: Namespace) -> "FitSettings":
+    from realhf.scaling.analysis import Amount, FitSettings
+
+    with naming("--skip"):
+        skip = Amount.parse(options.skip)
+    with naming("--fit-until"):
+        fit_until = None if options.fit_until is None else Amount.parse(options.fit_until)
     scores = {}
     for name in ("r0", "ceiling"):
         text = getattr(options, name)
@@ -92,8 +93,8 @@ def _settings(options: Namespace, analysis: Any) -> "FitSettings":
     bootstrap = _number(
         options.bootstrap, "--bootstrap", "be a whole number from 0 to 100000",
         lambda x: 0 <= x <= 1e5 and x == int(x))
-    return analysis.FitSettings(
-        skip=amounts["skip"], fit_until=amounts["fit_until"], start=scores["r0"], ceiling=scores["ceiling"],
+    return FitSettings(
+        skip=skip, fit_until=fit_until, start=scores["r0"], ceiling=scores["ceiling"],
         num_bootstrap=int(bootstrap),
         margin=_number(options.margin, "--margin", "not be negative", lambda x: x >= 0))
 

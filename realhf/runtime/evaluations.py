@@ -29,7 +29,8 @@ from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.execute.executor import Executor, PartsProgram, RankState
 from realhf.runtime.execute.host_call import HostContext
 from realhf.runtime.records.progress import Progress
-from realhf.runtime.records.recorder import EvaluationFiles, StepRecord, finite, merge_metrics
+from realhf.runtime.records.recorder import EvaluationFiles
+from realhf.runtime.records.step_record import Event, StepRecord, finite, merge_metrics
 from realhf.runtime.weights.model_store import ModelStore
 
 
@@ -164,7 +165,7 @@ class EvaluationReport:
 
     metrics: Mapping[str, float]
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
-    events: Sequence[dict[str, Any]]
+    events: Sequence[Event]
     faults: Sequence[str] = ()
     doubts: Sequence[str] = ()
 
@@ -246,7 +247,7 @@ def report(sets: Sequence[EvaluationProgram], by_rank: Sequence[Sequence[SetReco
     """Return the result of an evaluation from the records of all ranks, which have one for each set."""
     metrics: dict[str, float] = {}
     samples: dict[str, list[dict[str, Any]]] = {}
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     faults: list[str] = []
     doubts: list[str] = []
     for eval_set, records in zip(sets, zip(*by_rank, strict=True), strict=True):
@@ -310,7 +311,7 @@ def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[st
         yield group
 
 
-def _named(event: dict[str, Any], eval_set: EvaluationProgram) -> dict[str, Any]:
+def _named(event: Event, eval_set: EvaluationProgram) -> Event:
     """Return an event of a call with the name of the set before the call's; reallocations have no call."""
     return event if event["kind"] == "realloc" else {**event, "name": eval_set.prefix + event["name"]}
 

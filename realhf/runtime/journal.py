@@ -16,7 +16,8 @@ from realhf.runtime.compile.eval_program import NONE_IS_RIGHT, EvaluationProgram
 from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.execute.meters import ComputeMeter
 from realhf.runtime.records.progress import Progress, when
-from realhf.runtime.records.recorder import Recorder, StepRecord, finite, merge_metrics
+from realhf.runtime.records.recorder import Recorder
+from realhf.runtime.records.step_record import StepRecord, finite, merge_metrics
 
 _EVAL = "eval/"
 """Beginning of the names of an evaluation's metrics."""
@@ -95,8 +96,8 @@ class Journal:
         """The metrics of each evaluation, whose names begin with `eval/`, by the step that it follows."""
         self._seconds_before = earlier[-1].get(_SECONDS, 0.0) if earlier else 0.0
         self._started = time.monotonic()
-        self._not_finite: set[str] = set()
         self._has_warned_of_lost = False
+        self._not_finite: set[str] = set()
         """The metrics of which the user knows that they were not finite in some step."""
         self.last: Future[int] | None = None
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""

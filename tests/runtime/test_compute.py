@@ -19,7 +19,7 @@ from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.meters import DEVICE_SECONDS, FLOPS, ComputeMeter, generate_flops
 from realhf.runtime.journal import History, Journal
-from realhf.runtime.records.recorder import StepRecord
+from realhf.runtime.records.step_record import StepRecord
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task

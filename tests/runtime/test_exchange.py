@@ -11,7 +11,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.distributed.group import Outbox
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.runtime.execute.executor import StepRecord
-from realhf.runtime.records.recorder import merge_metrics
+from realhf.runtime.records.step_record import merge_metrics
 from realhf.runtime.samples.exchange import Exchange, Routing, Source, assign
 
 NUM_CASES = 40

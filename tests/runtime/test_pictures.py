@@ -13,7 +13,7 @@ from realhf.runtime.records.pictures import (
     steps_to_draw,
     without_waits,
 )
-from realhf.runtime.records.recorder import StepRecord, merge_metrics
+from realhf.runtime.records.step_record import StepRecord, merge_metrics
 
 
 def event(step: int, rank: int, kind: str, start: float, end: float, **more: Any) -> dict[str, Any]:

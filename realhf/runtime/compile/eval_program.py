@@ -9,11 +9,12 @@ from typing import Any
 from realhf.calls import Generate, HostFunction, response_keys
 from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
 from realhf.execution_plan import CallPlan, ExecutionPlan
-from realhf.experiment import Evaluation, Experiment, Role, RolloutLog, metric_prefix, set_field
+from realhf.experiment import Evaluation, Experiment, Role, metric_prefix, set_field
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.runtime.compile import checks
 from realhf.runtime.compile.actions import Action, compile_actions, complete_plan, parameter_specs
+from realhf.steps.rollout_log import RolloutLog
 
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and

@@ -35,7 +35,7 @@ from realhf.runtime.compile.actions import (
 from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
 from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
-from realhf.runtime.records.recorder import StepRecord
+from realhf.runtime.records.step_record import Event, StepRecord
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
@@ -387,7 +387,8 @@ class Executor:
                     call, minibatches[0], unfinished=None if is_held else before, budget=self._budget(call),
                     version=self._context.updates.get(call.role, 0), report=note)
                 if (spent := engine.last_environment_time) is not None:
-                    event |= {"environment_seconds": spent.seconds, "environment_waits": spent.waits}
+                    event["environment_seconds"] = spent.seconds
+                    event["environment_waits"] = spent.waits
             elif call.kind == "train_step":
                 metrics = engines[key].train(
                     call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -399,13 +400,13 @@ class Executor:
                 result = CallResult(outputs, {})
             self._arrivals.delay(event)
             if self._world.rank in action.layout.result_ranks:
-                event |= self._counts(call, minibatches, before, result)
+                self._count(event, call, minibatches, before, result)
         self._store(action, result)
         if result.metrics.get("skipped_updates") and self._world.rank in action.layout.result_ranks:
             self._save_samples(call.name, minibatches)
 
     @contextmanager
-    def _running(self, action: Run) -> Iterator[dict[str, Any]]:
+    def _running(self, action: Run) -> Iterator[Event]:
         """Time a call on a model and measure its memory; have its weights on the device meanwhile.
 
         Yield the event of the call. Raises UserError with advice if memory runs out or numbers diverge.
@@ -441,27 +442,26 @@ class Executor:
             return None
         return -(-call.work_as(Generate).most_drawn_tokens // self._program.num_rounds)
 
-    def _counts(
-        self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
-    ) -> dict[str, int]:
-        """Return the tokens that a call has sampled or, once for each epoch, trained on, and its FLOPs.
+    def _count(
+        self, event: Event, call: FunctionCall, minibatches: Sequence[Batch], before: Batch,
+        result: CallResult,
+    ) -> None:
+        """Add the tokens that a call has sampled or, once for each epoch, trained on, and its FLOPs.
 
         They are those of this rank's samples; `before` were unfinished when the call began.
         """
-        counts: dict[str, int] = {}
         after = [result.batch, result.unfinished]
         flops = self._observed.flops.get(call.role or "")
         if call.kind == "generate":
-            counts["num_tokens"] = sampled_tokens(call, before=before, after=after)
+            event["num_tokens"] = sampled_tokens(call, before=before, after=after)
         elif call.kind == "train_step":
             num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-            counts["num_tokens"] = call.work_as(TrainStep).repeats * num_tokens
+            event["num_tokens"] = call.work_as(TrainStep).repeats * num_tokens
         if flops is not None and call.kind == "generate":
-            counts["flops"] = generate_flops(
+            event["flops"] = generate_flops(
                 call, flops, minibatches[0], group_size=self._program.group_size, before=before, after=after)
         elif flops is not None:
-            counts["flops"] = pass_flops(call, flops, minibatches)
-        return counts
+            event["flops"] = pass_flops(call, flops, minibatches)
 
     def _take_waited(self) -> float:
         waited = self._waited
@@ -492,11 +492,14 @@ class Executor:
         if weights is None:
             yield
             return
-        about = {"rank": self._world.rank, "name": action.call.role, "kind": "offload"}
-        with self._record.timed(**about, what="load", bytes=weights.num_bytes):
+        rank = self._world.rank
+        role = action.call.role
+        with self._record.timed(
+            rank=rank, name=role, kind="offload", what="load", bytes=weights.num_bytes
+        ):
             weights.load()
         yield
-        with self._record.timed(**about, what="release"):
+        with self._record.timed(rank=rank, name=role, kind="offload", what="release"):
             weights.release()
 
     def _run_host(self, action: Run, minibatches: list[Batch]) -> None:

@@ -22,7 +22,7 @@ from realhf.models.model_flops import ModelFlops, TokenSpan
 from realhf.models.param_spec import model_spec
 from realhf.runtime.compile.actions import Run
 from realhf.runtime.compile.program import PredictedMemory
-from realhf.runtime.records.recorder import StepRecord
+from realhf.runtime.records.step_record import Event, StepRecord
 from realhf.runtime.weights.engine_store import EngineKey, EngineStore
 
 DEVICE_SECONDS = "compute/device_seconds"
@@ -187,7 +187,7 @@ class MemoryMeter:
         self.beside_models = max(0, resident_bytes() - sum(self._engines.memory().values()))
 
     @contextmanager
-    def of_call(self, action: Run, event: dict[str, Any]) -> Iterator[None]:
+    def of_call(self, action: Run, event: Event) -> Iterator[None]:
         """Release memory that the call does not need; measure while the context lasts."""
         beside = self._make_room(action)
         on_cuda = self._device.type == "cuda"

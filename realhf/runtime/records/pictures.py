@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from realhf.runtime.records.step_record import Event
 from realhf.user_input.files import read_json_lines
 
 if TYPE_CHECKING:
@@ -30,18 +31,22 @@ _PANELS = (
 """Titles of panels, and their metrics in training; each panel has the same metric of held-out rows, too."""
 
 
+class TimedEvent(Event):
+    """A line of timeline.jsonl: an event, and its step."""
+
+    step: int
+
+
 def draw_pictures(run: Path) -> None:
     """Write reward.png and timeline.png into the run directory."""
-    steps, events = (
-        [row for _, row in read_json_lines(run / name)]
-        for name in ("metrics.jsonl", "timeline.jsonl")
-    )
+    steps = [row for _, row in read_json_lines(run / "metrics.jsonl")]
     curves(steps).savefig(run / "reward.png")
-    if events := of_training(events):
+    timeline = [cast(TimedEvent, row) for _, row in read_json_lines(run / "timeline.jsonl")]
+    if events := of_training(timeline):
         _draw_timeline(events, run / "timeline.png")
 
 
-def of_training(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_training(events: Iterable[TimedEvent]) -> list[TimedEvent]:
     """Return the events that belong to no evaluation."""
     return [event for event in events if not event["name"].startswith(_EVALUATION)]
 
@@ -130,12 +135,12 @@ def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:
     return list(labels.items())
 
 
-def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
+def steps_to_draw(events: list[TimedEvent]) -> list[int]:
     """Return the step of median length among those with the most kinds of events.
 
     If some rank generates while another trains, as only a lag allows, add the steps before and after it.
     """
-    by_step: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[TimedEvent]] = {}
     for event in events:
         by_step.setdefault(event["step"], []).append(event)
     kinds = {step: len({_label(e) for e in chosen}) for step, chosen in by_step.items()}
@@ -151,7 +156,7 @@ def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
     return [s for s in range(step - 1, step + 2) if s in by_step] if overlaps else [step]
 
 
-def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
+def _draw_timeline(events: list[TimedEvent], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.6 + 0.5 * len({event["rank"] for event in events})), dpi=120)
@@ -161,7 +166,7 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_steps(events: list[dict[str, Any]], axes: Axes) -> list[Patch]:
+def draw_steps(events: list[TimedEvent], axes: Axes) -> list[Patch]:
     """Draw the timeline of the steps that `steps_to_draw` chooses; return the handles of a legend."""
     import matplotlib
     from matplotlib.patches import Patch
@@ -180,7 +185,7 @@ def draw_steps(events: list[dict[str, Any]], axes: Axes) -> list[Patch]:
 
 
 def _draw_bars(
-    axes: Axes, events: list[dict[str, Any]], colors: dict[str, Any], *, is_numbered: bool
+    axes: Axes, events: list[TimedEvent], colors: dict[str, Any], *, is_numbered: bool
 ) -> None:
     """Draw a bar for each event, by rank; transfers are narrow, as they may run beside a call.
 
@@ -198,15 +203,16 @@ def _draw_bars(
             event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
             zorder=3 if event["kind"] in ("realloc", _ENVIRONMENTS) else 2)
         if is_numbered and not is_transfer and width > 0.03 * whole:
-            axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
+            number = str(event["step"])
+            axes.text(start + width / 2, event["rank"], number, ha="center", va="center", zorder=4)
 
 
-def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_waits(events: list[TimedEvent]) -> list[TimedEvent]:
     """Return the events with reallocations that begin when the rank no longer waits for others.
 
     It waits until all ranks that send to it, and one of those that it sends to, have begun, too.
     """
-    transfers: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    transfers: dict[tuple[Any, ...], dict[int, TimedEvent]] = {}
     for event in events:
         if event["kind"] == "realloc":
             transfers.setdefault(_transfer(event), {})[event["rank"]] = event
@@ -222,18 +228,18 @@ def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return cut
 
 
-def _environment_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _environment_waits(events: list[TimedEvent]) -> list[TimedEvent]:
     """Return an event for each time in which a generating rank waited for environments and ran nothing."""
     return [
         {**event, "kind": _ENVIRONMENTS, "name": _ENVIRONMENTS, "start": start, "end": stop}
         for event in events for start, stop in event.get("environment_waits", ())]
 
 
-def _transfer(event: dict[str, Any]) -> tuple[Any, ...]:
+def _transfer(event: TimedEvent) -> tuple[Any, ...]:
     return event["step"], event["name"], event["transfer"]
 
 
-def _label(event: dict[str, Any]) -> str:
+def _label(event: TimedEvent) -> str:
     if event["kind"] == "realloc":
         return f"reallocate {event['name']}"
     if event["kind"] == "offload":

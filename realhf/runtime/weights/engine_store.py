@@ -5,7 +5,6 @@ The ParameterCatalog lists the parameter sets of a run, their homes, and which o
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Literal
 
 import torch
@@ -148,8 +147,9 @@ class OffloadedWeights:
 def engine_class(name: str) -> Callable[..., Engine]:
     """Return the engine of this name, a value of `Role.engine`; Megatron-Core is imported only on demand."""
     if name == "megatron":
-        megatron: Callable[..., Engine] = import_module("realhf.engine.megatron.engine").MegatronEngine
-        return megatron
+        from realhf.engine.megatron.engine import MegatronEngine
+
+        return MegatronEngine
     return {"native": NativeEngine, "transformers": TransformersEngine}[name]
 
 

@@ -23,6 +23,7 @@ from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.runtime.compile.actions import Action, Reallocate, role_of
 from realhf.runtime.compile.equal_programs import require_equal_schedules
+from realhf.runtime.records.step_record import Event
 from realhf.runtime.weights.engine_store import EngineStore, ParameterCatalog
 
 _T = TypeVar("_T")
@@ -48,7 +49,7 @@ class FinishedReallocation:
     arrived: Callable[[], float] = lambda: 0.0
     """Returns the Unix time from which the call that needs the weights had them; 0 if the host waited."""
 
-    def event(self, rank: int) -> dict[str, Any]:
+    def event(self, rank: int) -> Event:
         """Return the event of a StepRecord."""
         return {
             "rank": rank, "name": role_of(self.action.target_set), "kind": "realloc", "start": self.start,
@@ -224,7 +225,7 @@ class Arrivals:
         self._unrecorded += finished
         self._new += finished
 
-    def delay(self, event: dict[str, Any]) -> None:
+    def delay(self, event: Event) -> None:
         """Let the event of a call that has ended begin when the device had the weights."""
         arrived = max((reallocation.arrived() for reallocation in self._new), default=0.0)
         seconds = max(0.0, arrived - event["start"])
@@ -232,7 +233,7 @@ class Arrivals:
         event["start"] += seconds
         event["waited"] += seconds
 
-    def take_events(self, rank: int) -> list[dict[str, Any]]:
+    def take_events(self, rank: int) -> list[Event]:
         """Return the events of what has been added since the last call of this method."""
         events = [reallocation.event(rank) for reallocation in self._unrecorded]
         self._unrecorded = []
