@@ -150,7 +150,7 @@ class Goal:
     @property
     def met(self) -> bool:
         low, high = self.at_least, self.at_most
-        return (low is None or self.value >= low) and (high is None or self.value <= high)
+        return bool((low is None or self.value >= low) and (high is None or self.value <= high))
 
 
 def progress(text: str) -> None:
