@@ -1,4 +1,4 @@
-"""Rollouts: the conversations of a generating call with environments, and their rewards. Imports no torch.
+"""Rollouts: the turns of a generating call with environments. Imports no torch.
 
 A turn of the model goes as a message to the sample's environment, and what this answers comes back as the
 tokens that the chat template writes for it. What a rollout has become is a JSON object in the column
@@ -20,7 +20,15 @@ from statistics import fmean
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from realhf.calls import Beginning, Conversation, Conversations, NextTurn, Replies, TurnSettings
+from realhf.calls import (
+    Arrivals,
+    Beginning,
+    Observation,
+    SampleId,
+    TurnSettings,
+    TurnSource,
+    TurnSourceFactory,
+)
 from realhf.data.dataset import column_of
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.order import prompt_of
@@ -38,7 +46,7 @@ from realhf.environments.protocol import (
 )
 from realhf.environments.tool_calls import CALL_END, AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
-from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers, Reply
+from realhf.environments.workers import EnvironmentKey, EnvironmentSource, EnvironmentWorkers, Reply
 from realhf.errors import UserError, shown, warn
 from realhf.rewards.scoring import RewardCall
 
@@ -57,7 +65,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: EnvironmentWorkers | None = None
         self.template: Template | None = None
-        self.unfinished: dict[int, _Rollout] = {}
+        self.unfinished: dict[SampleId, _Rollout] = {}
         """Sample -> its rollout, if this process has its environment and a round has left it unfinished."""
         self._num_keys = 0
 
@@ -67,10 +75,10 @@ class WorkerPool:
             self._workers = EnvironmentWorkers(environment, source_of(environment))
         return self._workers
 
-    def new_key(self) -> int:
-        """Return a number for another environment of this process."""
+    def new_key(self) -> EnvironmentKey:
+        """Return a key for another environment of this process."""
         self._num_keys += 1
-        return self._num_keys
+        return EnvironmentKey(self._num_keys)
 
     def close_left(self) -> None:
         """Close the environments of unfinished rollouts, which go on elsewhere."""
@@ -116,7 +124,7 @@ def _attribute_of(environment: Environment, module: ModuleType) -> str | None:
 
 
 @dataclass(frozen=True)
-class EnvironmentCalls(Conversations):
+class EnvironmentTurnSourceFactory(TurnSourceFactory):
     """The setting of a generating call whose samples are answered in turns with an Environment."""
 
     environment: Environment
@@ -132,10 +140,10 @@ class EnvironmentCalls(Conversations):
         environment = self.environment
         return min(environment.max_turns * max_new_tokens, environment.max_tokens or sys.maxsize)
 
-    def begin(
-        self, rows: Mapping[int, Mapping[str, Any]], settings: TurnSettings,
-        *, unfinished: Mapping[int, tuple[list[int], dict[str, Any]]] | None = None,
-    ) -> Rollouts:
+    def open(
+        self, rows: Mapping[SampleId, Mapping[str, Any]], settings: TurnSettings,
+        *, unfinished: Mapping[SampleId, tuple[list[int], dict[str, Any]]] | None = None,
+    ) -> EnvironmentTurnSource:
         environment = self.environment
         if environment.max_tokens is None and settings.num_positions is None:
             raise UserError(
@@ -145,24 +153,24 @@ class EnvironmentCalls(Conversations):
         template = self.pool.template = self.pool.template or Template(
             LightTokenizer(self.tokenizer), self.template_arguments, settings.eos_token_ids,
             keeps_thinking=environment.keep_thinking, ends_at_call=environment.ends_at_call)
-        rollouts = Rollouts(environment, self.pool, template, settings)
+        source = EnvironmentTurnSource(environment, self.pool, template, settings)
         for sample, (tokens, document) in (unfinished or {}).items():
-            rollouts.go_on(sample, tokens, document, self._seed(sample, settings.seed))
+            source.resume(sample, tokens, document, self._seed(sample, settings.seed))
         for sample, row in rows.items():
-            rollouts.begin(
+            source.start(
                 sample, {column_of(key): value for key, value in row.items()},
                 self._seed(sample, settings.seed),
                 group=sample if environment.own_start else prompt_of(sample, self.group_size))
         if settings.budget is not None:  # Others are evaluations, or of runs without rounds.
             self.pool.close_left()
-        return rollouts
+        return source
 
-    def _seed(self, sample: int, run_seed: int) -> int:
+    def _seed(self, sample: SampleId, run_seed: int) -> int:
         return rollout_seed(
             run_seed, step=0, prompt=prompt_of(sample, self.group_size), sample=sample % self.group_size,
             own_start=self.environment.own_start)
 
-    def _check_workers(self, rows: Mapping[int, Any], settings: TurnSettings) -> None:
+    def _check_workers(self, rows: Mapping[SampleId, Any], settings: TurnSettings) -> None:
         """Raise UserError if samples that begin together, and stay, need more processes than there are."""
         workers = self.environment.workers
         if not self.environment.isolated or workers is None:
@@ -237,14 +245,13 @@ class _Record:
 
 @dataclass
 class _Rollout:
-    """A conversation and its tokens so far."""
+    """The messages of a sample and its environment, and its tokens so far."""
 
-    sample: int
+    sample: SampleId
+    key: EnvironmentKey
     row: Mapping[str, Any]
     turns: TurnTokens
     parse: AnswerParser
-    key: int = 0
-    """Its number among the environments of this process."""
     group: int | None = None
     """Samples of one group begin together."""
     messages: list[ChatMessage] = field(default_factory=list)
@@ -318,7 +325,7 @@ def _span(start: int, stop: int) -> dict[str, Any]:
     return {"start": start, "stop": stop, "rewards": {}, "seconds": 0.0}
 
 
-class Rollouts(Conversation):
+class EnvironmentTurnSource(TurnSource):
     """The rollouts of one replica in one generation, or in one round of it.
 
     A rollout that a round leaves unfinished goes on in the next one. If this process has its environment, as
@@ -335,13 +342,13 @@ class Rollouts(Conversation):
         self._workers = pool.get(environment)
         self._template = template
         self._settings = settings
-        self._rollouts: dict[int, _Rollout] = {}
-        self._by_key: dict[int, _Rollout] = {}
-        self._not_started: dict[int, set[int]] = {}
+        self._rollouts: dict[SampleId, _Rollout] = {}
+        self._by_key: dict[EnvironmentKey, _Rollout] = {}
+        self._not_started: dict[int, set[SampleId]] = {}
         """Group -> its samples whose environments have not started."""
-        self._waiting: set[int] = set()
-        self._begun: list[Beginning] = []
-        self._followed: list[NextTurn] = []
+        self._waiting: set[SampleId] = set()
+        self._beginnings: list[Beginning] = []
+        self._observations: list[Observation] = []
         self._to_tell: deque[tuple[_Rollout, list[int]]] = deque()
         """Turns that are told again."""
         self._has_warned = False
@@ -353,12 +360,12 @@ class Rollouts(Conversation):
     def num_samples(self) -> int:
         return len(self._rollouts)
 
-    def begin(self, sample: int, row: Mapping[str, Any], seed: int, *, group: int) -> None:
+    def start(self, sample: SampleId, row: Mapping[str, Any], seed: int, *, group: int) -> None:
         """Start the environment of a sample."""
         self._not_started.setdefault(group, set()).add(sample)
         self._start_anew(sample, row, seed).group = group
 
-    def go_on(self, sample: int, tokens: list[int], document: dict[str, Any], seed: int) -> None:
+    def resume(self, sample: SampleId, tokens: list[int], document: dict[str, Any], seed: int) -> None:
         """Continue a rollout of an earlier round, of which these are the tokens and what is recorded."""
         live = self._pool.unfinished.pop(sample, None)
         if live is not None and live.tokens == tokens:
@@ -373,9 +380,9 @@ class Rollouts(Conversation):
         rollout.record = _Record(tokens, document["turns"], document["open_turn"], document["seconds"])
         rollout.num_start = document["num_start"]
 
-    def _start_anew(self, sample: int, row: Mapping[str, Any], seed: int) -> _Rollout:
+    def _start_anew(self, sample: SampleId, row: Mapping[str, Any], seed: int) -> _Rollout:
         rollout = _Rollout(
-            sample, row, *self._template.with_tools(()), key=self._pool.new_key(),
+            sample, self._pool.new_key(), row, *self._template.with_tools(()),
             num_left_in_round=self._settings.budget)
         self._add(rollout)
         self._workers.start(rollout.key, row, seed)
@@ -398,23 +405,23 @@ class Rollouts(Conversation):
     def method_seconds(self) -> tuple[float, int]:
         return self._seconds, self._num_answers
 
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> Arrivals:
         if not self._waiting:
-            return Replies()
+            return Arrivals()
         deadline = time.monotonic() + timeout
         while True:
-            has_arrived = bool(self._begun or self._followed)
+            has_arrived = bool(self._beginnings or self._observations)
             left = 0.0 if has_arrived else max(0.0, deadline - time.monotonic())
             for reply in self._workers.poll(left):
-                if (rollout := self._by_key.get(reply.sample)) is not None:
+                if (rollout := self._by_key.get(reply.key)) is not None:
                     self._take(rollout, reply)
             while self._to_tell:
-                self._turn_ended(*self._to_tell.popleft())
-            if self._begun or self._followed or time.monotonic() >= deadline:
+                self._pass_on(*self._to_tell.popleft())
+            if self._beginnings or self._observations or time.monotonic() >= deadline:
                 break
-        arrived = Replies(tuple(self._begun), tuple(self._followed))
-        self._begun = []
-        self._followed = []
+        arrived = Arrivals(tuple(self._beginnings), tuple(self._observations))
+        self._beginnings = []
+        self._observations = []
         self._waiting.difference_update(arrived.samples)
         return arrived
 
@@ -493,10 +500,10 @@ class Rollouts(Conversation):
             for member in members:
                 member.has_row = True
 
-    def _begin_row(self, rollout: _Rollout, samples: Sequence[int] = ()) -> None:
+    def _begin_row(self, rollout: _Rollout, samples: Sequence[SampleId] = ()) -> None:
         """Let the model go on with a row that is new to the generation, for this sample or for several."""
         rollout.has_row = True
-        self._begun.append(Beginning(
+        self._beginnings.append(Beginning(
             list(samples) or [rollout.sample], [*rollout.tokens], self._limit(rollout), rollout.limit,
             num_before=rollout.turn_start - rollout.num_start,
             num_drawn=len(rollout.tokens) - rollout.turn_start))
@@ -514,7 +521,7 @@ class Rollouts(Conversation):
         in_round = rollout.num_left_in_round
         return left if in_round is None else min(left, in_round)
 
-    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
+    def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
         rollout = self._rollouts[sample]
         self._waiting.add(sample)
         if rollout.num_left_in_round is not None:
@@ -522,20 +529,20 @@ class Rollouts(Conversation):
         whole = [*rollout.tokens[rollout.turn_start :], *tokens]
         if finished or len(whole) == self._turn_limit(rollout):
             del rollout.tokens[rollout.turn_start :]
-            self._turn_ended(rollout, whole)
+            self._pass_on(rollout, whole)
             return
         rollout.open_turn = rollout.turn_start  # The round ends before the turn does.
         rollout.tokens += tokens
-        self._followed.append(NextTurn(sample, []))
+        self._observations.append(Observation(sample, []))
 
-    def _turn_ended(self, rollout: _Rollout, tokens: list[int]) -> None:
+    def _pass_on(self, rollout: _Rollout, tokens: list[int]) -> None:
         """Pass a turn of the model on to its environment."""
         rollout.open_turn = None
         start = len(rollout.tokens)
         rollout.tokens += tokens
         rollout.spans.append(_span(start, len(rollout.tokens)))
         if rollout.stop is not None:  # It has failed at its start.
-            self._followed.append(NextTurn(rollout.sample, []))
+            self._observations.append(Observation(rollout.sample, []))
             return
         text = rollout.turns.answer_text(tokens)
         answer = rollout.parse(text, prefix=rollout.turns.text(rollout.prefix), first_call=rollout.num_calls)
@@ -565,7 +572,7 @@ class Rollouts(Conversation):
             return
         rollout.tokens += tokens
         rollout.prefix = tokens
-        self._followed.append(NextTurn(rollout.sample, tokens, self._limit(rollout)))
+        self._observations.append(Observation(rollout.sample, tokens, self._limit(rollout)))
 
     def _tell_next(self, rollout: _Rollout, tokens: list[int]) -> None:
         """Go on telling again: after these tokens comes a recorded turn, or the end of the record."""
@@ -647,11 +654,11 @@ class Rollouts(Conversation):
 
     def _end(self, rollout: _Rollout) -> None:
         if rollout.has_row:
-            self._followed.append(NextTurn(rollout.sample, []))
+            self._observations.append(Observation(rollout.sample, []))
         else:
             self._begin_row(rollout)
 
-    def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
+    def results(self, samples: Sequence[SampleId]) -> tuple[list[dict[str, Any]], list[bool]]:
         rollouts = [self._rollouts[sample] for sample in samples]
         unfinished = {rollout.sample: rollout for rollout in rollouts if rollout.stop is None}
         assert self._settings.budget is not None or not unfinished, "all rollouts have ended"
@@ -661,24 +668,25 @@ class Rollouts(Conversation):
 
 
 def play(
-    calls: EnvironmentCalls, row: Mapping[str, Any], said: str, settings: TurnSettings
+    factory: EnvironmentTurnSourceFactory, row: Mapping[str, Any], said: str, settings: TurnSettings
 ) -> dict[str, Any]:
     """Return a rollout in which a stub always says the same text.
 
     It also has `start`, the tokens that the model reads first, and `notes` about the chat template.
     """
-    rollouts = calls.begin({0: row}, settings)
+    sample = SampleId(0)
+    source = factory.open({sample: row}, settings)
     start: list[int] = []
-    (end,) = sorted(rollouts.end_token_ids)[:1]
-    tokens = [*LightTokenizer(calls.tokenizer).encode(said, add_special_tokens=False), end]
-    while rollouts.num_waiting:
-        arrived = rollouts.poll(1.0)
-        start = next((list(group.tokens) for group in arrived.begun), start)
-        limits = [group.limit for group in arrived.begun] + [turn.limit for turn in arrived.followed]
+    (end,) = sorted(source.end_token_ids)[:1]
+    tokens = [*LightTokenizer(factory.tokenizer).encode(said, add_special_tokens=False), end]
+    while source.num_waiting:
+        arrived = source.poll(1.0)
+        start = next((list(group.tokens) for group in arrived.beginnings), start)
+        limits = [group.limit for group in arrived.beginnings] + [turn.limit for turn in arrived.observations]
         for limit in filter(None, limits):
-            rollouts.said(0, tokens[:limit], finished=len(tokens) <= limit)
-    (rollout,), _ = rollouts.results([0])
-    return rollout | {"notes": rollouts.notes(), "start": start}
+            source.turn_ended(sample, tokens[:limit], finished=len(tokens) <= limit)
+    (rollout,), _ = source.results([sample])
+    return rollout | {"notes": source.notes(), "start": start}
 
 
 class RolloutRewards(RewardCall):
