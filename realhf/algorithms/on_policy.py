@@ -36,7 +36,8 @@ from realhf.calls import (
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import extra_columns
 from realhf.environments.protocol import Environment
-from realhf.environments.rollouts import ROLLOUT, EnvironmentTurnSourceFactory, RolloutRewards, WorkerPool
+from realhf.environments.rollout_rewards import ROLLOUT, RolloutRewards
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, WorkerPool
 from realhf.environments.tool_calls import CALL_END
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall

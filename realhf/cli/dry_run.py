@@ -15,7 +15,8 @@ from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
-from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play, rewards_by_name
+from realhf.environments.rollout_rewards import rewards_by_name
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym

@@ -5,20 +5,28 @@ tokens that the chat template writes for it. What a rollout has become is a JSON
 `rollout`: `turns` (start and stop of each turn's tokens in the sequence, rewards by name, seconds of the
 environment), `stop` (why it has ended; None: it goes on in the next round), `messages`, `metrics`, `seconds`,
 `dropped` and, if its environment has failed, a `sentence`.
+
+| state of a rollout | it waits for | what ends it |
+|---|---|---|
+| starting | its environment's start, then those of its group | `_started`, `_set_start` |
+| told again | its new environment, which hears the `record` | `_tell_next` at its end, or `_differs` |
+| speaking | the model, which has a row in the generation (`has_row`) | `turn_ended` |
+| answered | its environment, which has the model's turn | `_observe`, or `_end` if it is done |
+| stopping | its environment's last rewards; it has reached a limit (`stop`) | `_end` |
+| resting | the next round, in the middle of a turn (`open_turn`) | `resume` |
+| ended | nothing | |
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realhf.calls import (
     Arrivals,
@@ -35,7 +43,6 @@ from realhf.data.order import prompt_of
 from realhf.data.rows import json_form
 from realhf.environments.protocol import (
     FAILURES,
-    STOP_REASONS,
     ChatMessage,
     Environment,
     Start,
@@ -46,17 +53,8 @@ from realhf.environments.protocol import (
 )
 from realhf.environments.tool_calls import CALL_END, AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
-from realhf.environments.workers import EnvironmentKey, EnvironmentSource, EnvironmentWorkers, Reply
+from realhf.environments.workers import EnvironmentKey, EnvironmentWorkers, Reply, source_of
 from realhf.errors import UserError, shown, warn
-from realhf.rewards.scoring import RewardCall
-
-if TYPE_CHECKING:
-    from realhf.data.batch import Batch
-
-ROLLOUT = "rollout"
-"""The key of the column with rollouts."""
-_EXPERIMENT = "realhf_experiment_"
-"""Beginning of the names of the modules that experiment files are executed as."""
 
 
 class WorkerPool:
@@ -87,40 +85,6 @@ class WorkerPool:
             assert self._workers is not None
             self._workers.close(rollout.key)
         self.unfinished = {}
-
-
-def source_of(environment: Environment) -> EnvironmentSource:
-    """Return where worker processes find an environment. Raises UserError if they cannot."""
-    make = environment.make
-    module_name = getattr(make, "__module__", None) or ""
-    name = getattr(make, "__qualname__", "<")
-    files = {n: m for n, m in list(sys.modules.items()) if n == "__main__" or n.startswith(_EXPERIMENT)}
-    if make is not None and "<" not in name and module_name not in files:
-        return EnvironmentSource.of(make)
-    if "<" not in name and getattr(files[module_name], name.partition(".")[0], None) is not None:
-        return EnvironmentSource(name, file=files[module_name].__file__)
-    own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
-    for name, module in (files | own).items():
-        if (attribute := _attribute_of(environment, module)) is not None:
-            if name in files:
-                return EnvironmentSource(attribute, file=module.__file__)
-            return EnvironmentSource(attribute, module=name)
-    raise UserError(
-        "worker processes must find environment in the experiment's file: give a class of a module, or let "
-        "the file have it as `experiment.environment` or as a variable of its own")
-
-
-def _attribute_of(environment: Environment, module: ModuleType) -> str | None:
-    """Return the path of the attribute under which a module has an environment, or its tools alone."""
-    for name, value in list(vars(module).items()):
-        for path, found in ((name, value), (f"{name}.environment", getattr(value, "environment", None))):
-            if isinstance(found, Environment) and (found.make, found.tools) == (
-                environment.make, environment.tools):
-                return path
-        tools = getattr(value, "tools", None)
-        if environment.tools and isinstance(tools, list | tuple) and tuple(tools) == environment.tools:
-            return f"{name}.tools"
-    return None
 
 
 @dataclass(frozen=True)
@@ -687,64 +651,3 @@ def play(
             source.turn_ended(sample, tokens[:limit], finished=len(tokens) <= limit)
     (rollout,), _ = source.results([sample])
     return rollout | {"notes": source.notes(), "start": start}
-
-
-class RolloutRewards(RewardCall):
-    """A host function that scores rollouts by the rewards of their environments, and by reward functions.
-
-    The score is the sum of all turns' rewards, and of the weighted values of the functions, if there are any.
-    """
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        logs = {"reward_metrics"}.union(super().outputs)
-        return ("score", "completion", "reward_scores", *sorted(key for key in logs if key in _LOGGED))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*super().inputs, ROLLOUT)
-
-    def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        rollouts = batch[ROLLOUT]
-        nothing: list[dict[str, Any]] = [{} for _ in rollouts]
-        columns = super().__call__(batch, context)
-        by_name = [rewards_by_name(rollout) for rollout in rollouts]
-        totals = [math.fsum(rewards.values()) for rewards in by_name]
-        totals = [math.nan if r["dropped"] else total for r, total in zip(rollouts, totals, strict=True)]
-        columns["score"] = columns["score"] + columns["score"].new_tensor(totals)
-        unknown = dict.fromkeys(name for own in by_name for name in own)
-        columns["reward_scores"] = [
-            (unknown if rollout["dropped"] else own) | others
-            for rollout, own, others in zip(rollouts, by_name, columns["reward_scores"], strict=True)]
-        logged = columns.get("reward_metrics", nothing)
-        columns["reward_metrics"] = [
-            rollout_metrics(rollout) | more for rollout, more in zip(rollouts, logged, strict=True)]
-        columns.setdefault("reward_extra", nothing)
-        return {key: columns[key] for key in self.outputs}
-
-
-_LOGGED = ("reward_metrics", "reward_extra")
-
-
-def rewards_by_name(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sums of a rollout's rewards over its turns, without names whose reward it has not got."""
-    sums: dict[str, list[float]] = {}
-    for turn in rollout["turns"]:
-        for name, reward in turn["rewards"].items():
-            sums.setdefault(name, []).append(reward)
-    return {name: math.fsum(values) for name, values in sums.items()}
-
-
-def turn_rewards(rollout: Mapping[str, Any], score: float) -> list[float]:
-    """Return the reward of each turn of a rollout. What its score has beside these is added to the last."""
-    rewards = [math.fsum(turn["rewards"].values()) for turn in rollout["turns"]]
-    rewards[-1] += score - math.fsum(rewards)
-    return rewards
-
-
-def rollout_metrics(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a rollout whose means are logged."""
-    stops = {f"environment/stop/{reason}": float(rollout["stop"] == reason) for reason in STOP_REASONS}
-    own = {f"environment/{name}": value for name, value in rollout["metrics"].items()}
-    return {"environment/turns": float(len(rollout["turns"])), "environment/seconds": rollout["seconds"],
-            **own, **stops}

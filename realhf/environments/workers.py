@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NewType
 
 from realhf.data.memory_rows import json_form
@@ -30,6 +31,8 @@ _SMALL = {"MALLOC_ARENA_MAX": "2", **dict.fromkeys(_THREADS, "1")}
 _STOPS: dict[str, StopReason] = {"failed": "step_error", "late": "step_timeout", "lost": "worker_lost"}
 
 
+_EXPERIMENT = "realhf_experiment_"
+"""Beginning of the names of the modules that experiment files are executed as."""
 EnvironmentKey = NewType("EnvironmentKey", int)
 """The number of an environment among those of a process, by which its caller knows it."""
 
@@ -55,6 +58,40 @@ class EnvironmentSource:
         if module == "__main__":
             return EnvironmentSource(name, file=str(sys.modules["__main__"].__file__))
         return EnvironmentSource(name, module=module)
+
+
+def source_of(environment: Environment) -> EnvironmentSource:
+    """Return where worker processes find an environment. Raises UserError if they cannot."""
+    make = environment.make
+    module_name = getattr(make, "__module__", None) or ""
+    name = getattr(make, "__qualname__", "<")
+    files = {n: m for n, m in list(sys.modules.items()) if n == "__main__" or n.startswith(_EXPERIMENT)}
+    if make is not None and "<" not in name and module_name not in files:
+        return EnvironmentSource.of(make)
+    if "<" not in name and getattr(files[module_name], name.partition(".")[0], None) is not None:
+        return EnvironmentSource(name, file=files[module_name].__file__)
+    own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
+    for name, module in (files | own).items():
+        if (attribute := _attribute_of(environment, module)) is not None:
+            if name in files:
+                return EnvironmentSource(attribute, file=module.__file__)
+            return EnvironmentSource(attribute, module=name)
+    raise UserError(
+        "worker processes must find environment in the experiment's file: give a class of a module, or let "
+        "the file have it as `experiment.environment` or as a variable of its own")
+
+
+def _attribute_of(environment: Environment, module: ModuleType) -> str | None:
+    """Return the path of the attribute under which a module has an environment, or its tools alone."""
+    for name, value in list(vars(module).items()):
+        for path, found in ((name, value), (f"{name}.environment", getattr(value, "environment", None))):
+            if isinstance(found, Environment) and (found.make, found.tools) == (
+                environment.make, environment.tools):
+                return path
+        tools = getattr(value, "tools", None)
+        if environment.tools and isinstance(tools, list | tuple) and tuple(tools) == environment.tools:
+            return f"{name}.tools"
+    return None
 
 
 @dataclass(frozen=True)

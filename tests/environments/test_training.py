@@ -25,7 +25,9 @@ from realhf.calls import TurnSettings
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
-from realhf.environments.rollouts import EnvironmentTurnSourceFactory, RolloutRewards, play, source_of
+from realhf.environments.rollout_rewards import RolloutRewards
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
+from realhf.environments.workers import source_of
 from realhf.errors import UserError
 from realhf.user_input.files import execute_file
 from tests.docs_pages import fences
