@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NewType
 
 from typing_extensions import Doc
 
@@ -331,6 +331,10 @@ CacheOnUpdate = Annotated[
         "stealing).")]
 
 
+SampleId = NewType("SampleId", int)
+"""The id of a sample, unique in the run."""
+
+
 class Beginning(NamedTuple):
     """Samples that begin in this generation with the same tokens; or one that goes on from an earlier round.
 
@@ -338,7 +342,7 @@ class Beginning(NamedTuple):
     the turn in which the model is.
     """
 
-    samples: list[int]
+    samples: list[SampleId]
     tokens: list[int]
     limit: int  # Most tokens that the model draws now; 0: none in this round.
     most: int  # Most tokens after the start.
@@ -350,37 +354,38 @@ class Beginning(NamedTuple):
         return len(self.tokens) - self.num_before - self.num_drawn
 
 
-class NextTurn(NamedTuple):
+class Observation(NamedTuple):
     """The environment's tokens after a turn of a sample, if there are any."""
 
-    sample: int
+    sample: SampleId
     tokens: list[int]
     limit: int = 0  # Most tokens that the model draws now; 0: none in this round.
 
 
 @dataclass(frozen=True)
-class Replies:
-    """What environments have answered: samples that begin, and what follows after turns of others."""
+class Arrivals:
+    """What has arrived from environments: samples that begin, and observations after turns of others."""
 
-    begun: tuple[Beginning, ...] = ()
-    followed: tuple[NextTurn, ...] = ()
+    beginnings: tuple[Beginning, ...] = ()
+    observations: tuple[Observation, ...] = ()
 
     @property
-    def samples(self) -> list[int]:
+    def samples(self) -> list[SampleId]:
         """The samples that wait no longer."""
-        begun = [sample for group in self.begun for sample in group.samples]
-        return begun + [turn.sample for turn in self.followed]
+        begun = [sample for group in self.beginnings for sample in group.samples]
+        return begun + [observation.sample for observation in self.observations]
 
-    def and_then(self, later: Replies) -> Replies:
-        return Replies(self.begun + later.begun, self.followed + later.followed)
+    def and_then(self, later: Arrivals) -> Arrivals:
+        return Arrivals(self.beginnings + later.beginnings, self.observations + later.observations)
 
-    def in_order(self) -> Replies:
+    def in_order(self) -> Arrivals:
         """Return the same, in an order that does not depend on what has arrived first."""
-        return Replies(tuple(sorted(self.begun)), tuple(sorted(self.followed)))
+        return Arrivals(tuple(sorted(self.beginnings)), tuple(sorted(self.observations)))
 
 
-class Conversation(ABC):
-    """The environments of the samples that a replica answers in one generation."""
+class TurnSource(ABC):
+    """The other side of a generation in turns: it gives a replica's samples their starts, takes each turn
+    that the model has ended, and gives what follows it."""
 
     end_token_ids: Collection[int]
     """The tokens that end a turn."""
@@ -396,11 +401,11 @@ class Conversation(ABC):
         """How long the methods of environments have taken so far, and how many have, as this rank knows."""
 
     @abstractmethod
-    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
+    def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
         """Take the tokens of a turn that is `finished`, or has as many tokens as it may get now."""
 
     @abstractmethod
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> Arrivals:
         """Return what has arrived; wait for it at most so many seconds."""
 
     @property
@@ -409,7 +414,7 @@ class Conversation(ABC):
         """Samples whose environments have not answered yet, or have not started."""
 
     @abstractmethod
-    def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
+    def results(self, samples: Sequence[SampleId]) -> tuple[list[dict[str, Any]], list[bool]]:
         """Return what each sample's environment has answered, as JSON, and whether it ended by itself.
 
         A sample whose `stop` is None goes on in the next round.
@@ -427,8 +432,8 @@ class TurnSettings(NamedTuple):
     waits_for_all: bool = False  # Whether answers are taken up only when all of them are here.
 
 
-class Conversations(ABC):
-    """Makes the environments of a generating call: the setting `environment` of Generate."""
+class TurnSourceFactory(ABC):
+    """Opens a TurnSource for each generation of a call: the setting `environment` of Generate."""
 
     @abstractmethod
     def most_tokens(self, max_new_tokens: int) -> int:
@@ -439,11 +444,11 @@ class Conversations(ABC):
         """Return the most tokens that the model draws of a response."""
 
     @abstractmethod
-    def begin(
-        self, rows: Mapping[int, Mapping[str, Any]], settings: TurnSettings,
-        *, unfinished: Mapping[int, tuple[list[int], dict[str, Any]]] | None = None,
-    ) -> Conversation:
-        """Start an environment for each sample, given the row of each.
+    def open(
+        self, rows: Mapping[SampleId, Mapping[str, Any]], settings: TurnSettings,
+        *, unfinished: Mapping[SampleId, tuple[list[int], dict[str, Any]]] | None = None,
+    ) -> TurnSource:
+        """Return a source that starts an environment for each sample, given the row of each.
 
         The `unfinished` samples of an earlier round have their tokens and their rollouts so far.
         """
@@ -476,7 +481,7 @@ class Generate(ModelWork):
     interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
     tokenizer: str | None = None
     """Directory of the tokenizer, which `sampling.stop` and `sampling.bad_words` need."""
-    environment: Conversations | None = None
+    environment: TurnSourceFactory | None = None
     """Answers what the model says, so that a response has several turns; None: a response is one turn. The
     inputs after the prompts are then columns of the rows, and there is one more output."""
 
@@ -530,7 +535,7 @@ class GenerateOutputs(NamedTuple):
     """Each token's version, if wanted: the updates of the role's weights before it was sampled (int64, 0
     where the mask is 0)."""
     rollout: str | None = None
-    """What has become of each sample's conversation with its environment, as JSON (see
+    """What has become of each sample's turns with its environment, as JSON (see
     environments/rollouts.py): the last key of a call with an environment."""
 
     @classmethod

@@ -630,8 +630,15 @@ def test_a_traceback_in_a_loss_has_the_calls_of_the_page(tmp_path, monkeypatch):
 
 
 def test_the_walk_through_one_step_names_what_exists():
-    found = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (REPO / "docs" / "one-step.md").read_text())
-    assert len(found) > 40
+    page = (REPO / "docs" / "one-step.md").read_text()
+    found = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(found) > 70
+    methods = re.findall(r"^\| `([\w/]+\.py)::(\w+)`, `(\w+)` \|", page, re.M)
+    assert len(methods) > 15
+    for file, class_name, method in methods:
+        tree = ast.parse((REPO / "realhf" / file).read_text())
+        (kind,) = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == class_name]
+        assert method in [getattr(x, "name", None) for x in kind.body], f"{file}::{class_name}.{method}"
     for file, name in found:
         tree = ast.parse((REPO / "realhf" / file).read_text())
         targets = [t for x in tree.body for t in getattr(x, "targets", [getattr(x, "target", None)])]

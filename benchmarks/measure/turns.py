@@ -34,7 +34,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.environments.protocol import Environment, Start, Turn
-from realhf.environments.rollouts import EnvironmentCalls
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.execution_plan import CallPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, even_split
@@ -139,7 +139,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, dict[str, fl
         return took
 
 
-def write_task(directory: Path, options: argparse.Namespace, *, group_size: int = 0) -> EnvironmentCalls:
+def write_task(directory: Path, options: argparse.Namespace, *, group_size: int = 0) -> EnvironmentTurnSourceFactory:
     """Write a model whose turns have random lengths, and return the environments of its samples."""
     # An end is drawn with this probability at every token.
     config = config_of(options.size)
@@ -149,7 +149,7 @@ def write_task(directory: Path, options: argparse.Namespace, *, group_size: int 
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     most = options.turns * (options.tokens + 8)
     environment = Environment(Sleeps, max_turns=options.turns, max_tokens=most)
-    return EnvironmentCalls(environment, str(directory), group_size=group_size or options.samples)
+    return EnvironmentTurnSourceFactory(environment, str(directory), group_size=group_size or options.samples)
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, float]]:

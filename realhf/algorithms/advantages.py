@@ -31,7 +31,7 @@ from realhf.calls import KEEP
 from realhf.data.order import prompt_of
 from realhf.environments.credit import turn_advantages
 from realhf.environments.protocol import Environment
-from realhf.environments.rollouts import ROLLOUT, turn_rewards
+from realhf.environments.rollout_rewards import ROLLOUT, turn_rewards
 from realhf.errors import UserError, described, user_line, warn
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.reward import column_key

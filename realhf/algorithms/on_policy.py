@@ -36,7 +36,8 @@ from realhf.calls import (
 from realhf.data.dataset import DatasetConfig
 from realhf.data.rows import extra_columns
 from realhf.environments.protocol import Environment
-from realhf.environments.rollouts import ROLLOUT, EnvironmentCalls, RolloutRewards, WorkerPool
+from realhf.environments.rollout_rewards import ROLLOUT, RolloutRewards
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, WorkerPool
 from realhf.environments.tool_calls import CALL_END
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -191,20 +192,20 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
-        conversations = self._conversations()
+        turn_sources = self._turn_source_factory()
         phrase = self.interruption
         sampling = self._turn_sampling(self.sampling)
         work = Generate(
             sampling=sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
             deterministic=self.deterministic, cuda_graphs=self.cuda_graphs,
-            cache_on_update=self.cache_on_update, environment=conversations,
+            cache_on_update=self.cache_on_update, environment=turn_sources,
             interruption=None if phrase is None else phrase.tokenized(self.tokenizer_dir()),
             tokenizer=self.tokenizer_dir() if sampling.reads_text else None)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
         inputs: tuple[str, ...] = ("prompt_ids", *limits)
         outputs: tuple[str, ...] = (*RESPONSE, *self.version_keys)
-        if conversations is not None:
+        if turn_sources is not None:
             inputs = ("prompt_ids", *row_keys(self.dataset))
             outputs = (*outputs, ROLLOUT)
         return FunctionCall("actor_generate", inputs=inputs, outputs=outputs, role="actor", work=work)
@@ -229,7 +230,7 @@ class OnPolicy(Experiment):
             raise ValueError("give either environment or tools, and not both: an environment has its own")
         return Environment(tools=self.tools) if self.tools else self.environment
 
-    def _conversations(self) -> EnvironmentCalls | None:
+    def _turn_source_factory(self) -> EnvironmentTurnSourceFactory | None:
         """Return how the actor's responses get several turns; None: they have one.
 
         Raises ValueError about settings that do not work with an environment yet.
@@ -253,7 +254,7 @@ class OnPolicy(Experiment):
             "be recompute with an environment and rounds, between which a rollout may change its rank")
         engine = self.actor.engine
         require(engine != "transformers", "actor.engine", engine, "be native or megatron with an environment")
-        return EnvironmentCalls(
+        return EnvironmentTurnSourceFactory(
             environment, self.tokenizer_dir(), dict(self.dataset.chat_template_kwargs), self.group_size,
             self._worker_pool)
 
@@ -484,7 +485,7 @@ class OnPolicy(Experiment):
             prompts, *limits = call.inputs  # Training rows alone may have a column of limits.
             limits = [key for key in limits if key in columns or graph.producer(key) is not None]
             work = replace(call.work_as(Generate), sampling=sampling, tokenizer=tokenizer)
-            if isinstance(work.environment, EnvironmentCalls):
+            if isinstance(work.environment, EnvironmentTurnSourceFactory):
                 limits = list(row_keys(held_out.dataset))
                 needed.add(ROLLOUT)
                 work = replace(work, environment=replace(work.environment, group_size=held_out.samples))

@@ -13,7 +13,7 @@ from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.planning_problem import expected_turns, model_role, problem_of
 from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
-from realhf.environments.rollouts import EnvironmentCalls
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.errors import naming, warn
 from realhf.experiment import Role
 from realhf.graph import FunctionCall, Work
@@ -195,7 +195,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         counts["micro_batch_tokens"] = plan.micro_batch_tokens
     if isinstance(work, Generate):
         counts |= {"max_rows": work.max_rows, "max_new_tokens": work.sampling.max_new_tokens}
-        if isinstance(work.environment, EnvironmentCalls):
+        if isinstance(work.environment, EnvironmentTurnSourceFactory):
             environment = work.environment.environment
             counts |= {"max_turns": environment.max_turns, "max_tokens": environment.max_tokens}
     return counts

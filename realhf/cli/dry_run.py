@@ -15,7 +15,8 @@ from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
-from realhf.environments.rollouts import EnvironmentCalls, play, rewards_by_name
+from realhf.environments.rollout_rewards import rewards_by_name
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.puzzles import ReasoningGym
@@ -146,7 +147,7 @@ def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollo
     if not answering:
         return None
     call, work = answering[0]
-    assert call.role is not None and isinstance(work.environment, EnvironmentCalls)
+    assert call.role is not None and isinstance(work.environment, EnvironmentTurnSourceFactory)
     config = spec_of(program.roles[call.role].config()).config
     row = rows.parts[0].rows[0]
     said = _known_answer(row) or "1"

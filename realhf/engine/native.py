@@ -1,7 +1,7 @@
 """NativeEngine: runs calls on one role's shard of the parallel transformer, on this rank under one layout."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from realhf.attention.interface import AttentionBackend
-from realhf.calls import Conversation, Generate, OptimizerConfig, TrainStep, TurnSettings
+from realhf.calls import Generate, OptimizerConfig, SampleId, TrainStep, TurnSettings, TurnSource
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.data.micro_batch import attention_share, micro_batches
@@ -36,7 +36,7 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, Size
 from realhf.inference.rounds import Round, prompt_groups
-from realhf.inference.turns import SharedConversation
+from realhf.inference.turns import SharedTurnSource
 from realhf.layout import Layout, even_split
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec
@@ -100,46 +100,59 @@ class NativeEngine(GeneratingEngine):
         version: int = 0, report: Report = no_report,
     ) -> CallResult:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
-        batch = batch.to(self.groups.world.device)
-        round_ = Round.of(call, unfinished, budget, version)
+        prompts = batch.to(self.groups.world.device)
+        this_round = Round.of(call, unfinished, budget, version)
         work = call.work_as(Generate)
-        rests = work.cache_on_update == "keep" and round_.budget is not None
-        limit = self.cache_limits.of(call.name)
-        if limit.num_bytes is None and work.kv_cache_gib is None:
-            self.release("cache")  # What is free is measured without the pages of other calls.
-        generation = Generation(
-            self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
-            pool=self.pages, cache_rests=rests)
-        held = Batch([])
-        if rests:
-            generation, held = self._resting.setdefault(call.name, (generation, held))
-        conversation = None
+        keeps_cache = work.cache_on_update == "keep" and this_round.budget is not None
+        generation, resting = self._generation(call, keeps_cache=keeps_cache)
         if work.environment is None:
-            generation.submit(self._share(prompt_groups(batch, call.inputs)))
-            generation.resume(self._share(round_.groups(call)))
+            queue = PromptQueue(self.groups, stealing=work.work_stealing and not keeps_cache)
+            generation.submit(self._share(prompt_groups(prompts, call.inputs)))
+            generation.resume(self._share(this_round.groups(call)))
+            with self._merged_weights():
+                generation.advance(queue, budget=this_round.budget, report=report)
+            ids, columns = generation.take()
         else:
-            conversation = self._begin_conversation(call, batch, round_)
-        stays = rests or conversation is not None  # An environment is on the replica on which it began.
-        queue = PromptQueue(self.groups, stealing=work.work_stealing and not stays)
-        merges = self.adapters is not None and self.adapters.lora.merge
-        with self.model.merged() if merges else nullcontext():
-            budget = round_.budget if conversation is None else None
-            generation.advance(queue, budget=budget, report=report, conversation=conversation)
-        if self.pages is None:  # No recorded pass reads the merged weights.
-            self.model.release_merged()
-        round_ = round_.after(held)
-        taken = generation.take() if conversation is None else generation.take_turns(conversation)
-        columns = output_batch(call, *taken)
-        columns = queue.collect_results(columns, [*round_.unfinished.ids, *batch.ids])
-        ended, unfinished = round_.join(call, columns, batch)
-        if rests:
-            self._resting[call.name] = (generation, unfinished)
+            queue = PromptQueue(self.groups, stealing=False)  # An environment stays on its replica.
+            turn_source = self._open_turn_source(call, prompts, this_round)
+            with self._merged_weights():
+                generation.advance(queue, turn_source=turn_source, report=report)
+            ids, columns = generation.take_turns(turn_source)
+        whole_round = this_round.after(resting)
+        made = queue.collect_results(
+            output_batch(call, [*ids], columns), [*whole_round.unfinished.ids, *prompts.ids])
+        ended, going_on = whole_round.join(call, made, prompts)
+        if keeps_cache:
+            self._resting[call.name] = (generation, going_on)
         self.last_cache_bytes = generation.cache_bytes
         self.last_environment_time = generation.environment_time
         self.last_num_computed = generation.num_computed
-        return generated(call, ended, unfinished, rank=self.groups.rank)
+        return generated(call, ended, going_on, rank=self.groups.rank)
 
-    def _begin_conversation(self, call: FunctionCall, batch: Batch, round_: Round) -> Conversation:
+    def _generation(self, call: FunctionCall, *, keeps_cache: bool) -> tuple[Generation, Batch]:
+        """Return the generation of a call and the samples whose cache rests in it: those of the last round if
+        it `keeps_cache`."""
+        work = call.work_as(Generate)
+        limit = self.cache_limits.of(call.name)
+        if limit.num_bytes is None and work.kv_cache_gib is None:
+            self.release("cache")  # What is free is measured without the pages of other calls.
+        fresh = Generation(
+            self.model, work, stream=call.name, limit=limit, pass_bytes=partial(pass_bytes, self.model, work),
+            pool=self.pages, cache_rests=keeps_cache)
+        if not keeps_cache:
+            return fresh, Batch([])
+        return self._resting.setdefault(call.name, (fresh, Batch([])))
+
+    @contextmanager
+    def _merged_weights(self) -> Iterator[None]:
+        """Let passes read weights into which the adapters are merged, if the settings ask for it."""
+        merges = self.adapters is not None and self.adapters.lora.merge
+        with self.model.merged() if merges else nullcontext():
+            yield
+        if self.pages is None:  # No recorded pass reads the merged weights.
+            self.model.release_merged()
+
+    def _open_turn_source(self, call: FunctionCall, batch: Batch, this_round: Round) -> TurnSource:
         """Start the environments of this replica's samples, or go on with them, on one of its ranks."""
         work = call.work_as(Generate)
         assert work.environment is not None
@@ -147,7 +160,7 @@ class NativeEngine(GeneratingEngine):
             raise UserError(
                 f"{call.name} has an environment, and a longrope model must compute its cache again at "
                 f"{self.model.rope_boundary} tokens: this does not work together yet")
-        if work.cache_on_update == "keep" and round_.budget is not None:
+        if work.cache_on_update == "keep" and this_round.budget is not None:
             raise UserError(
                 f"{call.name} has an environment: cache_on_update must be 'recompute' in rounds, between "
                 "which a rollout may move to another rank")
@@ -155,18 +168,20 @@ class NativeEngine(GeneratingEngine):
         groups = self.groups
         ranks = groups.layout.grid[:, groups.at.dp, groups.at.cp, :].ravel().tolist()
         leads = groups.is_last_stage and groups.at.tp == 0
-        conversation = None
+        own = None
         if leads:
-            rows = {batch.ids[i]: {key: batch[key][i] for key in call.inputs[1:]} for i in self._own(batch)}
+            rows = {
+                SampleId(batch.ids[i]): {key: batch[key][i] for key in call.inputs[1:]}
+                for i in self._own(batch)}
             settings = TurnSettings(
                 work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids,
-                round_.budget, work.deterministic)
-            unfinished = round_.rollouts(call, self._own(round_.unfinished))
-            conversation = work.environment.begin(rows, settings, unfinished=unfinished)
+                this_round.budget, work.deterministic)
+            unfinished = this_round.rollouts(call, self._own(this_round.unfinished))
+            own = work.environment.open(rows, settings, unfinished=unfinished)
         if len(ranks) == 1:
-            assert conversation is not None
-            return conversation
-        return SharedConversation(groups.world.group(ranks, purpose="control"), conversation)
+            assert own is not None
+            return own
+        return SharedTurnSource(groups.world.group(ranks, purpose="control"), own)
 
     def _own(self, samples: Batch) -> range:
         """Return which samples of its cp group this rank begins with, by their places."""

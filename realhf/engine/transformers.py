@@ -46,6 +46,7 @@ from realhf.inference.cache_memory import agreed_sizes, check_positions
 from realhf.inference.response_buffer import ResponseBuffer, output_columns
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
+from realhf.inference.scheduler import BufferRow
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec
@@ -259,11 +260,11 @@ class TransformersEngine(GeneratingEngine):
             samples.add(group)
         order = sorted(range(len(groups)), key=lambda i: (len(groups[i].tokens), i))  # Little padding.
         for start in range(0, len(order), work.max_rows):
-            rows = order[start : start + work.max_rows]
+            rows = [BufferRow(i) for i in order[start : start + work.max_rows]]
             prefix = f"{start} of {len(order)} samples of this rank have ended, "
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
         ids = [i for group in groups for i in group.ids]
-        columns = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
+        columns = output_batch(call, [*ids], output_columns([samples], wide=self.model.wide))
         return generated(call, *round_.join(call, columns, batch), rank=self.groups.rank)
 
     def flush_cache(self, call: str) -> None:
@@ -303,7 +304,7 @@ class _Sampler:
     model: TransformersModel
     sampling: SamplingConfig
     samples: ResponseBuffer
-    rows: Sequence[int]  # Their numbers in the buffer.
+    rows: Sequence[BufferRow]
     report: Report
 
     def __post_init__(self) -> None:

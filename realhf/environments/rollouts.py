@@ -1,33 +1,48 @@
-"""Rollouts: the conversations of a generating call with environments, and their rewards. Imports no torch.
+"""Rollouts: the turns of a generating call with environments. Imports no torch.
 
 A turn of the model goes as a message to the sample's environment, and what this answers comes back as the
 tokens that the chat template writes for it. What a rollout has become is a JSON object in the column
 `rollout`: `turns` (start and stop of each turn's tokens in the sequence, rewards by name, seconds of the
 environment), `stop` (why it has ended; None: it goes on in the next round), `messages`, `metrics`, `seconds`,
 `dropped` and, if its environment has failed, a `sentence`.
+
+| state of a rollout | it waits for | what ends it |
+|---|---|---|
+| starting | its environment's start, then those of its group | `_started`, `_set_start` |
+| told again | its new environment, which hears the `record` | `_tell_next` at its end, or `_differs` |
+| speaking | the model, which has a row in the generation (`has_row`) | `turn_ended` |
+| answered | its environment, which has the model's turn | `_observe`, or `_end` if it is done |
+| stopping | its environment's last rewards; it has reached a limit (`stop`) | `_end` |
+| resting | the next round, in the middle of a turn (`open_turn`) | `resume` |
+| ended | nothing | |
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from realhf.calls import Beginning, Conversation, Conversations, NextTurn, Replies, TurnSettings
+from realhf.calls import (
+    Arrivals,
+    Beginning,
+    Observation,
+    SampleId,
+    TurnSettings,
+    TurnSource,
+    TurnSourceFactory,
+)
 from realhf.data.dataset import column_of
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.order import prompt_of
 from realhf.data.rows import json_form
 from realhf.environments.protocol import (
     FAILURES,
-    STOP_REASONS,
     ChatMessage,
     Environment,
     Start,
@@ -38,17 +53,8 @@ from realhf.environments.protocol import (
 )
 from realhf.environments.tool_calls import CALL_END, AnswerParser
 from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
-from realhf.environments.workers import EnvironmentSource, EnvironmentWorkers, Reply
+from realhf.environments.workers import EnvironmentKey, EnvironmentWorkers, Reply, source_of
 from realhf.errors import UserError, shown, warn
-from realhf.rewards.scoring import RewardCall
-
-if TYPE_CHECKING:
-    from realhf.data.batch import Batch
-
-ROLLOUT = "rollout"
-"""The key of the column with rollouts."""
-_EXPERIMENT = "realhf_experiment_"
-"""Beginning of the names of the modules that experiment files are executed as."""
 
 
 class WorkerPool:
@@ -57,7 +63,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._workers: EnvironmentWorkers | None = None
         self.template: Template | None = None
-        self.unfinished: dict[int, _Rollout] = {}
+        self.unfinished: dict[SampleId, _Rollout] = {}
         """Sample -> its rollout, if this process has its environment and a round has left it unfinished."""
         self._num_keys = 0
 
@@ -67,10 +73,10 @@ class WorkerPool:
             self._workers = EnvironmentWorkers(environment, source_of(environment))
         return self._workers
 
-    def new_key(self) -> int:
-        """Return a number for another environment of this process."""
+    def new_key(self) -> EnvironmentKey:
+        """Return a key for another environment of this process."""
         self._num_keys += 1
-        return self._num_keys
+        return EnvironmentKey(self._num_keys)
 
     def close_left(self) -> None:
         """Close the environments of unfinished rollouts, which go on elsewhere."""
@@ -81,42 +87,8 @@ class WorkerPool:
         self.unfinished = {}
 
 
-def source_of(environment: Environment) -> EnvironmentSource:
-    """Return where worker processes find an environment. Raises UserError if they cannot."""
-    make = environment.make
-    module_name = getattr(make, "__module__", None) or ""
-    name = getattr(make, "__qualname__", "<")
-    files = {n: m for n, m in list(sys.modules.items()) if n == "__main__" or n.startswith(_EXPERIMENT)}
-    if make is not None and "<" not in name and module_name not in files:
-        return EnvironmentSource.of(make)
-    if "<" not in name and getattr(files[module_name], name.partition(".")[0], None) is not None:
-        return EnvironmentSource(name, file=files[module_name].__file__)
-    own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
-    for name, module in (files | own).items():
-        if (attribute := _attribute_of(environment, module)) is not None:
-            if name in files:
-                return EnvironmentSource(attribute, file=module.__file__)
-            return EnvironmentSource(attribute, module=name)
-    raise UserError(
-        "worker processes must find environment in the experiment's file: give a class of a module, or let "
-        "the file have it as `experiment.environment` or as a variable of its own")
-
-
-def _attribute_of(environment: Environment, module: ModuleType) -> str | None:
-    """Return the path of the attribute under which a module has an environment, or its tools alone."""
-    for name, value in list(vars(module).items()):
-        for path, found in ((name, value), (f"{name}.environment", getattr(value, "environment", None))):
-            if isinstance(found, Environment) and (found.make, found.tools) == (
-                environment.make, environment.tools):
-                return path
-        tools = getattr(value, "tools", None)
-        if environment.tools and isinstance(tools, list | tuple) and tuple(tools) == environment.tools:
-            return f"{name}.tools"
-    return None
-
-
 @dataclass(frozen=True)
-class EnvironmentCalls(Conversations):
+class EnvironmentTurnSourceFactory(TurnSourceFactory):
     """The setting of a generating call whose samples are answered in turns with an Environment."""
 
     environment: Environment
@@ -132,10 +104,10 @@ class EnvironmentCalls(Conversations):
         environment = self.environment
         return min(environment.max_turns * max_new_tokens, environment.max_tokens or sys.maxsize)
 
-    def begin(
-        self, rows: Mapping[int, Mapping[str, Any]], settings: TurnSettings,
-        *, unfinished: Mapping[int, tuple[list[int], dict[str, Any]]] | None = None,
-    ) -> Rollouts:
+    def open(
+        self, rows: Mapping[SampleId, Mapping[str, Any]], settings: TurnSettings,
+        *, unfinished: Mapping[SampleId, tuple[list[int], dict[str, Any]]] | None = None,
+    ) -> EnvironmentTurnSource:
         environment = self.environment
         if environment.max_tokens is None and settings.num_positions is None:
             raise UserError(
@@ -145,24 +117,24 @@ class EnvironmentCalls(Conversations):
         template = self.pool.template = self.pool.template or Template(
             LightTokenizer(self.tokenizer), self.template_arguments, settings.eos_token_ids,
             keeps_thinking=environment.keep_thinking, ends_at_call=environment.ends_at_call)
-        rollouts = Rollouts(environment, self.pool, template, settings)
+        source = EnvironmentTurnSource(environment, self.pool, template, settings)
         for sample, (tokens, document) in (unfinished or {}).items():
-            rollouts.go_on(sample, tokens, document, self._seed(sample, settings.seed))
+            source.resume(sample, tokens, document, self._seed(sample, settings.seed))
         for sample, row in rows.items():
-            rollouts.begin(
+            source.start(
                 sample, {column_of(key): value for key, value in row.items()},
                 self._seed(sample, settings.seed),
                 group=sample if environment.own_start else prompt_of(sample, self.group_size))
         if settings.budget is not None:  # Others are evaluations, or of runs without rounds.
             self.pool.close_left()
-        return rollouts
+        return source
 
-    def _seed(self, sample: int, run_seed: int) -> int:
+    def _seed(self, sample: SampleId, run_seed: int) -> int:
         return rollout_seed(
             run_seed, step=0, prompt=prompt_of(sample, self.group_size), sample=sample % self.group_size,
             own_start=self.environment.own_start)
 
-    def _check_workers(self, rows: Mapping[int, Any], settings: TurnSettings) -> None:
+    def _check_workers(self, rows: Mapping[SampleId, Any], settings: TurnSettings) -> None:
         """Raise UserError if samples that begin together, and stay, need more processes than there are."""
         workers = self.environment.workers
         if not self.environment.isolated or workers is None:
@@ -237,14 +209,13 @@ class _Record:
 
 @dataclass
 class _Rollout:
-    """A conversation and its tokens so far."""
+    """The messages of a sample and its environment, and its tokens so far."""
 
-    sample: int
+    sample: SampleId
+    key: EnvironmentKey
     row: Mapping[str, Any]
     turns: TurnTokens
     parse: AnswerParser
-    key: int = 0
-    """Its number among the environments of this process."""
     group: int | None = None
     """Samples of one group begin together."""
     messages: list[ChatMessage] = field(default_factory=list)
@@ -318,7 +289,7 @@ def _span(start: int, stop: int) -> dict[str, Any]:
     return {"start": start, "stop": stop, "rewards": {}, "seconds": 0.0}
 
 
-class Rollouts(Conversation):
+class EnvironmentTurnSource(TurnSource):
     """The rollouts of one replica in one generation, or in one round of it.
 
     A rollout that a round leaves unfinished goes on in the next one. If this process has its environment, as
@@ -335,13 +306,13 @@ class Rollouts(Conversation):
         self._workers = pool.get(environment)
         self._template = template
         self._settings = settings
-        self._rollouts: dict[int, _Rollout] = {}
-        self._by_key: dict[int, _Rollout] = {}
-        self._not_started: dict[int, set[int]] = {}
+        self._rollouts: dict[SampleId, _Rollout] = {}
+        self._by_key: dict[EnvironmentKey, _Rollout] = {}
+        self._not_started: dict[int, set[SampleId]] = {}
         """Group -> its samples whose environments have not started."""
-        self._waiting: set[int] = set()
-        self._begun: list[Beginning] = []
-        self._followed: list[NextTurn] = []
+        self._waiting: set[SampleId] = set()
+        self._beginnings: list[Beginning] = []
+        self._observations: list[Observation] = []
         self._to_tell: deque[tuple[_Rollout, list[int]]] = deque()
         """Turns that are told again."""
         self._has_warned = False
@@ -353,12 +324,12 @@ class Rollouts(Conversation):
     def num_samples(self) -> int:
         return len(self._rollouts)
 
-    def begin(self, sample: int, row: Mapping[str, Any], seed: int, *, group: int) -> None:
+    def start(self, sample: SampleId, row: Mapping[str, Any], seed: int, *, group: int) -> None:
         """Start the environment of a sample."""
         self._not_started.setdefault(group, set()).add(sample)
         self._start_anew(sample, row, seed).group = group
 
-    def go_on(self, sample: int, tokens: list[int], document: dict[str, Any], seed: int) -> None:
+    def resume(self, sample: SampleId, tokens: list[int], document: dict[str, Any], seed: int) -> None:
         """Continue a rollout of an earlier round, of which these are the tokens and what is recorded."""
         live = self._pool.unfinished.pop(sample, None)
         if live is not None and live.tokens == tokens:
@@ -373,9 +344,9 @@ class Rollouts(Conversation):
         rollout.record = _Record(tokens, document["turns"], document["open_turn"], document["seconds"])
         rollout.num_start = document["num_start"]
 
-    def _start_anew(self, sample: int, row: Mapping[str, Any], seed: int) -> _Rollout:
+    def _start_anew(self, sample: SampleId, row: Mapping[str, Any], seed: int) -> _Rollout:
         rollout = _Rollout(
-            sample, row, *self._template.with_tools(()), key=self._pool.new_key(),
+            sample, self._pool.new_key(), row, *self._template.with_tools(()),
             num_left_in_round=self._settings.budget)
         self._add(rollout)
         self._workers.start(rollout.key, row, seed)
@@ -398,23 +369,23 @@ class Rollouts(Conversation):
     def method_seconds(self) -> tuple[float, int]:
         return self._seconds, self._num_answers
 
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> Arrivals:
         if not self._waiting:
-            return Replies()
+            return Arrivals()
         deadline = time.monotonic() + timeout
         while True:
-            has_arrived = bool(self._begun or self._followed)
+            has_arrived = bool(self._beginnings or self._observations)
             left = 0.0 if has_arrived else max(0.0, deadline - time.monotonic())
             for reply in self._workers.poll(left):
-                if (rollout := self._by_key.get(reply.sample)) is not None:
+                if (rollout := self._by_key.get(reply.key)) is not None:
                     self._take(rollout, reply)
             while self._to_tell:
-                self._turn_ended(*self._to_tell.popleft())
-            if self._begun or self._followed or time.monotonic() >= deadline:
+                self._pass_on(*self._to_tell.popleft())
+            if self._beginnings or self._observations or time.monotonic() >= deadline:
                 break
-        arrived = Replies(tuple(self._begun), tuple(self._followed))
-        self._begun = []
-        self._followed = []
+        arrived = Arrivals(tuple(self._beginnings), tuple(self._observations))
+        self._beginnings = []
+        self._observations = []
         self._waiting.difference_update(arrived.samples)
         return arrived
 
@@ -493,10 +464,10 @@ class Rollouts(Conversation):
             for member in members:
                 member.has_row = True
 
-    def _begin_row(self, rollout: _Rollout, samples: Sequence[int] = ()) -> None:
+    def _begin_row(self, rollout: _Rollout, samples: Sequence[SampleId] = ()) -> None:
         """Let the model go on with a row that is new to the generation, for this sample or for several."""
         rollout.has_row = True
-        self._begun.append(Beginning(
+        self._beginnings.append(Beginning(
             list(samples) or [rollout.sample], [*rollout.tokens], self._limit(rollout), rollout.limit,
             num_before=rollout.turn_start - rollout.num_start,
             num_drawn=len(rollout.tokens) - rollout.turn_start))
@@ -514,7 +485,7 @@ class Rollouts(Conversation):
         in_round = rollout.num_left_in_round
         return left if in_round is None else min(left, in_round)
 
-    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
+    def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
         rollout = self._rollouts[sample]
         self._waiting.add(sample)
         if rollout.num_left_in_round is not None:
@@ -522,20 +493,20 @@ class Rollouts(Conversation):
         whole = [*rollout.tokens[rollout.turn_start :], *tokens]
         if finished or len(whole) == self._turn_limit(rollout):
             del rollout.tokens[rollout.turn_start :]
-            self._turn_ended(rollout, whole)
+            self._pass_on(rollout, whole)
             return
         rollout.open_turn = rollout.turn_start  # The round ends before the turn does.
         rollout.tokens += tokens
-        self._followed.append(NextTurn(sample, []))
+        self._observations.append(Observation(sample, []))
 
-    def _turn_ended(self, rollout: _Rollout, tokens: list[int]) -> None:
+    def _pass_on(self, rollout: _Rollout, tokens: list[int]) -> None:
         """Pass a turn of the model on to its environment."""
         rollout.open_turn = None
         start = len(rollout.tokens)
         rollout.tokens += tokens
         rollout.spans.append(_span(start, len(rollout.tokens)))
         if rollout.stop is not None:  # It has failed at its start.
-            self._followed.append(NextTurn(rollout.sample, []))
+            self._observations.append(Observation(rollout.sample, []))
             return
         text = rollout.turns.answer_text(tokens)
         answer = rollout.parse(text, prefix=rollout.turns.text(rollout.prefix), first_call=rollout.num_calls)
@@ -565,7 +536,7 @@ class Rollouts(Conversation):
             return
         rollout.tokens += tokens
         rollout.prefix = tokens
-        self._followed.append(NextTurn(rollout.sample, tokens, self._limit(rollout)))
+        self._observations.append(Observation(rollout.sample, tokens, self._limit(rollout)))
 
     def _tell_next(self, rollout: _Rollout, tokens: list[int]) -> None:
         """Go on telling again: after these tokens comes a recorded turn, or the end of the record."""
@@ -647,11 +618,11 @@ class Rollouts(Conversation):
 
     def _end(self, rollout: _Rollout) -> None:
         if rollout.has_row:
-            self._followed.append(NextTurn(rollout.sample, []))
+            self._observations.append(Observation(rollout.sample, []))
         else:
             self._begin_row(rollout)
 
-    def results(self, samples: Sequence[int]) -> tuple[list[dict[str, Any]], list[bool]]:
+    def results(self, samples: Sequence[SampleId]) -> tuple[list[dict[str, Any]], list[bool]]:
         rollouts = [self._rollouts[sample] for sample in samples]
         unfinished = {rollout.sample: rollout for rollout in rollouts if rollout.stop is None}
         assert self._settings.budget is not None or not unfinished, "all rollouts have ended"
@@ -661,82 +632,22 @@ class Rollouts(Conversation):
 
 
 def play(
-    calls: EnvironmentCalls, row: Mapping[str, Any], said: str, settings: TurnSettings
+    factory: EnvironmentTurnSourceFactory, row: Mapping[str, Any], said: str, settings: TurnSettings
 ) -> dict[str, Any]:
     """Return a rollout in which a stub always says the same text.
 
     It also has `start`, the tokens that the model reads first, and `notes` about the chat template.
     """
-    rollouts = calls.begin({0: row}, settings)
+    sample = SampleId(0)
+    source = factory.open({sample: row}, settings)
     start: list[int] = []
-    (end,) = sorted(rollouts.end_token_ids)[:1]
-    tokens = [*LightTokenizer(calls.tokenizer).encode(said, add_special_tokens=False), end]
-    while rollouts.num_waiting:
-        arrived = rollouts.poll(1.0)
-        start = next((list(group.tokens) for group in arrived.begun), start)
-        limits = [group.limit for group in arrived.begun] + [turn.limit for turn in arrived.followed]
+    (end,) = sorted(source.end_token_ids)[:1]
+    tokens = [*LightTokenizer(factory.tokenizer).encode(said, add_special_tokens=False), end]
+    while source.num_waiting:
+        arrived = source.poll(1.0)
+        start = next((list(group.tokens) for group in arrived.beginnings), start)
+        limits = [group.limit for group in arrived.beginnings] + [turn.limit for turn in arrived.observations]
         for limit in filter(None, limits):
-            rollouts.said(0, tokens[:limit], finished=len(tokens) <= limit)
-    (rollout,), _ = rollouts.results([0])
-    return rollout | {"notes": rollouts.notes(), "start": start}
-
-
-class RolloutRewards(RewardCall):
-    """A host function that scores rollouts by the rewards of their environments, and by reward functions.
-
-    The score is the sum of all turns' rewards, and of the weighted values of the functions, if there are any.
-    """
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        logs = {"reward_metrics"}.union(super().outputs)
-        return ("score", "completion", "reward_scores", *sorted(key for key in logs if key in _LOGGED))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*super().inputs, ROLLOUT)
-
-    def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        rollouts = batch[ROLLOUT]
-        nothing: list[dict[str, Any]] = [{} for _ in rollouts]
-        columns = super().__call__(batch, context)
-        by_name = [rewards_by_name(rollout) for rollout in rollouts]
-        totals = [math.fsum(rewards.values()) for rewards in by_name]
-        totals = [math.nan if r["dropped"] else total for r, total in zip(rollouts, totals, strict=True)]
-        columns["score"] = columns["score"] + columns["score"].new_tensor(totals)
-        unknown = dict.fromkeys(name for own in by_name for name in own)
-        columns["reward_scores"] = [
-            (unknown if rollout["dropped"] else own) | others
-            for rollout, own, others in zip(rollouts, by_name, columns["reward_scores"], strict=True)]
-        logged = columns.get("reward_metrics", nothing)
-        columns["reward_metrics"] = [
-            rollout_metrics(rollout) | more for rollout, more in zip(rollouts, logged, strict=True)]
-        columns.setdefault("reward_extra", nothing)
-        return {key: columns[key] for key in self.outputs}
-
-
-_LOGGED = ("reward_metrics", "reward_extra")
-
-
-def rewards_by_name(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sums of a rollout's rewards over its turns, without names whose reward it has not got."""
-    sums: dict[str, list[float]] = {}
-    for turn in rollout["turns"]:
-        for name, reward in turn["rewards"].items():
-            sums.setdefault(name, []).append(reward)
-    return {name: math.fsum(values) for name, values in sums.items()}
-
-
-def turn_rewards(rollout: Mapping[str, Any], score: float) -> list[float]:
-    """Return the reward of each turn of a rollout. What its score has beside these is added to the last."""
-    rewards = [math.fsum(turn["rewards"].values()) for turn in rollout["turns"]]
-    rewards[-1] += score - math.fsum(rewards)
-    return rewards
-
-
-def rollout_metrics(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a rollout whose means are logged."""
-    stops = {f"environment/stop/{reason}": float(rollout["stop"] == reason) for reason in STOP_REASONS}
-    own = {f"environment/{name}": value for name, value in rollout["metrics"].items()}
-    return {"environment/turns": float(len(rollout["turns"])), "environment/seconds": rollout["seconds"],
-            **own, **stops}
+            source.turn_ended(sample, tokens[:limit], finished=len(tokens) <= limit)
+    (rollout,), _ = source.results([sample])
+    return rollout | {"notes": source.notes(), "start": start}

@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, NewType
 
 from realhf.data.memory_rows import json_form
 from realhf.environments.protocol import ChatMessage, Environment, Start, StopReason, Turn
@@ -28,6 +29,12 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _SMALL = {"MALLOC_ARENA_MAX": "2", **dict.fromkeys(_THREADS, "1")}
 """Variables that keep workers small: there are many of them, each with many threads."""
 _STOPS: dict[str, StopReason] = {"failed": "step_error", "late": "step_timeout", "lost": "worker_lost"}
+
+
+_EXPERIMENT = "realhf_experiment_"
+"""Beginning of the names of the modules that experiment files are executed as."""
+EnvironmentKey = NewType("EnvironmentKey", int)
+"""The number of an environment among those of a process, by which its caller knows it."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,50 @@ class EnvironmentSource:
         return EnvironmentSource(name, module=module)
 
 
+def source_of(environment: Environment) -> EnvironmentSource:
+    """Return where worker processes find an environment. Raises UserError if they cannot."""
+    make = environment.make
+    module_name = getattr(make, "__module__", None) or ""
+    name = getattr(make, "__qualname__", "<")
+    files = {n: m for n, m in list(sys.modules.items()) if n == "__main__" or n.startswith(_EXPERIMENT)}
+    if make is not None and "<" not in name and module_name not in files:
+        return EnvironmentSource.of(make)
+    if "<" not in name and getattr(files[module_name], name.partition(".")[0], None) is not None:
+        return EnvironmentSource(name, file=files[module_name].__file__)
+    own = {tool.__module__: sys.modules[tool.__module__] for tool in environment.tools}
+    for name, module in (files | own).items():
+        if (attribute := _attribute_of(environment, module)) is not None:
+            if name in files:
+                return EnvironmentSource(attribute, file=module.__file__)
+            return EnvironmentSource(attribute, module=name)
+    raise UserError(
+        "worker processes must find environment in the experiment's file: give a class of a module, or let "
+        "the file have it as `experiment.environment` or as a variable of its own")
+
+
+def _attribute_of(environment: Environment, module: ModuleType) -> str | None:
+    """Return the path of the attribute under which a module has an environment, or its tools alone."""
+    for name, value in list(vars(module).items()):
+        for path, found in ((name, value), (f"{name}.environment", getattr(value, "environment", None))):
+            if isinstance(found, Environment) and (found.make, found.tools) == (
+                environment.make, environment.tools):
+                return path
+        tools = getattr(value, "tools", None)
+        if environment.tools and isinstance(tools, list | tuple) and tuple(tools) == environment.tools:
+            return f"{name}.tools"
+    return None
+
+
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of a sample's last call.
+    """The outcome of an environment's last call.
 
     `start` and `turn` have what the environment has returned. `end` has the reason for which the rollout ends
     without its answer, and a sentence. `state` has what JSON can hold, or None if the class has no `state`.
     `closed` has the sentence of a `close` that has failed.
     """
 
-    sample: int
+    key: EnvironmentKey
     kind: Literal["start", "turn", "end", "state", "closed"]
     start: Start | None = None
     turn: Turn | None = None
@@ -73,10 +114,10 @@ class Reply:
 
 
 class EnvironmentWorkers:
-    """The environments of the rollouts that this process generates, one for each sample.
+    """The environments of the rollouts that this process generates, each with a key.
 
-    A sample has at most one call at a time. After a turn that is done, and after an end, its object is closed
-    by itself; a sample may then start anew. One thread uses this.
+    An environment has at most one call at a time. After a turn that is done, and after an end, its object is
+    closed by itself; its key may then be used anew. One thread uses this.
     """
 
     def __init__(
@@ -90,50 +131,50 @@ class EnvironmentWorkers:
             "start_seconds": environment.start_seconds, "step_seconds": environment.step_seconds,
             "memory_bytes": int(environment.memory_gib * 2**30)}
         self._where = source.file or source.module
-        self._rollouts: dict[int, int] = {}
-        """Sample -> number of its rollout, for those that go on. Each start has a number of its own."""
-        self._samples: dict[int, int] = {}
-        """Number of a rollout -> its sample."""
-        self._busy: set[int] = set()
-        """Samples whose call has no answer yet."""
+        self._number_of: dict[EnvironmentKey, int] = {}
+        """Key -> number of the object, for those that go on. Each start has a number of its own."""
+        self._key_of: dict[int, EnvironmentKey] = {}
+        """Number of an object -> its key."""
+        self._busy: set[EnvironmentKey] = set()
+        """Environments whose call has no answer yet."""
         self._num_started = 0
         self._received = bytearray()
         self._begin()
 
-    def start(self, sample: int, row: Mapping[str, Any], seed: int, *, state: Any = None) -> None:
-        """Make the object of a sample and call its `start`, and `restore` if a state is given."""
-        assert sample not in self._rollouts, f"sample {sample} has an environment"
+    def start(self, key: EnvironmentKey, row: Mapping[str, Any], seed: int, *, state: Any = None) -> None:
+        """Make an environment's object and call its `start`, and `restore` if a state is given."""
+        assert key not in self._number_of, f"environment {key} has started"
         number = self._num_started
         self._num_started += 1
-        self._rollouts[sample] = number
-        self._samples[number] = sample
-        self._busy.add(sample)
+        self._number_of[key] = number
+        self._key_of[number] = key
+        self._busy.add(key)
         row = json_form(row, as_text=True)
         self._send({"do": "start", "id": number, "row": row, "seed": seed, "state": state})
 
-    def step(self, sample: int, message: ChatMessage) -> None:
-        """Call the `step` of a sample's object. If it is lost meanwhile, its end is among the replies."""
-        self._call(sample, "step", message=message)
+    def step(self, key: EnvironmentKey, message: ChatMessage) -> None:
+        """Call the `step` of an object. If it is lost meanwhile, its end is among the replies."""
+        self._call(key, "step", message=message)
 
-    def finish(self, sample: int, stop: StopReason) -> None:
+    def finish(self, key: EnvironmentKey, stop: StopReason) -> None:
         """Stop a rollout before it is done. The answer is a turn, whose rewards count for the last one."""
-        self._call(sample, "finish", stop=stop)
+        self._call(key, "finish", stop=stop)
 
-    def state(self, sample: int) -> None:
-        """Ask for the state of a sample's object."""
-        self._call(sample, "state")
+    def state(self, key: EnvironmentKey) -> None:
+        """Ask for the state of an object."""
+        self._call(key, "state")
 
-    def close(self, sample: int) -> None:
+    def close(self, key: EnvironmentKey) -> None:
         """End a rollout before its environment does. Nothing is answered."""
-        if sample in self._rollouts:
-            self._busy.discard(sample)
-            self._send({"do": "close", "id": self._rollouts.pop(sample)})
+        if key in self._number_of:
+            self._busy.discard(key)
+            self._send({"do": "close", "id": self._number_of.pop(key)})
 
-    def _call(self, sample: int, does: str, **arguments: Any) -> None:
-        if sample in self._rollouts:
-            assert sample not in self._busy, f"the environment of sample {sample} has not answered yet"
-            self._busy.add(sample)
-            self._send({"do": does, "id": self._rollouts[sample], **arguments})
+    def _call(self, key: EnvironmentKey, does: str, **arguments: Any) -> None:
+        if key in self._number_of:
+            assert key not in self._busy, f"environment {key} has not answered yet"
+            self._busy.add(key)
+            self._send({"do": does, "id": self._number_of[key], **arguments})
 
     def poll(self, timeout: float | None = 0.0) -> list[Reply]:
         """Return what has been answered; wait for it at most so long (None: for ever).
@@ -168,8 +209,8 @@ class EnvironmentWorkers:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._rollouts.clear()
-        self._samples.clear()
+        self._number_of.clear()
+        self._key_of.clear()
         self._busy.clear()
 
     def _begin(self) -> None:
@@ -194,7 +235,7 @@ class EnvironmentWorkers:
             raise UserError(f"{self._where}: the process with the environments does not start")
         sentence = "the process that watches over the environments has ended"
         lost = [
-            Reply(sample, "end", stop="worker_lost", sentence=sentence) for sample in sorted(self._rollouts)]
+            Reply(key, "end", stop="worker_lost", sentence=sentence) for key in sorted(self._number_of)]
         self.shutdown()
         self._begin()
         return lost
@@ -207,22 +248,22 @@ class EnvironmentWorkers:
         if event == "refused":
             self.shutdown()
             raise UserError(f"{self._where}: {said['sentence']}")
-        sample = self._samples[said["id"]]
+        key = self._key_of[said["id"]]
         if event == "gone":
-            del self._samples[said["id"]]
+            del self._key_of[said["id"]]
             return None
         if event == "closed":
-            return Reply(sample, "closed", sentence=said["sentence"], seconds=said["seconds"])
-        if self._rollouts.get(sample) != said["id"]:  # It was closed while it answered.
+            return Reply(key, "closed", sentence=said["sentence"], seconds=said["seconds"])
+        if self._number_of.get(key) != said["id"]:  # It was closed while it answered.
             return None
-        self._busy.discard(sample)
+        self._busy.discard(key)
         seconds = said.get("seconds", 0.0)
         if event in _STOPS or said["ends"]:
-            del self._rollouts[sample]
+            del self._number_of[key]
         if event in _STOPS:
-            return Reply(sample, "end", stop=_STOPS[event], sentence=said["sentence"], seconds=seconds)
+            return Reply(key, "end", stop=_STOPS[event], sentence=said["sentence"], seconds=seconds)
         if event == "start":
-            return Reply(sample, "start", start=Start(**said["made"]), seconds=seconds)
+            return Reply(key, "start", start=Start(**said["made"]), seconds=seconds)
         if event == "state":
-            return Reply(sample, "state", seconds=seconds, **said["made"])
-        return Reply(sample, "turn", turn=Turn(**said["made"]), seconds=seconds)
+            return Reply(key, "state", seconds=seconds, **said["made"])
+        return Reply(key, "turn", turn=Turn(**said["made"]), seconds=seconds)

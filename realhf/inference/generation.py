@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from realhf.calls import Conversation, Generate, Replies
+from realhf.calls import Arrivals, Generate, SampleId, TurnSource
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
@@ -33,10 +33,10 @@ from realhf.inference.rounds import RestingCache
 from realhf.inference.sampling import stream_seed
 from realhf.inference.turns import (
     EnvironmentTime,
-    converse,
     deal_sizes,
     expected_sizes,
-    first_replies,
+    first_arrivals,
+    run_turns,
     turn_columns,
 )
 from realhf.layout import even_split
@@ -112,11 +112,11 @@ class Generation:
 
     def advance(
         self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report,
-        conversation: Conversation | None = None,
+        turn_source: TurnSource | None = None,
     ) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
-        In a `conversation`, which knows the budget itself, samples come from there. One whose turn has ended
+        With a `turn_source`, which knows the budget itself, samples come from there. One whose turn has ended
         parks until its environment has answered, while others go on. All ranks of a replica get the same
         answers at the same time.
 
@@ -124,13 +124,13 @@ class Generation:
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
         in a cache that rests.
         """
-        first = Replies()
+        first = Arrivals()
         expected: list[Size] = []
-        if conversation is not None:
-            first = first_replies(conversation, report, waits_for_all=self._work.deterministic)
-            expected = expected_sizes(first.begun, conversation.num_samples)
-        limits = self._agree_on_limits(
-            queue, budget, expected, most_response=max((group.most for group in first.begun), default=None))
+        if turn_source is not None:
+            first = first_arrivals(turn_source, report, waits_for_all=self._work.deterministic)
+            expected = expected_sizes(first.beginnings, turn_source.num_samples)
+        most_response = max((group.most for group in first.beginnings), default=None)
+        limits = self._agree_on_limits(queue, budget, expected, most_response=most_response)
         caches: Sequence[RestingCache | None] = [None] * limits.num_cohorts
         if self._resting is None:
             by_cohort = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
@@ -148,7 +148,7 @@ class Generation:
             cohorts = [
                 Cohort(
                     self._model, limits, groups, queue=queue, seed=seed, resting=cache,
-                    turn_ends=None if conversation is None else conversation.end_token_ids, expected=sizes,
+                    turn_ends=None if turn_source is None else turn_source.end_token_ids, expected=sizes,
                     pool=self._cohort_pool() if cache is None else cache.pool)
                 for groups, cache, sizes in zip(by_cohort, caches, expected_by_cohort, strict=True)]
             self.cache_bytes = limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts)
@@ -162,11 +162,12 @@ class Generation:
                 cohort.start(waiting)
             if self._pool is not None and self._work.cuda_graphs:
                 self._pool.drop_unequal_graphs(self._model.groups.passes_control)
-            if conversation is not None:
-                self.environment_time = converse(
-                    conversation, cohorts, first, report, waits_for_all=self._work.deterministic)
-            while any([cohort.advance() for cohort in cohorts]):
-                report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
+            if turn_source is None:
+                while any([cohort.advance() for cohort in cohorts]):
+                    report(_progress([cohort.buffer for cohort in cohorts], num_own, budget))
+            else:
+                self.environment_time = run_turns(
+                    turn_source, cohorts, first, report, waits_for_all=self._work.deterministic)
         self._last_buffers = [cohort.buffer for cohort in cohorts]
         self.num_computed = sum(cohort.num_computed for cohort in cohorts)
         self._new = []
@@ -175,7 +176,7 @@ class Generation:
     def _cohort_pool(self) -> PagePool:
         return self._pool or PagePool(self._model)
 
-    def take(self) -> tuple[list[int], list]:
+    def take(self) -> tuple[list[SampleId], list]:
         """Return the ids of the samples that this replica continued in the last round, and their columns.
 
         Only one rank of the replica (last stage, first of tp) gets the columns, the first ones of `Generate`.
@@ -186,7 +187,7 @@ class Generation:
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
         return ids, output_columns(buffers, wide=self._model.wide) if has_columns else []
 
-    def take_turns(self, conversation: Conversation) -> tuple[list[int], list]:
+    def take_turns(self, turn_source: TurnSource) -> tuple[list[SampleId], list]:
         """Return the same as `take` for samples that were answered in turns; the last column has what their
         environments have answered."""
         buffers = self._last_buffers
@@ -194,7 +195,7 @@ class Generation:
         ids, columns = turn_columns(buffers, wide=self._model.wide)
         if not (self._model.groups.is_last_stage and self._model.groups.at.tp == 0):
             return ids, []
-        rollouts, finished = conversation.results(ids)
+        rollouts, finished = turn_source.results(ids)
         return ids, [*columns, torch.tensor(finished, dtype=self._model.wide), rollouts]
 
     def _agree_on_limits(

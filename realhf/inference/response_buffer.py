@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from realhf.attention.interface import token_positions
-from realhf.calls import Generate
+from realhf.calls import Generate, SampleId
 from realhf.data.batch import Packed
 from realhf.data.light_tokenizer import word_tokens
 from realhf.devices.pinned import upload
 from realhf.inference.kv_cache import Integers
 from realhf.inference.sampling import Draws, Floats, LogitProcessors
-from realhf.inference.scheduler import Prompt
+from realhf.inference.scheduler import BufferRow, Prompt
 from realhf.inference.stops import Insertions, PhraseInserter, StopStrings, stop_matcher
 
 Processing = Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +47,7 @@ class PromptGroup(NamedTuple):
     """
 
     tokens: list[int]
-    ids: list[int]
+    ids: list[SampleId]
     num_drawn: int = 0
     limit: int | None = None
     num_before: int = 0
@@ -64,7 +64,7 @@ def join_equal(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
 
 
 class ResponseBuffer:
-    """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive.
+    """One row for each sample, or for each of its turns, in the order of arrival; it grows beyond `capacity`.
 
     A sample ends as `work.sampling` says: at an end-of-sequence token, at a stop, or when it has its most
     tokens; and for this round when `budget` tokens have been drawn (None: there is no such limit). Tokens of
@@ -80,19 +80,20 @@ class ResponseBuffer:
         max_new_tokens = sampling.max_new_tokens
         self.prompts: list[list[int]] = []
         self.ids = np.zeros(capacity, np.int64)
+        """The sample of each row."""
         self.lengths = np.zeros(capacity, np.int64)
-        """Tokens drawn for each sample in this round."""
+        """Tokens drawn for each row in this round."""
         self.num_drawn = np.zeros(capacity, np.int64)
-        """Tokens drawn for each sample in earlier rounds."""
+        """Tokens drawn for each row in earlier rounds."""
         self.num_before = np.zeros(capacity, np.int64)
-        """Tokens of each sample's response before this turn, those of an environment included."""
+        """Tokens of the response before the row's turn, those of an environment included."""
         self._most_drawn = np.zeros(capacity, np.int64)
-        """The most tokens that each sample may have, over all rounds."""
+        """The most tokens that each row may have, over all rounds."""
         self.finished = np.zeros(capacity, bool)
         self.num_ended = 0
-        """Samples that get no more tokens in this round."""
+        """Rows that get no more tokens in this round."""
         self.num_tokens = 0
-        """Tokens drawn in this round, for all samples."""
+        """Tokens drawn in this round, for all rows."""
         self._most = max_new_tokens if budget is None else min(budget, max_new_tokens)
         self.tokens = torch.zeros(capacity, self._most + 1, dtype=torch.long, device=device)
         """Column 0 is for the last token before the round, the others are for the tokens of the round."""
@@ -114,7 +115,7 @@ class ResponseBuffer:
             self._processors = _processors(work, self._end_ids, eos_ids, vocab_range, device)
 
     def add(self, group: PromptGroup) -> Prompt:
-        """Add the samples of a group and return it in the scheduler's form."""
+        """Add a row for each sample of a group, and return the group in the scheduler's form."""
         first = len(self.prompts)
         self.prompts += [group.tokens] * len(group.ids)
         if (lacking := len(self.prompts) - len(self.ids)) > 0:
@@ -124,7 +125,7 @@ class ResponseBuffer:
         self.num_before[first : len(self.prompts)] = group.num_before
         limit = self._max_new_tokens if group.limit is None else min(group.limit, self._max_new_tokens)
         self._most_drawn[first : len(self.prompts)] = limit
-        return Prompt(group.tokens, list(range(first, len(self.prompts))))
+        return Prompt(group.tokens, [BufferRow(i) for i in range(first, len(self.prompts))])
 
     def _grow(self, count: int) -> None:
         self.ids, self.lengths, self.num_drawn, self.num_before, self._most_drawn = (
@@ -135,58 +136,58 @@ class ResponseBuffer:
             torch.cat([x, x.new_zeros(count, x.shape[1])])
             for x in (self.tokens, self.logprobs, self.inserted))
 
-    def history(self, number: int) -> list[int]:
-        """Return the prompt of a sample and all of its drawn tokens."""
-        return self.prompts[number] + self.tokens[number, 1 : 1 + self.lengths[number]].tolist()
+    def history(self, row: BufferRow) -> list[int]:
+        """Return the prompt of a row and all of its drawn tokens."""
+        return self.prompts[row] + self.tokens[row, 1 : 1 + self.lengths[row]].tolist()
 
-    def as_groups(self, numbers: Sequence[int]) -> list[PromptGroup]:
-        """Return samples with all of their tokens as prompts of a later round."""
+    def as_groups(self, rows: Sequence[BufferRow]) -> list[PromptGroup]:
+        """Return the samples of rows with all of their tokens as prompts of a later round."""
         tokens = self.tokens.cpu()  # One copy from a GPU is faster than one for each sample.
         groups = []
-        for number in numbers:
-            length = self.lengths[number]
-            history = self.prompts[number] + tokens[number, 1 : 1 + length].tolist()
-            num_drawn = int(self.num_drawn[number] + length)
-            limit = int(self._most_drawn[number])
-            groups.append(PromptGroup(history, [int(self.ids[number])], num_drawn, limit))
+        for row in rows:
+            length = self.lengths[row]
+            history = self.prompts[row] + tokens[row, 1 : 1 + length].tolist()
+            num_drawn = int(self.num_drawn[row] + length)
+            limit = int(self._most_drawn[row])
+            groups.append(PromptGroup(history, [SampleId(int(self.ids[row]))], num_drawn, limit))
         return groups
 
-    def may_go_on(self, number: int) -> bool:
-        """Return whether a sample may get tokens in later rounds."""
-        drawn = self.num_drawn[number] + self.lengths[number]
-        return bool(not self.finished[number] and drawn < self._most_drawn[number])
+    def may_go_on(self, row: BufferRow) -> bool:
+        """Return whether a row may get tokens in later rounds."""
+        drawn = self.num_drawn[row] + self.lengths[row]
+        return bool(not self.finished[row] and drawn < self._most_drawn[row])
 
-    def set_last_tokens(self, numbers: Sequence[int]) -> None:
-        """Write the last token before the round of these samples, which continue from a cache."""
-        last = [self.prompts[number][-1] for number in numbers]
+    def set_last_tokens(self, rows: Sequence[BufferRow]) -> None:
+        """Write the last token before the round of these rows, which continue from a cache."""
+        last = [self.prompts[row][-1] for row in rows]
         device = self.tokens.device
-        at = upload(np.array(numbers, np.int64), device)
+        at = upload(np.array(rows, np.int64), device)
         self.tokens[at, 0] = upload(np.array(last, np.int64), device)
 
-    def draws(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Return the random number in [0, 1) for the next token of each of these samples."""
-        return upload(self.draws_on_host(numbers), self.tokens.device)
+    def draws(self, rows: Sequence[BufferRow]) -> torch.Tensor:
+        """Return the random number in [0, 1) for the next token of each of these rows."""
+        return upload(self.draws_on_host(rows), self.tokens.device)
 
-    def draws_on_host(self, numbers: Sequence[int]) -> Floats:
+    def draws_on_host(self, rows: Sequence[BufferRow]) -> Floats:
         """Return the same as `draws`, on the host."""
-        rows = np.array(numbers, np.int64)
-        positions = self.num_before[rows] + self.num_drawn[rows] + self.lengths[rows]
-        return self._draws(rows, sample_ids=self.ids[rows], positions=positions)
+        rows_B = np.array(rows, np.int64)
+        positions_B = self.num_before[rows_B] + self.num_drawn[rows_B] + self.lengths[rows_B]
+        return self._draws(rows_B, sample_ids=self.ids[rows_B], positions=positions_B)
 
-    def processing(self, numbers: Sequence[int]) -> Processing | None:
-        """Return what changes the logits of the next tokens of these samples; None if nothing does.
+    def processing(self, rows: Sequence[BufferRow]) -> Processing | None:
+        """Return what changes the logits of the next tokens of these rows; None if nothing does.
 
         All calls for tokens that are then sampled come in turn.
         """
-        if self._processors is None or not numbers:
+        if self._processors is None or not rows:
             return None
-        rows = np.array(numbers, np.int64)
-        drawn_B = upload(self.num_drawn[rows] + self.lengths[rows], self.tokens.device)
-        return partial(self._processors, rows_B=self._processors.prepare(self, numbers), drawn_B=drawn_B)
+        rows_B = np.array(rows, np.int64)
+        drawn_B = upload(self.num_drawn[rows_B] + self.lengths[rows_B], self.tokens.device)
+        return partial(self._processors, rows_B=self._processors.prepare(self, rows), drawn_B=drawn_B)
 
-    def insertions(self, numbers: Sequence[int]) -> Insertions | None:
-        """Return what replaces the tokens to be sampled for these samples, if anything does."""
-        return None if self._inserter is None or not numbers else self._inserter.insertions(self, numbers)
+    def insertions(self, rows: Sequence[BufferRow]) -> Insertions | None:
+        """Return what replaces the tokens to be sampled for these rows, if anything does."""
+        return None if self._inserter is None or not rows else self._inserter.insertions(self, rows)
 
     def record(
         self, at: tuple[torch.Tensor, torch.Tensor], tokens_B: torch.Tensor, logprobs_B: torch.Tensor,
@@ -199,57 +200,57 @@ class ResponseBuffer:
         self.logprobs[at] = logprobs_B
         return tokens_B
 
-    def append(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> list[bool]:
-        """Append one token to each of these samples; return for each whether that was its last of the
+    def append(self, rows: Sequence[BufferRow], tokens_B: torch.Tensor) -> list[bool]:
+        """Append one token to each of these rows; return for each whether that was its last of the
         round."""
-        self.tokens[self.at(numbers)] = tokens_B
-        are_full = self.count(numbers)
-        return (are_full | self.finish(numbers, tokens_B.cpu().numpy())).tolist()
+        self.tokens[self.at(rows)] = tokens_B
+        are_full = self.count(rows)
+        return (are_full | self.finish(rows, tokens_B.cpu().numpy())).tolist()
 
-    def count(self, numbers: Sequence[int]) -> NDArray[np.bool_]:
-        """Count one more token of each of these samples; return which of them have the most tokens of the
+    def count(self, rows: Sequence[BufferRow]) -> NDArray[np.bool_]:
+        """Count one more token of each of these rows; return which of them have the most tokens of the
         round."""
-        self.lengths[numbers] += 1
-        self.num_tokens += len(numbers)
-        return self.lengths[numbers] >= self.limits(numbers)
+        self.lengths[rows] += 1
+        self.num_tokens += len(rows)
+        return self.lengths[rows] >= self.limits(rows)
 
-    def finish(self, numbers: Sequence[int], tokens_B: Integers) -> NDArray[np.bool_]:
-        """Read the newest tokens of these samples, and return which of them end their samples, whatever the
-        limits are."""
-        rows = np.array(numbers, np.int64)
-        finished = np.zeros(len(rows), bool)
+    def finish(self, rows: Sequence[BufferRow], tokens_B: Integers) -> NDArray[np.bool_]:
+        """Read the newest tokens of these rows, and return which rows end with theirs, whatever the limits
+        are."""
+        rows_B = np.array(rows, np.int64)
+        finished = np.zeros(len(rows_B), bool)
         for end in self._end_ids:
             finished |= tokens_B == end
         if self._stops is not None:
-            finished |= self._stops.advance(self, rows, tokens_B)
+            finished |= self._stops.advance(self, rows_B, tokens_B)
         if self._min_new_tokens:
-            finished &= self.num_drawn[rows] + self.lengths[rows] > self._min_new_tokens
-        self.finished[rows] = finished
-        ended = finished | (self.lengths[rows] >= self.limits(numbers))
+            finished &= self.num_drawn[rows_B] + self.lengths[rows_B] > self._min_new_tokens
+        self.finished[rows_B] = finished
+        ended = finished | (self.lengths[rows_B] >= self.limits(rows))
         self.num_ended += int(ended.sum())
         if self._processors is not None:
-            self._processors.release(rows[ended].tolist())
+            self._processors.release(rows_B[ended].tolist())
         return finished
 
-    def limits(self, numbers: Sequence[int]) -> Integers:
-        """Return the most tokens that each of these samples may get in this round."""
-        return np.minimum(self._most, self._most_drawn[numbers] - self.num_drawn[numbers])
+    def limits(self, rows: Sequence[BufferRow]) -> Integers:
+        """Return the most tokens that each of these rows may get in this round."""
+        return np.minimum(self._most, self._most_drawn[rows] - self.num_drawn[rows])
 
-    def num_left(self, numbers: Sequence[int]) -> list[int]:
-        """Return how many more tokens each of these samples may get in this round."""
-        lefts: list[int] = (self.limits(numbers) - self.lengths[numbers]).tolist()
+    def num_left(self, rows: Sequence[BufferRow]) -> list[int]:
+        """Return how many more tokens each of these rows may get in this round."""
+        lefts: list[int] = (self.limits(rows) - self.lengths[rows]).tolist()
         return lefts
 
-    def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index in `tokens` and `logprobs` of each sample's next token, or of the one `back`
+    def at(self, rows: Sequence[BufferRow], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the index in `tokens` and `logprobs` of each row's next token, or of the one `back`
         positions before."""
-        pairs_2B = upload(np.stack(self.columns(numbers, back=back)), self.tokens.device)
+        pairs_2B = upload(np.stack(self.columns(rows, back=back)), self.tokens.device)
         return pairs_2B[0], pairs_2B[1]
 
-    def columns(self, numbers: Sequence[int], *, back: int = 0) -> tuple[Integers, Integers]:
+    def columns(self, rows: Sequence[BufferRow], *, back: int = 0) -> tuple[Integers, Integers]:
         """Return the same as `at`, on the host."""
-        rows = np.array(numbers, np.int64)
-        return rows, self.lengths[rows] + 1 - back
+        rows_B = np.array(rows, np.int64)
+        return rows_B, self.lengths[rows_B] + 1 - back
 
 
 def _processors(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realhf.calls import Generate, GenerateOutputs
+from realhf.calls import Generate, GenerateOutputs, SampleId
 from realhf.data.batch import Batch, Packed
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -25,7 +25,7 @@ from realhf.models.kv_blocks import num_blocks
 def prompt_groups(prompts: Batch, inputs: Sequence[str]) -> list[PromptGroup]:
     """Return new samples, one in each group, from the inputs of a call (see Generate)."""
     samples = zip(prompts.ids, prompts[inputs[0]].split(), _limits(prompts, inputs), strict=True)
-    return [PromptGroup(prompt.tolist(), [i], limit=limit) for i, prompt, limit in samples]
+    return [PromptGroup(prompt.tolist(), [SampleId(i)], limit=limit) for i, prompt, limit in samples]
 
 
 def _limits(samples: Batch, inputs: Sequence[str]) -> list[int | None]:
@@ -77,11 +77,11 @@ class Round:
         num_drawn = self.unfinished[outputs.mask].response_lengths().tolist()
         limits = _limits(self.unfinished, call.inputs)
         samples = zip(sequences, self.unfinished.ids, num_drawn, limits, strict=True)
-        return [PromptGroup(tokens.tolist(), [i], *rest) for tokens, i, *rest in samples]
+        return [PromptGroup(tokens.tolist(), [SampleId(i)], *rest) for tokens, i, *rest in samples]
 
     def rollouts(
         self, call: FunctionCall, chosen: Sequence[int]
-    ) -> dict[int, tuple[list[int], dict[str, Any]]]:
+    ) -> dict[SampleId, tuple[list[int], dict[str, Any]]]:
         """Return the tokens and the rollouts so far of unfinished samples, chosen by their places."""
         if not self.unfinished.ids:
             return {}
@@ -89,7 +89,7 @@ class Round:
         assert outputs.rollout is not None
         sequences = self.unfinished[outputs.sequences].split()
         rollouts = self.unfinished[outputs.rollout]
-        return {self.unfinished.ids[i]: (sequences[i].tolist(), rollouts[i]) for i in chosen}
+        return {SampleId(self.unfinished.ids[i]): (sequences[i].tolist(), rollouts[i]) for i in chosen}
 
     def after(self, earlier: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
@@ -157,7 +157,7 @@ class UnfinishedRow:
 
     def continue_in(self, buffer: ResponseBuffer) -> ParkedRow:
         """Add the sample to a round, and return its row."""
-        return replace(self.parked, sample=buffer.add(self.group).samples[0])
+        return replace(self.parked, row=buffer.add(self.group).rows[0])
 
 
 class RestingCache:
@@ -201,5 +201,5 @@ class RestingCache:
 
     def take_over(self, parked: Sequence[ParkedRow], buffer: ResponseBuffer) -> None:
         """Replace the rows before a round by those that it leaves unfinished."""
-        groups = buffer.as_groups([row.sample for row in parked])
-        self.rows = [UnfinishedRow(group, row) for row, group in zip(parked, groups, strict=True)]
+        groups = buffer.as_groups([one.row for one in parked])
+        self.rows = [UnfinishedRow(group, one) for one, group in zip(parked, groups, strict=True)]

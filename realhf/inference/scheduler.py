@@ -1,14 +1,14 @@
 """Scheduler: which rows decode and which prompts are prefilled in the next step (continuous batching).
 
-A row is a sample that decodes in a slot. The slot is filled again as soon as the row has ended (Orca, Yu et
-al. 2022). Rows get memory in blocks as they grow; when no block is left, the newest row gives up its blocks
-and is computed again later (vLLM, arXiv:2309.06180). All decisions depend on lengths alone, so that they
-are the same on every rank of a replica.
+A row is a place in the response buffer: a sample, or one of its turns. It decodes in a slot, which is filled
+again as soon as the row has ended (Orca, Yu et al. 2022). Rows get memory in blocks as they grow; when no
+block is left, the newest row gives up its blocks and is computed again later (vLLM, arXiv:2309.06180). All
+decisions depend on lengths alone, so that they are the same on every rank of a replica.
 
-| state of a sample | it waits for | its blocks |
+| state of a row | it waits for | its blocks |
 |---|---|---|
 | queued | its tokens to be computed, for the first time or again | none, or those that are cached already |
-| ready | a slot; its prompt is cached | those of its prompt, shared with other samples of this |
+| ready | a slot; its prompt is cached | those of its prompt, shared with other rows of this |
 | returning | a slot, in which it goes on where it was parked | its own |
 | running | nothing: it has a slot and decodes | its own, one more whenever they are full |
 | parked | its environment, or the next round | its own, unless they have been taken away |
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 
@@ -37,29 +37,31 @@ from realhf.models.kv_blocks import num_blocks, padded_size
 if TYPE_CHECKING:
     from realhf.inference.response_buffer import ResponseBuffer
 
+BufferRow = NewType("BufferRow", int)
+"""The place of a sample, or of one of its turns, in the ResponseBuffer of a cohort."""
 MOST_STEPS = 16
 """Most steps of a window. Free slots are filled only when it ends, and its last steps may have no rows."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens that are prefilled once, and the samples that continue them.
+    """Tokens that are prefilled once, and the rows that continue them.
 
     The tokens of a parked row, to which an environment has added some, are a prompt, too: the first
     `num_cached` of them are in its blocks, of which it shares the first `num_shared` with other rows.
     """
 
     tokens: list[int]
-    samples: list[int]
+    rows: list[BufferRow]
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
+    waiting: list[BufferRow] = field(default_factory=list)  # Those that have their first token, but no slot.
     num_started: int = 0
     num_shared: int = 0
     follows: bool = False  # Whether it goes on from an earlier turn.
 
     def __post_init__(self) -> None:
-        # An empty prompt has no hidden state: its samples would continue the token of another prompt.
+        # An empty prompt has no hidden state: its rows would continue the token of another prompt.
         assert self.tokens, "a prompt has at least one token"
 
 
@@ -92,7 +94,7 @@ class Step:
     """
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
-    rows: list[int]  # Samples that decode one token, in order of their slots.
+    decoding: list[BufferRow]  # Rows that decode one token, in order of their slots.
     chunks: list[Chunk]
 
     @property
@@ -107,29 +109,29 @@ class Step:
 
     @property
     def last_tokens(self) -> list[int]:
-        """For each of `samples`, the index in the pass of the token that it continues."""
-        count = len(self.rows)
+        """For each of `rows`, the index in the pass of the token that it continues."""
+        count = len(self.decoding)
         indices = list(range(count))
         for chunk in self.chunks:
             count += chunk.stop - chunk.start
             if chunk.is_last:
-                indices += [count - 1] * len(chunk.prompt.samples)
+                indices += [count - 1] * len(chunk.prompt.rows)
         return indices
 
     @property
-    def samples(self) -> list[int]:
-        """Samples that get a token: the rows, then the samples of prompts that are now complete."""
-        return [*self.rows, *(s for chunk in self.chunks if chunk.is_last for s in chunk.prompt.samples)]
+    def rows(self) -> list[BufferRow]:
+        """Rows that get a token: those that decode, then the rows of prompts that are now complete."""
+        return [*self.decoding, *(row for chunk in self.chunks if chunk.is_last for row in chunk.prompt.rows)]
 
 
 @dataclass(frozen=True)
 class ParkedRow:
-    """The blocks of a sample that has no slot, and how it shares them (see BlockTables.start).
+    """The blocks of a row that has no slot, and how it shares them (see BlockTables.start).
 
     Its first `num_cached` tokens are cached: all but the last.
     """
 
-    sample: int
+    row: BufferRow
     blocks: list[int]
     num_cached: int
     num_shared: int
@@ -137,24 +139,24 @@ class ParkedRow:
 
 
 class Scheduler:
-    """Plans the steps that bring all samples of a queue of prompts to their ends."""
+    """Plans the steps that bring all rows of a queue of prompts to their ends."""
 
     def __init__(
         self, prompts: Iterable[Prompt], *, tables: BlockTables, prefill_tokens: int,
-        history: Callable[[int], list[int]], restart_at: int | None = None,
+        history: Callable[[BufferRow], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
-        returning: Iterable[ParkedRow] = (), may_go_on: Callable[[int], bool] = lambda sample: False,
+        returning: Iterable[ParkedRow] = (), may_go_on: Callable[[BufferRow], bool] = lambda row: False,
         takes_from_parked: bool = False,
     ) -> None:
-        """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
+        """`history` returns a row's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
         is called for another prompt, until it returns None.
 
         `blocks` are those of a cache that rests, in which the `returning` rows have their blocks; None: all
         blocks are free. These rows go on first.
 
-        A sample that stops is parked if it `may_go_on`, and ends otherwise. Parked rows lose their blocks
-        before others do if the scheduler `takes_from_parked`; `go_on` then has them computed again.
+        A row that stops is parked if it `may_go_on`, and ends otherwise. Parked rows lose their blocks
+        before others do if the scheduler `takes_from_parked`; `continue_parked` then has them computed again.
         Otherwise there must be enough blocks for all rows."""
         self._queued = deque(prompts)
         self._more = more
@@ -164,9 +166,9 @@ class Scheduler:
         self.blocks = BlockManager(range(tables.num_blocks)) if blocks is None else blocks
         self._tables = tables
         self._ready: deque[Prompt] = deque()
-        """Cached prompts, each with samples that are ready."""
-        self._running: dict[int, int] = {}
-        """Slot -> sample, the newest last."""
+        """Cached prompts, each with rows that are ready."""
+        self._running: dict[int, BufferRow] = {}
+        """Slot -> row, the newest last."""
         self._free_slots = list(range(tables.num_slots))[::-1]
         self._returning = deque(returning)
         self._may_go_on = may_go_on
@@ -181,7 +183,7 @@ class Scheduler:
     def plan(self, *, prefills: bool = True) -> Step | None:
         """Return the next step; `update` must be called before the next one.
 
-        Return None when all samples have ended; and, for a step that may not have `prefills`, when no row can
+        Return None when all rows have ended; and, for a step that may not have `prefills`, when no row can
         run.
         """
         self._restart_long_rows()
@@ -191,7 +193,7 @@ class Scheduler:
         chunks = self._chunks() if prefills else []
         if not self._running and not chunks:
             waits = self._queued or self._ready or self._returning
-            assert not (prefills and waits), "samples wait, but nobody can begin"
+            assert not (prefills and waits), "rows wait, but nobody can begin"
             return None
         self._last_slots = self._tables.running().tolist()
         self._last = Step(copies, [self._running[slot] for slot in self._last_slots], chunks)
@@ -206,41 +208,41 @@ class Scheduler:
         """Queue a further prompt."""
         self._queued.append(prompt)
 
-    def go_on(self, prompt: Prompt, sample: int) -> None:
-        """Queue what follows the turn of a `sample`, whose cached tokens need not be computed again if it has
+    def continue_parked(self, prompt: Prompt, row: BufferRow) -> None:
+        """Queue what follows the turn of a `row`, whose cached tokens need not be computed again if it has
         its blocks still. It comes before prompts that have not begun."""
-        if (row := self._unpark(sample)) is not None:
-            prompt.blocks = list(row.blocks)
-            prompt.num_cached = row.num_cached
-            prompt.num_shared = row.num_shared
-            prompt.num_started = row.ordinal
+        if (parked := self._unpark(row)) is not None:
+            prompt.blocks = list(parked.blocks)
+            prompt.num_cached = parked.num_cached
+            prompt.num_shared = parked.num_shared
+            prompt.num_started = parked.ordinal
         place = next((i for i, other in enumerate(self._queued) if not other.follows), len(self._queued))
         first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
         prompt.follows = True
         self._queued.insert(max(place, int(bool(first_has_begun))), prompt)
 
-    def drop(self, sample: int) -> None:
+    def drop(self, row: BufferRow) -> None:
         """Release the blocks of a row that has been parked."""
-        if (row := self._unpark(sample)) is not None:
-            self.blocks.release(row.blocks)
+        if (parked := self._unpark(row)) is not None:
+            self.blocks.release(parked.blocks)
 
-    def _unpark(self, sample: int) -> ParkedRow | None:
+    def _unpark(self, row: BufferRow) -> ParkedRow | None:
         """Remove a row from those that are parked; None: its blocks have been taken away."""
-        row = next((row for row in self.parked if row.sample == sample), None)
-        if row is not None:
-            self.parked.remove(row)
-        return row
+        parked = next((one for one in self.parked if one.row == row), None)
+        if parked is not None:
+            self.parked.remove(parked)
+        return parked
 
     @property
-    def prefilled_samples(self) -> list[int]:
-        """The samples that run, or could run without a prompt being prefilled first."""
-        waiting = [sample for prompt in self._ready for sample in prompt.waiting]
-        return [*self._running.values(), *(row.sample for row in self._returning), *waiting]
+    def prefilled_rows(self) -> list[BufferRow]:
+        """The rows that run, or could run without a prompt being prefilled first."""
+        waiting = [row for prompt in self._ready for row in prompt.waiting]
+        return [*self._running.values(), *(parked.row for parked in self._returning), *waiting]
 
     @property
     def most_rows(self) -> int:
         """The most rows that can run in the next steps if no prompt is prefilled."""
-        return min(self._tables.num_slots, len(self.prefilled_samples))
+        return min(self._tables.num_slots, len(self.prefilled_rows))
 
     @property
     def may_reclaim(self) -> bool:
@@ -251,7 +253,7 @@ class Scheduler:
         return self.blocks.num_free < wants
 
     def count(self, stopped: Sequence[bool] | Flags) -> list[tuple[int, int]]:
-        """Record which of the last step's `samples` stop, as they have the most tokens that they may get now.
+        """Record which of the last step's `rows` stop, as they have the most tokens that they may get now.
 
         `end` follows when the tokens have been read (see the example in cohort.py). Returns blocks to copy at
         once, as (from, to).
@@ -261,13 +263,13 @@ class Scheduler:
         num_rows = len(self._last_slots)
         for index in np.flatnonzero(np.asarray(stopped[:num_rows], dtype=bool)).tolist():
             slot = self._last_slots[index]
-            if self._running.get(slot) == self._last.rows[index]:  # Others stopped in `end`, a step earlier.
+            if self._running.get(slot) == self._last.decoding[index]:  # Others have ended already.
                 self._leave(slot)
         flags = iter(stopped[num_rows:])
         for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
-            pairs = list(zip(prompt.samples, flags, strict=False))
-            parks = {sample for sample, stops in pairs if stops and self._may_go_on(sample)}
-            prompt.waiting = [sample for sample, stops in pairs if not stops or sample in parks]
+            pairs = list(zip(prompt.rows, flags, strict=False))
+            parks = {row for row, stops in pairs if stops and self._may_go_on(row)}
+            prompt.waiting = [row for row, stops in pairs if not stops or row in parks]
             if not prompt.waiting:
                 self.blocks.release(prompt.blocks)
                 continue
@@ -276,37 +278,37 @@ class Scheduler:
                 self._ready.append(prompt)
         return copies
 
-    def end(self, samples: Collection[int], *, is_next_planned: bool = False) -> list[tuple[int, int]]:
-        """Stop samples by their tokens of the step for which `count` has been called last.
+    def end(self, rows: Collection[BufferRow], *, is_next_planned: bool = False) -> list[tuple[int, int]]:
+        """Stop rows by their tokens of the step for which `count` has been called last.
 
         If the next step `is_next_planned`, these rows compute one token too many in it, which nobody reads.
         Returns blocks to copy at once, as (from, to).
         """
-        slot_of = {sample: slot for slot, sample in self._running.items()} if samples else {}
+        slot_of = {row: slot for slot, row in self._running.items()} if rows else {}
         copies: list[tuple[int, int]] = []
-        for sample in samples:
-            slot = slot_of.get(sample)
+        for row in rows:
+            slot = slot_of.get(row)
             if slot is not None:
                 self._leave(slot, num_unread=int(is_next_planned))
             else:
-                copies += self._end_without_slot(sample)
+                copies += self._end_without_slot(row)
         return copies
 
-    def _end_without_slot(self, sample: int) -> list[tuple[int, int]]:
-        """Stop a sample that is ready or parked; others have ended already."""
-        for prompt in [prompt for prompt in self._ready if sample in prompt.waiting]:
+    def _end_without_slot(self, row: BufferRow) -> list[tuple[int, int]]:
+        """Stop a row that is ready or parked; others have ended already."""
+        for prompt in [prompt for prompt in self._ready if row in prompt.waiting]:
             copies = []
-            if self._may_go_on(sample):
-                copies = self._park_ready(prompt, {sample})
+            if self._may_go_on(row):
+                copies = self._park_ready(prompt, {row})
             else:
-                prompt.waiting.remove(sample)
+                prompt.waiting.remove(row)
                 if not prompt.waiting:
                     self.blocks.release(prompt.blocks)
             if not prompt.waiting:
                 self._ready.remove(prompt)
             return copies
-        if not self._may_go_on(sample):
-            self.drop(sample)
+        if not self._may_go_on(row):
+            self.drop(row)
         return []
 
     def _leave(self, slot: int, *, num_unread: int = 0) -> None:
@@ -320,43 +322,43 @@ class Scheduler:
         self._free_slots.append(slot)
         self.parked.append(ParkedRow(self._running.pop(slot), blocks, num_cached, num_shared, ordinal))
 
-    def _park_ready(self, prompt: Prompt, parks: Collection[int]) -> list[tuple[int, int]]:
-        """Give blocks of their own to samples of a cached prompt that park before they have had a slot."""
+    def _park_ready(self, prompt: Prompt, parks: Collection[BufferRow]) -> list[tuple[int, int]]:
+        """Give blocks of their own to rows of a cached prompt that park before they have had a slot."""
         copies = []
         num_tail = int(len(prompt.tokens) % self._tables.block_size > 0)
-        for sample in [sample for sample in prompt.waiting if sample in parks]:
+        for row in [row for row in prompt.waiting if row in parks]:
             if self._takes_from_parked and len(prompt.waiting) > 1 and self.blocks.num_free < num_tail:
-                prompt.waiting.remove(sample)  # It loses its blocks at once.
+                prompt.waiting.remove(row)  # It loses its blocks at once.
                 continue
             blocks, tail_copies = self._blocks_of_next_row(prompt)
             copies += tail_copies
-            prompt.waiting.remove(sample)
+            prompt.waiting.remove(row)
             self.parked.append(
-                ParkedRow(sample, blocks, len(prompt.tokens), self._num_shared(prompt), prompt.num_started))
+                ParkedRow(row, blocks, len(prompt.tokens), self._num_shared(prompt), prompt.num_started))
             prompt.num_started += 1
         return copies
 
     def _num_shared(self, prompt: Prompt) -> int:
         """Return how many blocks the rows of a prompt share."""
-        is_shared = len(prompt.samples) > 1
+        is_shared = len(prompt.rows) > 1
         return len(prompt.tokens) // self._tables.block_size if is_shared else prompt.num_shared
 
-    def _stop(self, slot: int) -> int:
-        """Remove the row from the slot and return its sample."""
+    def _stop(self, slot: int) -> BufferRow:
+        """Free a slot and its blocks; return the row that had it."""
         self.blocks.release(self._tables.stop(slot))
         self._free_slots.append(slot)
         return self._running.pop(slot)
 
-    def _restart(self, sample: int) -> None:
+    def _restart(self, row: BufferRow) -> None:
         self.num_restarts += 1
         first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
-        self._queued.insert(1 if first_has_begun else 0, Prompt(self._history(sample), [sample]))
+        self._queued.insert(1 if first_has_begun else 0, Prompt(self._history(row), [row]))
 
     def _restart_waiting(self, prompt: Prompt) -> None:
-        """Release the prompt's blocks and queue its waiting samples to be computed again."""
+        """Release the prompt's blocks and queue its waiting rows to be computed again."""
         self.blocks.release(prompt.blocks)
-        for sample in reversed(prompt.waiting):
-            self._restart(sample)
+        for row in reversed(prompt.waiting):
+            self._restart(row)
 
     def _restart_long_rows(self) -> None:
         if self._restart_at is not None:
@@ -402,18 +404,19 @@ class Scheduler:
     def _start_rows(self) -> list[tuple[int, int]]:
         """Start rows of ready prompts in the free slots; return the blocks to copy, as (from, to).
 
-        Say that a block has 64 tokens. A prompt of 150 tokens with two samples fills blocks 0 and 1, and 22
+        Say that a block has 64 tokens. A prompt of 150 tokens with two rows fills blocks 0 and 1, and 22
         tokens of block 2, its tail. The first row shares blocks 0 and 1 and gets a copy of the tail, as it
         goes on writing there; the last row takes the tail itself. A prompt of 128 tokens has no tail, so each
         of its rows gets an empty block for its next token.
         """
         copies = []
         while self._returning and self._free_slots:
-            row = self._returning.popleft()
+            parked = self._returning.popleft()
             slot = self._free_slots.pop()
             self._tables.start(
-                slot, row.blocks, length=row.num_cached, num_shared=row.num_shared, ordinal=row.ordinal)
-            self._running[slot] = row.sample
+                slot, parked.blocks, length=parked.num_cached, num_shared=parked.num_shared,
+                ordinal=parked.ordinal)
+            self._running[slot] = parked.row
         while self._ready and self._free_slots:
             prompt = self._ready[0]
             has_tail = len(prompt.tokens) % self._tables.block_size > 0
@@ -465,7 +468,7 @@ class Scheduler:
             chunks.append(Chunk(prompt, prompt.num_cached, prompt.num_cached + take))
             prompt.num_cached += take
             budget -= take
-            num_rows += len(prompt.samples)
+            num_rows += len(prompt.rows)
             if prompt.num_cached == len(prompt.tokens):
                 self._queued.popleft()
         # Attention batches neighbours of equal length; chunks that continue a prompt stay first.
@@ -483,11 +486,11 @@ class Scheduler:
 
     def _admit(self, prompt: Prompt, num_rows: int, *, needs: int) -> bool:
         """Allocate blocks that the prompt still needs and return True, if a slot is free and enough blocks
-        remain to give one more to each of its samples that gets a slot."""
+        remain to give one more to each of its rows that gets a slot."""
         free_slots = self._tables.num_slots - num_rows
         size = self._tables.block_size
-        is_shared = len(prompt.samples) > 1
-        wants = needs + (min(len(prompt.samples), free_slots) if is_shared else 0)
+        is_shared = len(prompt.rows) > 1
+        wants = needs + (min(len(prompt.rows), free_slots) if is_shared else 0)
         while num_rows == 0 and self.blocks.num_free < wants and self._reclaim_idle_blocks(but=prompt):
             pass
         if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
@@ -529,7 +532,7 @@ class DecodeWindows:
         begins = self._num_left == 0
         step = scheduler.plan(prefills=begins)
         if begins and self._group.size == 1:
-            num_rows = 0 if step is None else len(step.rows)
+            num_rows = 0 if step is None else len(step.decoding)
             prefills = step is not None and len(step.chunks) > 0
             self.now = DecodeWindow(int(step is not None), _padded(num_rows), num_pages, prefills, waits)
         elif begins:
@@ -542,7 +545,7 @@ class DecodeWindows:
         self, step: Step | None, scheduler: Scheduler, buffer: ResponseBuffer, num_pages: int, waits: bool
     ) -> DecodeWindow:
         """Return the window that covers the steps of all ranks of the group."""
-        prefilled = scheduler.prefilled_samples
+        prefilled = scheduler.prefilled_rows
         wish = (scheduler.most_rows, max(buffer.num_left(prefilled), default=0), num_pages)
         prefills = step is not None and len(step.chunks) > 0
         wishes = self._group.all_gather_json([*wish, prefills, waits])

@@ -7,11 +7,11 @@ next are a row of their own in the buffer. Nothing waits for an environment as l
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from realhf.calls import Beginning, Conversation, NextTurn, Replies
+from realhf.calls import Arrivals, Beginning, Observation, SampleId, TurnSource
 from realhf.data.batch import Packed
 from realhf.distributed.group import Group
 from realhf.distributed.process import Report
@@ -31,19 +31,19 @@ _SHARE = 0.05
 that environments take, and at least once in `_MOST_STEPS` steps."""
 
 
-class SharedConversation(Conversation):
-    """A conversation as all ranks of a replica see it. They call its methods alike.
+class SharedTurnSource(TurnSource):
+    """A turn source as all ranks of a replica see it. They call its methods alike.
 
-    One rank has the conversation itself. In some calls of `poll` it tells the others what has arrived, so
+    One rank has the source itself. In some calls of `poll` it tells the others what has arrived, so
     that all ranks take the same rows up in the same step: whenever nothing runs, and else once in several
     steps, as a message in each would cost time for nothing.
     """
 
-    def __init__(self, group: Group, conversation: Conversation | None) -> None:
+    def __init__(self, group: Group, turn_source: TurnSource | None) -> None:
         """`group` has the ranks of the replica, over gloo."""
         self._group = group
-        self._own = conversation
-        own = conversation
+        self._own = turn_source
+        own = turn_source
         told: Any = None
         if own is not None:
             told = [own.num_samples, sorted(own.end_token_ids)]
@@ -58,26 +58,27 @@ class SharedConversation(Conversation):
     def _from_leader(self, document: Any) -> Any:
         return next(told for told in self._group.all_gather_json(document) if told is not None)
 
-    def said(self, sample: int, tokens: list[int], *, finished: bool) -> None:
+    def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
         self._num_waiting += 1
         if self._own is not None:
-            self._own.said(sample, tokens, finished=finished)
+            self._own.turn_ended(sample, tokens, finished=finished)
 
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> Arrivals:
         if not self._num_waiting:
-            return Replies()
+            return Arrivals()
         self._num_steps += 1
         if timeout == 0.0 and self._num_steps < self._num_until_next:
-            return Replies()
+            return Arrivals()
         told = None
         if self._own is not None:
             own = self._own.poll(timeout)
-            told = [own.begun, own.followed, self._steps_between()]
-        begun, followed, self._num_until_next = self._from_leader(told)
+            told = [own.beginnings, own.observations, self._steps_between()]
+        beginnings, observations, self._num_until_next = self._from_leader(told)
         self._num_steps = 0
         self.num_messages += 1
-        arrived = Replies(
-            tuple(Beginning(*group) for group in begun), tuple(NextTurn(*turn) for turn in followed))
+        arrived = Arrivals(
+            tuple(Beginning(*values) for values in beginnings),
+            tuple(Observation(*values) for values in observations))
         self._num_waiting -= len(arrived.samples)
         return arrived
 
@@ -101,7 +102,7 @@ class SharedConversation(Conversation):
     def method_seconds(self) -> tuple[float, int]:
         return (0.0, 0) if self._own is None else self._own.method_seconds
 
-    def results(self, samples: Any) -> tuple[list[dict[str, Any]], list[bool]]:
+    def results(self, samples: Sequence[SampleId]) -> tuple[list[dict[str, Any]], list[bool]]:
         assert self._own is not None, "another rank speaks with the environments"
         return self._own.results(samples)
 
@@ -122,6 +123,9 @@ class EnvironmentTime:
         self.waits.append((start, stop))
 
 
+Sample = TypeVar("Sample")
+
+
 class CohortShares:
     """Deals samples to cohorts in the order in which they begin, equally many to each."""
 
@@ -129,7 +133,7 @@ class CohortShares:
         pairs = [even_split(num_samples, num_cohorts, i) for i in range(num_cohorts)]
         self._free = [stop - start for start, stop in pairs]
 
-    def deal(self, samples: Sequence[int]) -> list[tuple[int, list[int]]]:
+    def deal(self, samples: Sequence[Sample]) -> list[tuple[int, list[Sample]]]:
         """Return cohorts, by their numbers, and the samples that each gets of a group."""
         dealt = []
         left = list(samples)
@@ -143,20 +147,20 @@ class CohortShares:
         return dealt
 
 
-def first_replies(conversation: Conversation, report: Report, *, waits_for_all: bool) -> Replies:
+def first_arrivals(turn_source: TurnSource, report: Report, *, waits_for_all: bool) -> Arrivals:
     """Wait for the first samples that can begin, and for those that follow at once; or for all."""
-    arrived = Replies()
-    while conversation.num_waiting and (waits_for_all or not arrived.begun):
-        report(f"{conversation.num_waiting} samples of this rank wait for their environments to start")
-        arrived = arrived.and_then(conversation.poll(_WAIT_SECONDS))
-    while conversation.num_waiting and (more := conversation.poll(_GATHERING_SECONDS)).samples:
+    arrived = Arrivals()
+    while turn_source.num_waiting and (waits_for_all or not arrived.beginnings):
+        report(f"{turn_source.num_waiting} samples of this rank wait for their environments to start")
+        arrived = arrived.and_then(turn_source.poll(_WAIT_SECONDS))
+    while turn_source.num_waiting and (more := turn_source.poll(_GATHERING_SECONDS)).samples:
         arrived = arrived.and_then(more)
     return arrived.in_order() if waits_for_all else arrived
 
 
-def expected_sizes(begun: Sequence[Beginning], num_samples: int) -> list[Size]:
-    """Return the sizes of all groups of a conversation. Those that have not begun yet are as large as any."""
-    sizes = [Size(group.num_start, len(group.samples)) for group in begun]
+def expected_sizes(beginnings: Sequence[Beginning], num_samples: int) -> list[Size]:
+    """Return the sizes of all groups of a turn source. Those that have not begun yet are as large as any."""
+    sizes = [Size(group.num_start, len(group.samples)) for group in beginnings]
     missing = num_samples - sum(size.num_samples for size in sizes)
     if missing > 0:
         longest = max((size.num_tokens for size in sizes), default=1)
@@ -176,84 +180,84 @@ def deal_sizes(sizes: Sequence[Size], num_cohorts: int) -> list[list[Size]]:
     return dealt
 
 
-def converse(
-    conversation: Conversation, cohorts: Sequence[Cohort], first: Replies, report: Report,
+def run_turns(
+    turn_source: TurnSource, cohorts: Sequence[Cohort], first: Arrivals, report: Report,
     *, waits_for_all: bool,
 ) -> EnvironmentTime:
     """Run cohorts until no sample gets more tokens, with what their environments answer meanwhile.
 
-    If the conversation `waits_for_all`, answers are taken up when no row can run and all of them are here:
+    If it `waits_for_all`, answers are taken up when no row can run and all of them are here:
     then it depends on no timing which rows run together.
     """
-    shares = CohortShares(conversation.num_samples, len(cohorts))
-    cohort_of: dict[int, Cohort] = {}
+    shares = CohortShares(turn_source.num_samples, len(cohorts))
+    cohort_of: dict[SampleId, Cohort] = {}
     spent = EnvironmentTime()
     num_turns = 0
     arrived = first
     while True:
-        for group in arrived.begun:
+        for group in arrived.beginnings:
             for number, samples in shares.deal(group.samples):
                 cohorts[number].begin(group._replace(samples=samples))
                 cohort_of |= dict.fromkeys(samples, cohorts[number])
-        for turn in arrived.followed:
-            cohort_of[turn.sample].go_on(turn)
-        is_running = any([cohort.advance(waits=conversation.num_waiting > 0) for cohort in cohorts])
-        for said in (said for cohort in cohorts for said in cohort.ended_turns()):
-            conversation.said(said.sample, said.tokens, finished=said.finished)
+        for observation in arrived.observations:
+            cohort_of[observation.sample].follow(observation)
+        is_running = any([cohort.advance(waits=turn_source.num_waiting > 0) for cohort in cohorts])
+        for turn in (turn for cohort in cohorts for turn in cohort.ended_turns()):
+            turn_source.turn_ended(turn.sample, turn.tokens, finished=turn.finished)
             num_turns += 1
-        report(f"{num_turns} turns, {conversation.num_waiting} samples wait for their environments")
+        report(f"{num_turns} turns, {turn_source.num_waiting} samples wait for their environments")
         if is_running:
-            arrived = Replies() if waits_for_all else conversation.poll(0.0)
-        elif conversation.num_waiting or any(cohort.peers_wait for cohort in cohorts):
+            arrived = Arrivals() if waits_for_all else turn_source.poll(0.0)
+        elif turn_source.num_waiting or any(cohort.peers_wait for cohort in cohorts):
             shares_experts = cohorts[0].shares_experts
-            arrived = _wait(conversation, spent, shares_experts=shares_experts, for_all=waits_for_all)
+            arrived = _wait(turn_source, spent, shares_experts=shares_experts, for_all=waits_for_all)
         else:
             break
     for cohort in cohorts:
         cohort.finish()
-    spent.seconds, _ = conversation.method_seconds
+    spent.seconds, _ = turn_source.method_seconds
     return spent
 
 
 def _wait(
-    conversation: Conversation, spent: EnvironmentTime, *, shares_experts: bool, for_all: bool
-) -> Replies:
+    turn_source: TurnSource, spent: EnvironmentTime, *, shares_experts: bool, for_all: bool
+) -> Arrivals:
     """Return what has arrived after a while in which no row could run, or all that will arrive."""
     start = time.time()
     timeout = _SHARED_WAIT_SECONDS if shares_experts and not for_all else _WAIT_SECONDS
-    arrived = conversation.poll(timeout)
-    while for_all and conversation.num_waiting:
-        arrived = arrived.and_then(conversation.poll(timeout))
+    arrived = turn_source.poll(timeout)
+    while for_all and turn_source.num_waiting:
+        arrived = arrived.and_then(turn_source.poll(timeout))
     spent.waited(start, time.time())
     return arrived.in_order() if for_all else arrived
 
 
-def turn_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> tuple[list[int], list]:
+def turn_columns(parts: Sequence[ResponseBuffer], *, wide: torch.dtype) -> tuple[list[SampleId], list]:
     """Return the ids of samples that were answered in turns, their sequences, response masks and log-probs.
 
     A buffer has each turn as a row of its own, in order. The mask is 1 on tokens that this round has drawn.
     """
-    ids: list[int] = []
+    ids: list[SampleId] = []
     sequences, masks, logprobs = [], [], []
     lengths: list[int] = []
     for part in parts:
         count = len(part.prompts)
         tokens_RC, logprobs_RC, inserted_RC = (
             x[:count].cpu() for x in (part.tokens, part.logprobs, part.inserted))
-        turns: dict[int, list[int]] = {}
-        for number, i in enumerate(part.ids[:count].tolist()):
-            turns.setdefault(i, []).append(number)
-        for i, numbers in turns.items():
-            last = numbers[-1]
+        rows_of: dict[SampleId, list[int]] = {}
+        for row, sample in enumerate(part.ids[:count].tolist()):
+            rows_of.setdefault(sample, []).append(row)
+        for sample, rows in rows_of.items():
+            last = rows[-1]
             stop = 1 + int(part.lengths[last])
             tokens_T = torch.cat([torch.tensor(part.prompts[last]), tokens_RC[last, 1:stop]])
             mask_T = torch.zeros(len(tokens_T), dtype=wide)
             logprobs_T = torch.zeros(len(tokens_T), dtype=wide)
-            for number in numbers:
-                start, length = len(part.prompts[number]), int(part.lengths[number])
-                mask_T[start : start + length] = (~inserted_RC[number, 1 : 1 + length]).to(wide)
-                logprobs_T[start : start + length] = logprobs_RC[number, 1 : 1 + length].to(wide)
-            ids.append(i)
+            for row in rows:
+                start, length = len(part.prompts[row]), int(part.lengths[row])
+                mask_T[start : start + length] = (~inserted_RC[row, 1 : 1 + length]).to(wide)
+                logprobs_T[start : start + length] = logprobs_RC[row, 1 : 1 + length].to(wide)
+            ids.append(sample)
             sequences.append(tokens_T)
             masks.append(mask_T)
             logprobs.append(logprobs_T)

@@ -18,6 +18,7 @@ from realhf.calls import (
     ModelWork,
     OptimizerConfig,
     Output,
+    SampleId,
     SamplingConfig,
     Scores,
     TrainStep,
@@ -35,7 +36,7 @@ from realhf.inference.forward_batch import PagedBackends, Prefill, paged_rows
 from realhf.inference.kv_cache import BlockManager, BlockTables, RowPages
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.response_buffer import PromptGroup
-from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.inference.scheduler import BufferRow, Prompt, Scheduler
 from realhf.layout import Layout, even_split
 from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.models.model_config import ModelConfig
@@ -250,8 +251,10 @@ class DecodingRows:
 
     def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
         bounds = [even_split(rows, num_prompts, i) for i in range(num_prompts)]
-        row_prompts = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
-        groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in row_prompts]
+        row_prompts = [
+            Prompt([0] * prompt_tokens, [BufferRow(row) for row in range(*pair)]) for pair in bounds]
+        groups = [
+            PromptGroup(prompt.tokens, [SampleId(row) for row in prompt.rows]) for prompt in row_prompts]
         work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
         pool = page_pool(model, None) or PagePool(model)
         limits = GenerationLimits(

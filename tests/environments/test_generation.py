@@ -12,7 +12,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.environments.protocol import Environment
-from realhf.environments.rollouts import EnvironmentCalls, WorkerPool
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, WorkerPool
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import stream_seed, uniform
@@ -56,7 +56,7 @@ TALKS = Environment(players.Talks, max_turns=4, max_tokens=MAX_TOKENS)
 
 
 def _call(directory, environment=TALKS, pool=None, stop=(), **options):
-    calls = EnvironmentCalls(environment, str(directory), {}, GROUP, pool or WorkerPool())
+    calls = EnvironmentTurnSourceFactory(environment, str(directory), {}, GROUP, pool or WorkerPool())
     work = Generate(
         SamplingConfig(max_new_tokens=12, stop=stop), seed=SEED, environment=calls,
         tokenizer=str(directory) if stop else None, **options)

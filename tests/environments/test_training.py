@@ -25,7 +25,9 @@ from realhf.calls import TurnSettings
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
-from realhf.environments.rollouts import EnvironmentCalls, RolloutRewards, play, source_of
+from realhf.environments.rollout_rewards import RolloutRewards
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
+from realhf.environments.workers import source_of
 from realhf.errors import UserError
 from realhf.user_input.files import execute_file
 from tests.docs_pages import fences
@@ -201,7 +203,7 @@ def test_turns_may_end_at_calls(example):
         assert call.work.sampling.stop == ("</tool_call>",)
     for template, is_legal in ((OWN["hermes"], True), (OWN["mistral"], False)):
         directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), template)
-        calls = EnvironmentCalls(replace(players.TOOLS, ends_at_call=True), str(directory))
+        calls = EnvironmentTurnSourceFactory(replace(players.TOOLS, ends_at_call=True), str(directory))
         settings = TurnSettings(1, 400, 4000, [0])
         if is_legal:
             assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
@@ -294,7 +296,7 @@ def test_each_turn_gets_its_own_credit(credit, discount, normalize):
 def test_tools_are_called_by_what_the_model_says():
     """Functions of a module are found by workers; their results come back until the turns are over."""
     directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), OWN["hermes"])
-    calls = EnvironmentCalls(replace(players.TOOLS, max_turns=3), str(directory))
+    calls = EnvironmentTurnSourceFactory(replace(players.TOOLS, max_turns=3), str(directory))
     said = '<tool_call>\n{"name": "tool_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     settings = TurnSettings(1, 400, 4000, [])
     rollout = play(calls, {"prompt": "Add."}, said, settings)

@@ -33,13 +33,13 @@ def started(make, **settings):
 
 
 def replies(workers, count=1, seconds=300.0):
-    """Return the next replies, by sample."""
+    """Return the next replies, by key."""
     found = []
     deadline = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
         found += workers.poll(0.5)
     assert len(found) == count, found
-    return {reply.sample: reply for reply in found}
+    return {reply.key: reply for reply in found}
 
 
 def reply(workers):
@@ -65,7 +65,7 @@ def test_a_game_in_a_worker_is_the_game(make):
         ended = replies(workers, 3)
         assert all(r.turn.done and r.turn.total == 1.0 for r in ended.values())
         assert [ended[i].turn.metrics for i in range(3)] == [{"guess": number} for number in numbers]
-        workers.start(1, {"most": 1}, 0)  # A sample may start anew.
+        workers.start(1, {"most": 1}, 0)  # A key may be used anew.
         assert reply(workers).start.messages[0]["content"] == "Guess a number from 1 to 1."
 
 
@@ -108,10 +108,10 @@ def test_with_few_processes_isolated_rollouts_wait_their_turn():
     with started(players.Sleeps, isolated=True, workers=1, start_seconds=2.0) as workers:
         workers.start(0, PROMPT, 0)
         workers.start(1, PROMPT, 0)
-        assert reply(workers).sample == 0
+        assert reply(workers).key == 0
         assert workers.poll(2.5) == []  # Waiting does not count.
         workers.close(0)
-        assert reply(workers).sample == 1
+        assert reply(workers).key == 1
 
 
 SENTENCES = {
@@ -139,7 +139,7 @@ def test_every_failure_ends_its_rollout_with_its_reason_and_no_other():
             workers.step(0, says(name))
             found = {}
             while 0 not in found:
-                found |= {one.sample: one for one in workers.poll(1.0)}
+                found |= {one.key: one for one in workers.poll(1.0)}
             end = found[0]
             assert end.kind == "end" and end.stop in stops, (name, end)
             assert re.search(sentence, end.sentence), (name, end)
@@ -156,7 +156,7 @@ def test_an_isolated_environment_that_hangs_or_dies_is_replaced():
         for name, stop in (("is_stuck", "step_timeout"), ("exits", "worker_lost"), ("raises", "step_error")):
             workers.start(0, PROMPT, 0)
             workers.start(1, PROMPT, 0)  # It waits for the only process.
-            assert reply(workers).sample == 0
+            assert reply(workers).key == 0
             workers.step(0, says(name))
             found = replies(workers, 2)
             assert (found[0].stop, found[1].kind) == (stop, "start")
@@ -239,7 +239,7 @@ def test_a_stopped_rollout_has_a_last_reward_and_a_kept_one_goes_on():
         workers.start(1, row, 0, state=kept)
         assert reply(workers).start.messages == [{"role": "user", "content": "Hello"}]
         workers.step(1, says("x"))
-        with pytest.raises(AssertionError, match="sample 1 has not answered yet"):
+        with pytest.raises(AssertionError, match="environment 1 has not answered yet"):
             workers.step(1, says("x"))
         assert reply(workers).turn.messages[0]["content"] == "6"
     with started(players.Guess) as workers:  # It has neither.
@@ -316,7 +316,7 @@ def test_an_experiment_file_has_environments_that_no_other_process_could_import(
         "experiment = SimpleNamespace(environment=Environment(lambda: Mine()))\n")
     workers = EnvironmentWorkers(Environment(players.Guess), EnvironmentSource(file=str(path)))
     workers.start(7, PROMPT, 0)
-    assert reply(workers).sample == 7
+    assert reply(workers).key == 7
     workers.step(7, says("x"))
     assert reply(workers).turn.messages[0]["content"] == "False"
     workers.shutdown()

@@ -43,7 +43,7 @@ class _Rank(_Replay):
 
     def __init__(self, rng, group):
         prompts = _prompts(rng, rng.choice([0, 1, rng.randint(1, 12)]))
-        self.samples = [sample for prompt in prompts for sample in prompt.samples]
+        self.samples = [sample for prompt in prompts for sample in prompt.rows]
         self.most = rng.choice([5, MAX_NEW])
         least = num_blocks(250 + MAX_NEW, BLOCK_SIZE) + 1
         super().__init__(
@@ -63,7 +63,7 @@ class _Rank(_Replay):
         window = self.windows.now
         self.seen.append(window)
         if step is not None:
-            assert len(step.rows) <= window.num_rows
+            assert len(step.decoding) <= window.num_rows
             assert window.prefills or not step.chunks
         return step
 

@@ -34,7 +34,7 @@ class _Late(_Replay):
         self.unread = set()
         if step is not None:
             self._run(step)
-            self.unread = finished & set(step.samples)
+            self.unread = finished & set(step.rows)
             self.late_ends += len(self.unread)
         self._copy(self.scheduler.end(finished, is_next_planned=step is not None))
         self.knows_all = True
@@ -43,12 +43,12 @@ class _Late(_Replay):
 
     def _receive(self, last):
         """Append the tokens of the last step; return the samples whose ends the scheduler does not know."""
-        numbers = [sample for sample in last.samples if sample not in self.unread]
+        numbers = [sample for sample in last.rows if sample not in self.unread]
         for sample in numbers:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
         full = {sample for sample in numbers if len(self.made[sample]) == self.limits[sample]}
         finished = {sample for sample in numbers if len(self.made[sample]) == self.wanted[sample]}
-        self._copy(self.scheduler.count([s in full or s in self.unread for s in last.samples]))
+        self._copy(self.scheduler.count([s in full or s in self.unread for s in last.rows]))
         self.knows_all = not finished
         if self.scheduler.may_reclaim:
             self._copy(self.scheduler.end(finished))
@@ -61,8 +61,8 @@ class _Late(_Replay):
 
     def _run(self, step):
         self._copy(step.copies)
-        if step.rows:
-            self._decode(step.rows)
+        if step.decoding:
+            self._decode(step.decoding)
         for chunk in step.chunks:
             positions = chunk.cache_positions(BLOCK_SIZE)
             assert (self.memory[positions[: chunk.start]] == chunk.prompt.tokens[: chunk.start]).all()
@@ -77,7 +77,7 @@ class _Late(_Replay):
 def test_every_row_reads_its_own_tokens_and_all_blocks_come_back(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(1, 12))
-    samples = [sample for prompt in prompts for sample in prompt.samples]
+    samples = [sample for prompt in prompts for sample in prompt.rows]
     ends = [rng.choice([1, 2, rng.randint(1, MAX_NEW), 10**6]) for _ in samples]
     limits = [rng.choice([1, 20, MAX_NEW]) for _ in samples]
     least = num_blocks(250 + MAX_NEW, BLOCK_SIZE) + 1

@@ -24,13 +24,13 @@ def _prompts(rng, count):
     for _ in range(count):
         length = rng.choice([1, 2, 63, 64, 65, 100, 128, rng.randint(1, 250)])
         tokens = [next(numbers) for _ in range(length)]
-        first = sum(len(prompt.samples) for prompt in prompts)
+        first = sum(len(prompt.rows) for prompt in prompts)
         prompts.append(Prompt(tokens, list(range(first, first + rng.randint(1, 5)))))
     return prompts
 
 
 def _sizes(prompts):
-    return [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
+    return [(len(prompt.tokens), len(prompt.rows)) for prompt in prompts]
 
 
 def test_a_prompt_without_tokens_is_not_taken():
@@ -46,7 +46,7 @@ class _Replay:
         self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0
     ):
         """The scheduler fetches the last `num_later` prompts by itself."""
-        samples = {sample: prompt for prompt in prompts for sample in prompt.samples}
+        samples = {sample: prompt for prompt in prompts for sample in prompt.rows}
         self.prompts = {sample: list(prompt.tokens) for sample, prompt in samples.items()}
         self.made = {sample: [] for sample in samples}
         self.wanted = wanted
@@ -91,21 +91,21 @@ class _Replay:
             return False
         for source, target in step.copies:
             self._block(target)[:] = self._block(source)
-        if step.rows:
-            self._decode(step.rows)
+        if step.decoding:
+            self._decode(step.decoding)
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= self.prefill_tokens
         assert all(chunk.start == 0 for chunk in step.fresh)
         for chunk in step.chunks:
             positions = chunk.cache_positions(BLOCK_SIZE)
             assert (self.memory[positions[: chunk.start]] == chunk.prompt.tokens[: chunk.start]).all()
             self.memory[positions[chunk.start :]] = chunk.prompt.tokens[chunk.start : chunk.stop]
-            assert all(chunk.prompt.tokens == self.history(s) for s in chunk.prompt.samples)
-        for sample in step.samples:
+            assert all(chunk.prompt.tokens == self.history(s) for s in chunk.prompt.rows)
+        for sample in step.rows:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
-        stops = {s for s in step.samples if len(self.made[s]) in (self.wanted[s], self.limits[s])}
-        for source, target in self.scheduler.count([s in stops for s in step.samples]):
+        stops = {s for s in step.rows if len(self.made[s]) in (self.wanted[s], self.limits[s])}
+        for source, target in self.scheduler.count([s in stops for s in step.rows]):
             self._block(target)[:] = self._block(source)
-        self.steps, self.widest = self.steps + 1, max(self.widest, len(step.rows))
+        self.steps, self.widest = self.steps + 1, max(self.widest, len(step.decoding))
         return True
 
     def _block(self, block):
@@ -148,7 +148,7 @@ class _Replay:
 def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(1, 12))
-    samples = [sample for prompt in prompts for sample in prompt.samples]
+    samples = [sample for prompt in prompts for sample in prompt.rows]
     num_slots = rng.choice([1, 3, 8, 64])
     least = max(num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) for prompt in prompts) + 1
     plenty = blocks_for(_sizes(prompts), size=BLOCK_SIZE, num_slots=num_slots, max_new_tokens=MAX_NEW)
@@ -172,7 +172,7 @@ def test_parked_rows_go_on_in_their_blocks(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(3, 12))
     arriving = [prompts[i::3] for i in range(3)]
-    samples = [sample for prompt in prompts for sample in prompt.samples]
+    samples = [sample for prompt in prompts for sample in prompt.rows]
     budget = rng.choice([1, 2, 40, 64])
     replay = _Replay(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
@@ -181,10 +181,10 @@ def test_parked_rows_go_on_in_their_blocks(seed):
     while number < 3 or parked:
         new = arriving[number] if number < 3 else []
         needed = sum(
-            num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) * len(prompt.samples) + 1 for prompt in new)
+            num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) * len(prompt.rows) + 1 for prompt in new)
         replay.begin_round(new, parked, blocks, num_more=needed, budget=budget)
         before = {sample: len(made) for sample, made in replay.made.items()}
-        live = {sample for prompt in new for sample in prompt.samples} | {row.sample for row in parked}
+        live = {sample for prompt in new for sample in prompt.rows} | {one.row for one in parked}
         while replay.step():
             assert replay.steps < 10_000
         for sample in samples:
@@ -202,7 +202,7 @@ def test_parked_rows_get_tokens_of_an_environment(seed):
     """Each round parks all rows. They go on in the next one, most of them with tokens that were added."""
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(2, 8))
-    samples = [sample for prompt in prompts for sample in prompt.samples]
+    samples = [sample for prompt in prompts for sample in prompt.rows]
     replay = _Replay(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
         restart_at=None, wanted=[10**6 for _ in samples])
@@ -217,15 +217,15 @@ def test_parked_rows_get_tokens_of_an_environment(seed):
         assert {sample: len(made) for sample, made in replay.made.items()} == {
             sample: count + budget for sample, count in lens.items()}
         continued, rows = [], []
-        for row in replay.scheduler.parked:
+        for parked in replay.scheduler.parked:
             added = rng.choice([[], [-7], list(range(-90, 0))])
-            replay.made[row.sample] += added
-            tokens = replay.history(row.sample)
-            assert row.num_cached == len(tokens) - len(added) - 1
+            replay.made[parked.row] += added
+            tokens = replay.history(parked.row)
+            assert parked.num_cached == len(tokens) - len(added) - 1
             continued += [Prompt(
-                tokens, [row.sample], list(row.blocks), row.num_cached, num_started=row.ordinal,
-                num_shared=row.num_shared)] if added else []
-            rows += [] if added else [row]
+                tokens, [parked.row], list(parked.blocks), parked.num_cached, num_started=parked.ordinal,
+                num_shared=parked.num_shared)] if added else []
+            rows += [] if added else [parked]
         assert len(continued) + len(rows) == len(samples)
         lens = {sample: len(made) for sample, made in replay.made.items()}
         assert replay.scheduler.num_restarts == 0
@@ -241,7 +241,7 @@ def test_parked_rows_get_tokens_of_an_environment(seed):
 def test_capacity_knows_how_many_prompts_begin_at_once(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(1, 12))
-    groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in prompts]
+    groups = [PromptGroup(prompt.tokens, prompt.rows) for prompt in prompts]
     max_rows = rng.choice([1, 3, 8, 64])
     gib = rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
     work = Generate(SamplingConfig(max_new_tokens=MAX_NEW), max_rows=max_rows, kv_cache_gib=gib)

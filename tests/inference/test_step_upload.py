@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from realhf.inference.cohort import StepUpload
+from realhf.inference.step_passes import StepUpload
 from tests.gpu.pretended import pretended_device
 
 
