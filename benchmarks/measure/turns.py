@@ -139,7 +139,9 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, dict[str, fl
         return took
 
 
-def write_task(directory: Path, options: argparse.Namespace, *, group_size: int = 0) -> EnvironmentTurnSourceFactory:
+def write_task(
+    directory: Path, options: argparse.Namespace, *, group_size: int = 0
+) -> EnvironmentTurnSourceFactory:
     """Write a model whose turns have random lengths, and return the environments of its samples."""
     # An end is drawn with this probability at every token.
     config = config_of(options.size)

@@ -26,7 +26,7 @@ from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, comple
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.row_files import is_of_hub
 from realhf.data.rows import load_rows
-from realhf.environments.rollouts import EnvironmentCalls
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
 from realhf.graph import DataflowGraph, FunctionCall
@@ -176,14 +176,15 @@ def expected_turns(experiment: Experiment, graph: DataflowGraph) -> Turns | None
     none, or nothing is known about them. Raises ValueErrors that name the field."""
     expected = experiment.expected
     given = {name: value for name in _TURN_FIELDS if (value := getattr(expected, name)) is not None}
-    in_turns = [work for work in graph.works(Generate) if isinstance(work.environment, EnvironmentCalls)]
+    in_turns = [
+        work for work in graph.works(Generate) if isinstance(work.environment, EnvironmentTurnSourceFactory)]
     if not in_turns:
         if given:
             name, value = next(iter(given.items()))
             raise ValueError(f"expected.{name} is {value:g}: nothing is generated with an environment")
         return None
     (work, *_) = in_turns
-    assert isinstance(work.environment, EnvironmentCalls)
+    assert isinstance(work.environment, EnvironmentTurnSourceFactory)
     most = work.environment.environment.max_turns
     for name, value in given.items():
         least = int(name == "turns")
@@ -235,7 +236,7 @@ def most_response_tokens(graph: DataflowGraph, turns: Turns | None) -> int:
     if turns is None:
         return limit
     settings = (work.environment for work in graph.works(Generate))
-    if all(of.environment.max_tokens for of in settings if isinstance(of, EnvironmentCalls)):
+    if all(of.environment.max_tokens for of in settings if isinstance(of, EnvironmentTurnSourceFactory)):
         return limit
     per_turn = turns.lengths.limit + math.ceil(turns.observation_tokens)
     return max(limit, turns.counts.limit * per_turn)
