@@ -177,7 +177,7 @@ class NativeEngine(GeneratingEngine):
                 work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids,
                 this_round.budget, work.deterministic)
             unfinished = this_round.rollouts(call, self._own(this_round.unfinished))
-            own = work.environment.open(rows, settings, unfinished=unfinished)
+            own = work.environment.start(rows, settings, unfinished=unfinished)
         if len(ranks) == 1:
             assert own is not None
             return own

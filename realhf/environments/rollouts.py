@@ -29,9 +29,9 @@ from statistics import fmean
 from typing import Any
 
 from realhf.calls import (
-    Arrivals,
     Beginning,
     Observation,
+    Replies,
     SampleId,
     TurnSettings,
     TurnSource,
@@ -104,7 +104,7 @@ class EnvironmentTurnSourceFactory(TurnSourceFactory):
         environment = self.environment
         return min(environment.max_turns * max_new_tokens, environment.max_tokens or sys.maxsize)
 
-    def open(
+    def start(
         self, rows: Mapping[SampleId, Mapping[str, Any]], settings: TurnSettings,
         *, unfinished: Mapping[SampleId, tuple[list[int], dict[str, Any]]] | None = None,
     ) -> EnvironmentTurnSource:
@@ -369,9 +369,9 @@ class EnvironmentTurnSource(TurnSource):
     def method_seconds(self) -> tuple[float, int]:
         return self._seconds, self._num_answers
 
-    def poll(self, timeout: float) -> Arrivals:
+    def poll(self, timeout: float) -> Replies:
         if not self._waiting:
-            return Arrivals()
+            return Replies()
         deadline = time.monotonic() + timeout
         while True:
             has_arrived = bool(self._beginnings or self._observations)
@@ -383,7 +383,7 @@ class EnvironmentTurnSource(TurnSource):
                 self._pass_on(*self._to_tell.popleft())
             if self._beginnings or self._observations or time.monotonic() >= deadline:
                 break
-        arrived = Arrivals(tuple(self._beginnings), tuple(self._observations))
+        arrived = Replies(tuple(self._beginnings), tuple(self._observations))
         self._beginnings = []
         self._observations = []
         self._waiting.difference_update(arrived.samples)
@@ -639,7 +639,7 @@ def play(
     It also has `start`, the tokens that the model reads first, and `notes` about the chat template.
     """
     sample = SampleId(0)
-    source = factory.open({sample: row}, settings)
+    source = factory.start({sample: row}, settings)
     start: list[int] = []
     (end,) = sorted(source.end_token_ids)[:1]
     tokens = [*LightTokenizer(factory.tokenizer).encode(said, add_special_tokens=False), end]
