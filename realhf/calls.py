@@ -363,7 +363,7 @@ class Observation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class EnvironmentReplies:
     """What has arrived from environments: samples that begin, and observations after turns of others."""
 
     beginnings: tuple[Beginning, ...] = ()
@@ -375,12 +375,12 @@ class Arrivals:
         begun = [sample for group in self.beginnings for sample in group.samples]
         return begun + [observation.sample for observation in self.observations]
 
-    def and_then(self, later: Arrivals) -> Arrivals:
-        return Arrivals(self.beginnings + later.beginnings, self.observations + later.observations)
+    def and_then(self, later: EnvironmentReplies) -> EnvironmentReplies:
+        return EnvironmentReplies(self.beginnings + later.beginnings, self.observations + later.observations)
 
-    def in_order(self) -> Arrivals:
+    def in_order(self) -> EnvironmentReplies:
         """Return the same, in an order that does not depend on what has arrived first."""
-        return Arrivals(tuple(sorted(self.beginnings)), tuple(sorted(self.observations)))
+        return EnvironmentReplies(tuple(sorted(self.beginnings)), tuple(sorted(self.observations)))
 
 
 class TurnSource(ABC):
@@ -405,7 +405,7 @@ class TurnSource(ABC):
         """Take the tokens of a turn that is `finished`, or has as many tokens as it may get now."""
 
     @abstractmethod
-    def poll(self, timeout: float) -> Arrivals:
+    def poll(self, timeout: float) -> EnvironmentReplies:
         """Return what has arrived; wait for it at most so many seconds."""
 
     @property
