@@ -363,7 +363,7 @@ class Observation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replies:
+class EnvironmentReplies:
     """What has arrived from environments: samples that begin, and observations after turns of others."""
 
     beginnings: tuple[Beginning, ...] = ()
@@ -375,12 +375,12 @@ class Replies:
         begun = [sample for group in self.beginnings for sample in group.samples]
         return begun + [observation.sample for observation in self.observations]
 
-    def and_then(self, later: Replies) -> Replies:
-        return Replies(self.beginnings + later.beginnings, self.observations + later.observations)
+    def and_then(self, later: EnvironmentReplies) -> EnvironmentReplies:
+        return EnvironmentReplies(self.beginnings + later.beginnings, self.observations + later.observations)
 
-    def in_order(self) -> Replies:
+    def in_order(self) -> EnvironmentReplies:
         """Return the same, in an order that does not depend on what has arrived first."""
-        return Replies(tuple(sorted(self.beginnings)), tuple(sorted(self.observations)))
+        return EnvironmentReplies(tuple(sorted(self.beginnings)), tuple(sorted(self.observations)))
 
 
 class TurnSource(ABC):
@@ -405,7 +405,7 @@ class TurnSource(ABC):
         """Take the tokens of a turn that is `finished`, or has as many tokens as it may get now."""
 
     @abstractmethod
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> EnvironmentReplies:
         """Return what has arrived; wait for it at most so many seconds."""
 
     @property

@@ -30,6 +30,7 @@ from typing import Any
 
 from realhf.calls import (
     Beginning,
+    EnvironmentReplies,
     Observation,
     Replies,
     SampleId,
@@ -369,9 +370,9 @@ class EnvironmentTurnSource(TurnSource):
     def method_seconds(self) -> tuple[float, int]:
         return self._seconds, self._num_answers
 
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> EnvironmentReplies:
         if not self._waiting:
-            return Replies()
+            return EnvironmentReplies()
         deadline = time.monotonic() + timeout
         while True:
             has_arrived = bool(self._beginnings or self._observations)
@@ -383,7 +384,7 @@ class EnvironmentTurnSource(TurnSource):
                 self._pass_on(*self._to_tell.popleft())
             if self._beginnings or self._observations or time.monotonic() >= deadline:
                 break
-        arrived = Replies(tuple(self._beginnings), tuple(self._observations))
+        arrived = EnvironmentReplies(tuple(self._beginnings), tuple(self._observations))
         self._beginnings = []
         self._observations = []
         self._waiting.difference_update(arrived.samples)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from realhf.calls import Generate, Replies, SampleId, TurnSource
+from realhf.calls import EnvironmentReplies, Generate, SampleId, TurnSource
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
 from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
@@ -124,7 +124,7 @@ class Generation:
         KV cache: on all replicas among which prompts move. Raises it on all replicas if not all samples fit
         in a cache that rests.
         """
-        first = Replies()
+        first = EnvironmentReplies()
         expected: list[Size] = []
         if turn_source is not None:
             first = first_arrivals(turn_source, report, waits_for_all=self._work.deterministic)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from realhf.calls import Beginning, Observation, Replies, SampleId, TurnSource
+from realhf.calls import Beginning, EnvironmentReplies, Observation, SampleId, TurnSource
 from realhf.data.batch import Packed
 from realhf.distributed.group import Group
 from realhf.distributed.process import Report
@@ -63,12 +63,12 @@ class SharedTurnSource(TurnSource):
         if self._own is not None:
             self._own.turn_ended(sample, tokens, finished=finished)
 
-    def poll(self, timeout: float) -> Replies:
+    def poll(self, timeout: float) -> EnvironmentReplies:
         if not self._num_waiting:
-            return Replies()
+            return EnvironmentReplies()
         self._num_steps += 1
         if timeout == 0.0 and self._num_steps < self._num_until_next:
-            return Replies()
+            return EnvironmentReplies()
         told = None
         if self._own is not None:
             own = self._own.poll(timeout)
@@ -76,7 +76,7 @@ class SharedTurnSource(TurnSource):
         beginnings, observations, self._num_until_next = self._from_leader(told)
         self._num_steps = 0
         self.num_messages += 1
-        arrived = Replies(
+        arrived = EnvironmentReplies(
             tuple(Beginning(*values) for values in beginnings),
             tuple(Observation(*values) for values in observations))
         self._num_waiting -= len(arrived.samples)
@@ -147,9 +147,9 @@ class CohortShares:
         return dealt
 
 
-def first_arrivals(turn_source: TurnSource, report: Report, *, waits_for_all: bool) -> Replies:
+def first_arrivals(turn_source: TurnSource, report: Report, *, waits_for_all: bool) -> EnvironmentReplies:
     """Wait for the first samples that can begin, and for those that follow at once; or for all."""
-    arrived = Replies()
+    arrived = EnvironmentReplies()
     while turn_source.num_waiting and (waits_for_all or not arrived.beginnings):
         report(f"{turn_source.num_waiting} samples of this rank wait for their environments to start")
         arrived = arrived.and_then(turn_source.poll(_WAIT_SECONDS))
@@ -181,7 +181,7 @@ def deal_sizes(sizes: Sequence[Size], num_cohorts: int) -> list[list[Size]]:
 
 
 def run_turns(
-    turn_source: TurnSource, cohorts: Sequence[Cohort], first: Replies, report: Report,
+    turn_source: TurnSource, cohorts: Sequence[Cohort], first: EnvironmentReplies, report: Report,
     *, waits_for_all: bool,
 ) -> EnvironmentTime:
     """Run cohorts until no sample gets more tokens, with what their environments answer meanwhile.
@@ -207,7 +207,7 @@ def run_turns(
             num_turns += 1
         report(f"{num_turns} turns, {turn_source.num_waiting} samples wait for their environments")
         if is_running:
-            arrived = Replies() if waits_for_all else turn_source.poll(0.0)
+            arrived = EnvironmentReplies() if waits_for_all else turn_source.poll(0.0)
         elif turn_source.num_waiting or any(cohort.peers_wait for cohort in cohorts):
             shares_experts = cohorts[0].shares_experts
             arrived = _wait(turn_source, spent, shares_experts=shares_experts, for_all=waits_for_all)
@@ -221,7 +221,7 @@ def run_turns(
 
 def _wait(
     turn_source: TurnSource, spent: EnvironmentTime, *, shares_experts: bool, for_all: bool
-) -> Replies:
+) -> EnvironmentReplies:
     """Return what has arrived after a while in which no row could run, or all that will arrive."""
     start = time.time()
     timeout = _SHARED_WAIT_SECONDS if shares_experts and not for_all else _WAIT_SECONDS
