@@ -28,11 +28,11 @@ class EventOf(TypedDict):
     kind: str
     """That of a call; or `move` (of samples), `realloc`, or `offload` (weights are loaded or released)."""
     waited: NotRequired[float]
-    """Of a call: seconds for which the rank waited before it."""
+    """Seconds for which the rank waited before a call."""
     what: NotRequired[Literal["load", "release"]]
-    """Of an offload."""
+    """Whether an offload loads or releases weights."""
     bytes: NotRequired[int]
-    """Of an offload that loads: the size of the weights."""
+    """Size of the weights that an offload loads."""
 
 
 class Event(EventOf):
@@ -44,7 +44,7 @@ class Event(EventOf):
     start: float
     end: float
     cpu_seconds: NotRequired[float]
-    """Of this process, between start and end; a reallocation has none, as it runs beside other work."""
+    """CPU seconds of this process in between; a reallocation has none, as it runs beside other work."""
 
     # A call on a model; MemoryMeter measures its memory.
     num_tokens: NotRequired[int]
