@@ -44,7 +44,7 @@ class Event(EventOf):
     start: float
     end: float
     cpu_seconds: NotRequired[float]
-    """CPU seconds of this process from start to end; reallocations, which run beside other work, have none."""
+    """CPU seconds of this process in between; a reallocation has none, as it runs beside other work."""
 
     # A call on a model; MemoryMeter measures its memory.
     num_tokens: NotRequired[int]
