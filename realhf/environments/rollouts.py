@@ -32,7 +32,6 @@ from realhf.calls import (
     Beginning,
     EnvironmentReplies,
     Observation,
-    Replies,
     SampleId,
     TurnSettings,
     TurnSource,
