@@ -66,7 +66,7 @@ def test_an_experiment_trains_and_evaluates_with_its_environment(example, capsys
     game_class = execute_file(example, name="guess_number_again").GuessNumber
     for row in rows:
         game = game_class()
-        seed = rollout_seed(1, step=0, prompt=row["sample"] // 4, sample=row["sample"] % 4)
+        seed = rollout_seed(0, step=0, prompt=row["sample"] // 4, sample=row["sample"] % 4)
         game.start({}, seed)
         said = [message for message in row["messages"] if message["role"] == "assistant"]
         turns = [game.step(message) for message in said]
