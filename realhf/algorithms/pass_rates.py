@@ -69,13 +69,13 @@ class PassRateLimit:
         """
         wanted = run.pool("wanted")
         for _ in range(max_draws):
+            if len(wanted) >= count:  # Every rank chooses from its own prompts, and rounds up.
+                break
             drawn = run.prompts((count - len(wanted)) * self.choose_from)
             if drawn is None:
                 return None
             run(part, drawn)
             wanted.add(drawn, where=WANTED)
-            if len(wanted) == count:
-                break
         run.log("prompts/none_left", float(not len(wanted)))
         return wanted.take(count)
 
