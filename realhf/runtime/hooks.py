@@ -10,7 +10,7 @@ from typing import Any
 
 from realhf.calls import TrainStep
 from realhf.checkpoint.names import find_checkpoints
-from realhf.errors import UserError, described, one_line, warn
+from realhf.errors import UserError, described, one_line, user_line, warn
 from realhf.experiment import Experiment
 from realhf.graph import FunctionCall
 from realhf.runtime.checkpointer import Checkpointer
@@ -120,8 +120,14 @@ class Hooks:
             return
         try:
             hook(event)
+        except UserError as error:  # The sentence is ours, as of `event.set`.
+            where = user_line(error)
+            raise UserError(
+                f"{name} after step {event.step}: {error}" + (f" ({where})" if where else "")) from error
         except (Exception, SystemExit) as error:
-            raise UserError(f"{name} after step {event.step} raised {described(error)}") from error
+            unknown = isinstance(error, KeyError) and error.args and error.args[0] not in event.metrics
+            known = f"; event.metrics has {', '.join(event.metrics)}" if unknown else ""
+            raise UserError(f"{name} after step {event.step} raised {described(error)}{known}") from error
 
     def _apply(self, changes: Mapping[str, float]) -> None:
         """Change learning rates, and coefficients of losses, on this rank."""
