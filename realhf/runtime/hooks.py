@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,8 @@ class Hooks:
             raise UserError(
                 f"{name} after step {event.step}: {error}" + (f" ({where})" if where else "")) from error
         except (Exception, SystemExit) as error:
-            unknown = isinstance(error, KeyError) and error.args and error.args[0] not in event.metrics
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            unknown = isinstance(error, KeyError) and "metrics" in (frame.line or "")
             known = f"; event.metrics has {', '.join(event.metrics)}" if unknown else ""
             raise UserError(f"{name} after step {event.step} raised {described(error)}{known}") from error
 

@@ -27,6 +27,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
 from realhf.environments.rollout_rewards import RolloutRewards
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
+from realhf.environments.tool_calls import call_tools
 from realhf.environments.workers import source_of
 from realhf.errors import UserError
 from realhf.user_input.files import execute_file
@@ -196,13 +197,26 @@ def test_a_run_does_not_start_with_tools_that_nobody_can_call(example, capsys):
 def test_the_guide_says_what_holds(example, capsys):
     """Its snippet is a sound experiment, and its table has all stop reasons."""
     execute_file(example, name="guess_number_once")
-    (text,) = (text for language, text in fences(PAGE) if language == "python")
+    text, _ = (text for language, text in fences(PAGE) if language == "python")
     Path("guess.py").write_text(text)
     Path("guess.jsonl").write_text('{"prompt": "?", "most": 6}\n' * 4)
     assert main(["check", "guess.py"]) == 0, capsys.readouterr().err
     page = PAGE.read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.M)) == STOP_REASONS
     assert re.findall(r"^\| `(\w+)` \|", page, re.M)[-4:] == list(FAILURES)
+
+
+def test_the_class_with_a_tool_of_the_guide_answers_calls(tmp_path):
+    """It answers calls as an environment of the same function does."""
+    _, text = (text for language, text in fences(PAGE) if language == "python")
+    (tmp_path / "sums.py").write_text(text)
+    page = execute_file(tmp_path / "sums.py", name="sums_of_the_guide")
+    sums = page.Sums()
+    assert sums.start({"prompt": "2+3"}, 1).tools == [page.add]
+    call = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert sums.step(message).messages == call_tools(message, {"add": page.add}).messages
+    assert sums.step({"role": "assistant", "content": "It is 5."}).reward == 1.0
 
 
 def _experiment(**changes):
