@@ -45,7 +45,9 @@ class PassRateLimit:
     def __post_init__(self) -> None:
         check_types(self, "pass_rate_limit.")
         rate = self.max_pass_rate
-        require(0 < rate <= 2, "pass_rate_limit.max_pass_rate", rate, "be above 0 and at most 2")
+        require(
+            0 < rate <= 2, "pass_rate_limit.max_pass_rate", rate,
+            "be above 0 and at most 2 (0.9 is 90 %; above 1, no prompt is dropped)")
         require(self.choose_from >= 1, "pass_rate_limit.choose_from", self.choose_from, "be at least 1")
 
     def drops(self, counts: list[int]) -> bool:
