@@ -343,7 +343,9 @@ class SampleAdvantages:
             raise UserError(f"advantages {name} raised {described(error)}") from error
         expected = (len(scores) // self.group_size, self.group_size)
         if (found := getattr(returned, "shape", None)) != expected:
-            what = type(returned).__name__ if found is None else f"a tensor of shape {tuple(found)}"
+            what = f"an object of type {type(returned).__name__}"
+            if found is not None:
+                what = f"a tensor of shape {tuple(found)}"
             raise UserError(
                 f"advantages {name} returned {what}: it must return a tensor of shape {expected}, as the "
                 "scores are: prompts by samples")
@@ -352,6 +354,8 @@ class SampleAdvantages:
             raise UserError(
                 f"advantages {name} returned infinite numbers: they must be finite, or NaN to leave a sample "
                 "out")
+        if advantages.isnan().all() and not scores.isnan().all():
+            warn(f"advantages {name} returned NaN for all samples of a step: they train nothing")
         return advantages.masked_fill(scores.isnan(), nan)
 
     def _normalized(self, values: Tensor) -> Tensor:

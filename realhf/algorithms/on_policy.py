@@ -182,8 +182,9 @@ class OnPolicy(Experiment):
         check_models(self.reward_models, max_lag=self.max_lag)
         joined = self.reward_function is not None or bool(self.reward_models)
         if (self.reward is None) != joined and environment is None:
+            given = "both are given" if joined else "none is given"
             raise ValueError(
-                "give either reward_function or a reward role, and not both; reward models beside functions "
+                f"give either reward_function or a reward role, and {given}; reward models beside functions "
                 "are reward_models=(ModelReward(role, weight=...),)")
         ref = self.ref or initial_reference(self.actor)
         named = {"actor": self.actor, "ref": ref if with_ref else None, "reward": self.reward}

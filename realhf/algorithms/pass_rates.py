@@ -45,7 +45,9 @@ class PassRateLimit:
     def __post_init__(self) -> None:
         check_types(self, "pass_rate_limit.")
         rate = self.max_pass_rate
-        require(0 < rate <= 2, "pass_rate_limit.max_pass_rate", rate, "be above 0 and at most 2")
+        require(
+            0 < rate <= 2, "pass_rate_limit.max_pass_rate", rate,
+            "be above 0 and at most 2 (0.9 is 90 %; above 1, no prompt is dropped)")
         require(self.choose_from >= 1, "pass_rate_limit.choose_from", self.choose_from, "be at least 1")
 
     def drops(self, counts: list[int]) -> bool:
@@ -69,13 +71,13 @@ class PassRateLimit:
         """
         wanted = run.pool("wanted")
         for _ in range(max_draws):
+            if len(wanted) >= count:  # Every rank chooses from its own prompts, and rounds up.
+                break
             drawn = run.prompts((count - len(wanted)) * self.choose_from)
             if drawn is None:
                 return None
             run(part, drawn)
             wanted.add(drawn, where=WANTED)
-            if len(wanted) == count:
-                break
         run.log("prompts/none_left", float(not len(wanted)))
         return wanted.take(count)
 

@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from realhf.algorithms.advantages import SampleAdvantages
 from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
@@ -47,6 +48,8 @@ _ROUNDING = 1e-6
 _SHARE = 2.0
 _PERCENT = 20.0
 """A reward in percent differs by at least so much, and so many times a reward whose range is `_SHARE`."""
+_OTHER_ANSWERS = ("I do not know.", "0")
+"""Answers with which an environment is tried again that has failed with the first one."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -139,7 +142,8 @@ def try_out(program: Program) -> Trial:
 def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollout | None:
     """Play a rollout with the environment of the graph, if there is one; add to the warnings.
 
-    Raises UserError if its chat template is not append-only, or if the environment does not start.
+    Raises UserError if its chat template is not append-only, or if the environment does not start, fails
+    whatever the model says, hangs, or ends its process.
     """
     answering = [
         (call, call.work) for call in program.graph.of_kind("generate")
@@ -153,11 +157,16 @@ def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollo
     said = _known_answer(row) or "1"
     settings = TurnSettings(
         work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids)
-    rollout = play(work.environment, {key: row[key] for key in call.inputs[1:]}, said, settings)
+    seen = {key: row[key] for key in call.inputs[1:]}
+    rollout = play(work.environment, seen, said, settings)
     failure = f"the environment has ended with {rollout['stop']}: {rollout['sentence']}"
-    if rollout["sentence"] and len(rollout["messages"]) == 0:
-        raise UserError(failure)
     if rollout["sentence"]:
+        if len(rollout["messages"]) == 0 or rollout["stop"] in ("step_timeout", "worker_lost"):
+            raise UserError(failure)
+        others = [play(work.environment, seen, text, settings) for text in _OTHER_ANSWERS]
+        if all(other["sentence"] for other in others):
+            answers = ", ".join(map(repr, _OTHER_ANSWERS))
+            raise UserError(f"{failure}; check answered {said!r}, and then {answers}: each rollout failed")
         warnings.append(f"{failure}; check always answered {said!r}")
     warnings.extend(rollout["notes"])
     return PlayedRollout(
@@ -177,8 +186,11 @@ def _first_learned(
 
 
 def _try_losses(program: Program, rows: MixedRows, tokenizer: str) -> list[str]:
-    """Call losses that the user has written with made-up samples; return warnings."""
-    if not program.parts or not any(is_own(work.loss) for work in program.graph.works(TrainStep)):
+    """Call losses and advantages that the user has written with made-up samples; return warnings."""
+    has_own = any(is_own(work.loss) for work in program.graph.works(TrainStep)) or any(
+        isinstance(work.function, SampleAdvantages) and work.function.function is not None
+        for work in program.graph.works(HostFunction))
+    if not program.parts or not has_own:
         return []
     from realhf.cli.loss_trial import try_losses  # It needs torch, as the user's loss does.
 

@@ -1,4 +1,4 @@
-"""Tries losses that users write, for `realhf check`: on samples whose outputs are made up, on the CPU."""
+"""Tries losses and advantages of users for `realhf check`: on samples whose outputs are made up."""
 
 from typing import Any
 
@@ -33,19 +33,21 @@ _LONGEST = 5
 def try_losses(
     graph: DataflowGraph, samples: list[TokenizedSamples], *, group_size: int, vocabulary: int, tokenizer: str
 ) -> list[str]:
-    """Call the losses that a user has written with these rows and with made-up answers; return warnings.
+    """Call the losses and advantages that a user has written with these rows and with made-up answers and
+    scores; return warnings.
 
     A loss is left out that reads what a host function of the user writes, as that is not called here. Raises
-    UserError if a loss fails or returns something that training cannot use.
+    UserError if one fails or returns something that training cannot use.
     """
     trains = [call for call in graph.calls if isinstance(call.work, TrainStep) and is_own(call.work.loss)]
-    if not trains:
-        return []
     maker = _MadeUp(vocabulary, HostContext(tokenizer, step=1))
     batch = batch_of_samples(range(len(samples)), samples, keys=graph.inputs, group_size=group_size)
     for call in graph.order:
         if all(key in batch.fields for key in call.inputs):
-            columns = maker.columns(call, batch)
+            try:
+                columns = maker.columns(call, batch)
+            except UserError as error:
+                raise UserError(f"{error}; check called it with made-up scores") from error
             batch = Batch(batch.ids, batch.fields | columns)
     warnings: list[str] = []
     for call in trains:

@@ -8,12 +8,17 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from realhf.calls import Generate
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker, launch
 from realhf.cli.program import add_plan_argument, compile_experiment, predict_memory, prove_here
+from realhf.data.light_tokenizer import LightTokenizer
+from realhf.environments.rollouts import EnvironmentTurnSourceFactory
+from realhf.environments.tool_calls import AnswerParser, schema_of
 from realhf.errors import UserError, warn
 from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
+from realhf.graph import DataflowGraph
 from realhf.runtime.compile.program import Program
 from realhf.runtime.records.run_directory import (
     LOCK,
@@ -80,6 +85,8 @@ def main(options: Namespace, words: list[str]) -> int:
     is_new = options.resume is None and out is not None and find_restarted(out) is None
     if is_new and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(Path(options.out))
+    if not in_worker:
+        _check_tools(program.graph)
     if in_worker or num_ranks == 1:
         predicted = predict_memory(
             experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
@@ -116,6 +123,18 @@ def _require_calls(experiment: Experiment, plan: ExecutionPlan, run: Path) -> No
             f"--resume: {run} is the run of another experiment or of other settings: it has no call {more}, "
             f"which this experiment ({type(experiment).__name__}) needs; resume it with its own "
             "experiment file, or begin a new run with another --out")
+
+
+def _check_tools(graph: DataflowGraph) -> None:
+    """Raise UserError if a model's chat template cannot call the tools of its environment.
+
+    Tools that an environment returns in its start are known only when it has started.
+    """
+    for work in graph.works(Generate):
+        factory = work.environment
+        if isinstance(factory, EnvironmentTurnSourceFactory) and factory.environment.tools:
+            AnswerParser(
+                LightTokenizer(factory.tokenizer), [schema_of(tool) for tool in factory.environment.tools])
 
 
 def _warn_of_memory(experiment: Experiment, program: Program) -> None:

@@ -46,7 +46,9 @@ class TurnTokens:
         tools: Sequence[dict[str, Any]] = (), eos_token_ids: Collection[int] = (),
     ) -> None:
         if tokenizer.get_chat_template(tools=list(tools) or None) is None:
-            raise UserError("the tokenizer has no chat template, which an environment's messages need")
+            raise UserError(
+                "the tokenizer has no chat template, which an environment's messages need: use a model that "
+                "has one, or put a chat_template.jinja into the tokenizer's directory")
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
         self._tools = list(tools) or None

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from realhf.calls import TrainStep
 from realhf.checkpoint.names import find_checkpoints
-from realhf.errors import UserError, described, one_line, warn
+from realhf.errors import UserError, described, one_line, user_line, warn
 from realhf.experiment import Experiment
 from realhf.graph import FunctionCall
 from realhf.runtime.checkpointer import Checkpointer
@@ -120,8 +121,15 @@ class Hooks:
             return
         try:
             hook(event)
+        except UserError as error:  # The sentence is ours, as of `event.set`.
+            where = user_line(error)
+            raise UserError(
+                f"{name} after step {event.step}: {error}" + (f" ({where})" if where else "")) from error
         except (Exception, SystemExit) as error:
-            raise UserError(f"{name} after step {event.step} raised {described(error)}") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            unknown = isinstance(error, KeyError) and "metrics" in (frame.line or "")
+            known = f"; event.metrics has {', '.join(event.metrics)}" if unknown else ""
+            raise UserError(f"{name} after step {event.step} raised {described(error)}{known}") from error
 
     def _apply(self, changes: Mapping[str, float]) -> None:
         """Change learning rates, and coefficients of losses, on this rank."""

@@ -410,6 +410,10 @@ class Trainer:
         if self._wishes.stops is not None:
             why = f"the run ends after step {steps}: {self._wishes.stops}"
             print(f"realhf: {why}", file=sys.stderr, flush=True)
+        if history and all(metrics.get("reward/failed") == 1 for metrics in history):
+            warn(
+                f"the rewards or environments of all samples have failed in every step ({steps}): nothing "
+                "has been trained, and the model is as it was at the start")
         summary: dict[str, Any] = {
             **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,

@@ -150,8 +150,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
     **dict.fromkeys(("log_completions", "rollout_data_dir", "log_val_generations"), Ours(
         instead="not needed: rollouts.jsonl is always written, and `realhf rollouts RUN` shows it")),
     "num_completions_to_print": Ours(instead="use `realhf rollouts RUN --limit N`"),
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), Ours(
-        instead="not here: `hf upload` the run's hf/step_N")),
+    "hub_model_id": Ours(("push_to_hub",)),
     # Processes.
     **dict.fromkeys(("n_gpus_per_node", "num_processes", "nproc_per_node"), Ours(("--nproc",))),
     "nnodes": Ours(instead="start torchrun on each host"),

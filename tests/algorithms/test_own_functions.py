@@ -295,6 +295,11 @@ def test_a_failed_reward_still_leaves_out_its_group():
     assert [math.isnan(x) for x in found] == [True] * 4 + [False] * 4
 
 
+def test_advantages_that_train_nothing_are_warned_of(capsys):
+    SampleAdvantages(4, function=lambda scores, groups: scores * math.nan)(_scored(SCORES), None)
+    assert "returned NaN for all samples of a step: they train nothing" in capsys.readouterr().err
+
+
 def test_hooks_that_are_refused(task):
     settings = {"actor": role(task), "reward_function": some_reward}
     with pytest.raises(ValueError, match="advantages is .*: it must be a function f.scores, groups."):
@@ -302,6 +307,8 @@ def test_hooks_that_are_refused(task):
     batch = _scored(SCORES)
     with pytest.raises(UserError, match=r"returned a tensor of shape \(2,\): it must return a"):
         SampleAdvantages(4, function=lambda scores, groups: scores.mean(1))(batch, None)
+    with pytest.raises(UserError, match="returned an object of type tuple: it must return a tensor of shape"):
+        SampleAdvantages(4, function=lambda scores, groups: ())(batch, None)
     with pytest.raises(UserError, match="returned infinite numbers: they must be finite, or NaN to leave"):
         SampleAdvantages(4, function=lambda scores, groups: scores / 0)(batch, None)
     experiment = GRPO(**settings, advantages=best_of_n, normalize="batch")

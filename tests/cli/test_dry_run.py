@@ -512,6 +512,21 @@ def test_losses_of_users_are_tried(check):
     assert code == 2 and "call 'actor_train': Mine.totals() returned a tensor for 'tokens'" in err
 
 
+@pytest.mark.parametrize(("name", "lines", "says"), [
+    ("advantages", "def mine(scores, groups): return scores.max(1)", "returned an object of type max"),
+    ("advantages", "def mine(scores, groups): return scores.amax(1)", "it must return a tensor of shape"),
+    ("advantages", "def mine(scores, groups): return scores * float('nan')", "NaN for all samples"),
+    ("advantages", "def mine(scores, groups): return scores - scores.mean(1, keepdim=True)", ""),
+    ("on_step", "def mine(): pass", "on_step: mine cannot be called with one argument, the StepEvent"),
+    ("on_evaluation", "def mine(event, more): pass", "on_evaluation: mine cannot be called with one"),
+    ("on_checkpoint", "mine = 3", "on_checkpoint")])
+def test_hooks_of_users_are_tried(check, name, lines, says):
+    rows = [ROW, {"prompt": "2+2=", "answer": "4"}]
+    code, _, err = check(rows, f"{lines}\nexperiment = replace(experiment, {name}=mine)")
+    assert code == (2 if says and "NaN" not in says else 0), err
+    assert says in err and (says or not err)
+
+
 def test_a_map_that_makes_other_rows_is_refused(check):
     body = (
         "import random\nother = lambda row: row | {'prompt': str(random.random())}\n"

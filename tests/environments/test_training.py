@@ -27,6 +27,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.environments.protocol import FAILURES, STOP_REASONS, rollout_seed
 from realhf.environments.rollout_rewards import RolloutRewards
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
+from realhf.environments.tool_calls import call_tools
 from realhf.environments.workers import source_of
 from realhf.errors import UserError
 from realhf.user_input.files import execute_file
@@ -141,16 +142,81 @@ def test_check_plays_a_rollout_and_proves_the_template(example, capsys):
     assert "the chat template is not append-only" in capsys.readouterr().err
 
 
+FAILING = """
+from realhf import GRPO, DatasetConfig, Environment, OptimizerConfig, Role, SamplingConfig, Turn
+
+class Mine:
+    def step({parameters}):
+        {body}
+
+experiment = GRPO(
+    actor=Role("runs/guess_number/task/model", random_init=True, optimizer=OptimizerConfig(lr=1e-3)),
+    dataset=DatasetConfig("runs/guess_number/task/prompts.jsonl"), steps=1, batch_size=2, group_size=2,
+    sampling=SamplingConfig(max_new_tokens=3),
+    environment=Environment(Mine, max_turns=2, max_tokens=40, step_seconds=1.0))
+"""
+
+
+@pytest.mark.parametrize(("body", "code", "says"), [
+    ("raise KeyError('door')", 2, "step_error"), ("return None", 2, "step_error"),
+    ("return {'reward': 1.0}", 2, "step_error"), ("import time; time.sleep(60)", 2, "step_timeout"),
+    ("import os; os._exit(3)", 2, "worker_lost"),
+    ("return Turn(done=True) if message['content'] != '1' else 1 / 0", 0, "check always answered '1'")])
+def test_an_environment_that_always_fails_is_refused(example, capsys, body, code, says):
+    """One that fails with one answer alone is warned of, as a model may never give it."""
+    execute_file(example, name="guess_number_once")
+    Path("mine.py").write_text(FAILING.format(parameters="self, message", body=body))
+    assert main(["check", "mine.py"]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_a_step_of_another_arity_is_refused(example, capsys):
+    execute_file(example, name="guess_number_once")
+    Path("mine.py").write_text(FAILING.format(parameters="self", body="return Turn(done=True)"))
+    assert main(["check", "mine.py"]) == 2
+    assert "step_error" in capsys.readouterr().err
+
+
+def test_a_run_in_which_everything_failed_says_so_at_its_end(example, capsys):
+    execute_file(example, name="guess_number_once")
+    Path("mine.py").write_text(FAILING.format(parameters="self, message", body="raise KeyError('door')"))
+    assert main(["run", "mine.py", "--out", "out", "--nproc", "1"]) == 0
+    assert "all samples have failed in every step (1): nothing has been trained" in capsys.readouterr().err
+
+
+def test_a_run_does_not_start_with_tools_that_nobody_can_call(example, capsys):
+    execute_file(example, name="guess_number_once")
+    text = FAILING.format(parameters="self, message", body="pass").replace("Mine, ", "tools=(tool_add,), ")
+    Path("mine.py").write_text("from tests.environments.players import tool_add\n" + text)
+    for command in (["check", "mine.py"], ["run", "mine.py", "--out", "out", "--nproc", "2"]):
+        assert main(command) == 2
+        assert "how the model writes tool calls is not known" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
 def test_the_guide_says_what_holds(example, capsys):
     """Its snippet is a sound experiment, and its table has all stop reasons."""
     execute_file(example, name="guess_number_once")
-    (text,) = (text for language, text in fences(PAGE) if language == "python")
+    text, _ = (text for language, text in fences(PAGE) if language == "python")
     Path("guess.py").write_text(text)
     Path("guess.jsonl").write_text('{"prompt": "?", "most": 6}\n' * 4)
     assert main(["check", "guess.py"]) == 0, capsys.readouterr().err
     page = PAGE.read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.M)) == STOP_REASONS
     assert re.findall(r"^\| `(\w+)` \|", page, re.M)[-4:] == list(FAILURES)
+
+
+def test_the_class_with_a_tool_of_the_guide_answers_calls(tmp_path):
+    """It answers calls as an environment of the same function does."""
+    _, text = (text for language, text in fences(PAGE) if language == "python")
+    (tmp_path / "sums.py").write_text(text)
+    page = execute_file(tmp_path / "sums.py", name="sums_of_the_guide")
+    sums = page.Sums()
+    assert sums.start({"prompt": "2+3"}, 1).tools == [page.add]
+    call = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert sums.step(message).messages == call_tools(message, {"add": page.add}).messages
+    assert sums.step({"role": "assistant", "content": "It is 5."}).reward == 1.0
 
 
 def _experiment(**changes):

@@ -140,13 +140,21 @@ def test_early_stopping_counts_evaluations():
         EarlyStopping("eval/scor").reason(scores(1.0))
 
 
+def _reads(event: StepEvent) -> None:
+    assert event.metrics["scor"]
+
+
 def _raises(event: StepEvent) -> None:
     event.set("actor.lrr", 1.0)
 
 
 def test_mistakes_in_hooks_are_named(task, tmp_path):
-    with pytest.raises(UserError, match=r"on_step after step 1 raised .*set\('actor.lrr'\) names no value"):
+    says = r"on_step after step 1: set\('actor.lrr'\) names no value.*test_hooks.py:\d"
+    with pytest.raises(UserError, match=says):
         _run(World(), task, tmp_path / "run", on_step=_raises)
+    says = r"raised KeyError: 'scor' .*test_hooks.py:.*metrics has .*reward/mean"
+    with pytest.raises(UserError, match=says):
+        _run(World(), task, tmp_path / "other", on_step=_reads)
     event = StepEvent(1, 2, {}, {}, None, {"actor.lr": 1.0})
     with pytest.raises(UserError, match="it must be a number from 0 on"):
         event.set("actor.lr", float("nan"))

@@ -70,6 +70,21 @@ def test_prompts_that_are_answered_well_do_not_come_again(task, tmp_path, kind, 
     assert any(visits[row] == 2 for row in visits.keys() - good)
 
 
+@pytest.mark.parametrize("kind, changes", [(GRPO, {}), (PPO, {}), (DAPO, {}), (GRPO, {"max_lag": 1})])
+def test_a_choice_compiles_for_every_algorithm(task, kind, changes):
+    """The trial of the step program lets all prompts pass, more than the step has asked for."""
+    limit = dataclasses.replace(LIMIT, choose_from=2)
+    assert compile_program(_experiment(kind, task, pass_rate_limit=limit, **changes), None, world_size=1)
+
+
+def test_a_choice_begins_one_batch_in_each_step(task, tmp_path):
+    """Three times five prompts are drawn in each step, and the five best of them begin."""
+    limit = dataclasses.replace(LIMIT, choose_from=3)
+    changes = {"pass_rate_limit": limit, "steps": 2}
+    seen = _seen(World(), GRPO, task, tmp_path / "run", changes)
+    assert Counter(step for step, _ in {(step, row) for step, row, _ in seen}) == {1: 5, 2: 5}
+
+
 @pytest.mark.slow
 def test_the_choice_is_the_same_on_all_ranks(task, tmp_path, pool):
     alone = _seen(World(), GRPO, task, tmp_path / "alone", {})

@@ -23,7 +23,7 @@ from realhf.data.light_tokenizer import first_differing_token, token_bytes, word
 from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
 from realhf.data.tokenized import TokenizedDataset
-from realhf.errors import UserError
+from realhf.errors import UserError, shown
 from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -458,8 +458,26 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
 def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless the experiment's parts and its step program suit the graph."""
     _check_resting_caches(experiment, graph, roles)
+    _check_hooks(experiment)
     checked_parts(experiment, graph)
     try_step_program(experiment, graph)
+
+
+def _check_hooks(experiment: Experiment) -> None:
+    """Raise ValueError unless each hook is a function that can be called with one argument."""
+    for name in ("on_step", "on_evaluation", "on_checkpoint"):
+        if (hook := getattr(experiment, name)) is None:
+            continue
+        if not callable(hook):
+            raise ValueError(f"{name} is {shown(hook)}: it must be a function of one argument, the StepEvent")
+        try:
+            inspect.signature(hook).bind(None)
+        except TypeError as error:
+            raise ValueError(
+                f"{name}: {getattr(hook, '__qualname__', type(hook).__name__)} cannot be called with one "
+                f"argument, the StepEvent ({error})") from error
+        except ValueError:  # Some functions written in C do not tell their parameters.
+            continue
 
 
 def _check_resting_caches(
