@@ -120,7 +120,9 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
 
 
 def uncounted_turns(program: Program) -> Iterator[str]:
-    """Yield a warning if rollouts have turns that plans do not count."""
+    """Yield a warning if rollouts have turns that plans do not count; one rank needs no plan."""
+    if program.num_ranks == 1:
+        return
     in_turns = [
         call.name for call in program.graph.order
         if isinstance(call.work, Generate) and call.work.environment is not None]

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.machinery import ModuleSpec
 from io import BufferedReader
 from pathlib import Path
@@ -340,19 +340,29 @@ def code_fingerprints() -> dict[str, dict[str, str]]:
         if path is None or not path.endswith(".py") or not is_users_file(path):
             continue
         try:
-            tree = ast.parse(read_text(Path(path)))
+            defined, is_assigned, read = _digests_of(read_text(Path(path)))
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-        wanted = _read_by_functions(tree) if hasattr(module, "experiment") else None
+        wanted = read if hasattr(module, "experiment") else None
         digests = {
-            name: hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
-            for node in tree.body for name in _defined(node)
-            if not isinstance(node, ast.Assign | ast.AnnAssign)
+            name: digest for name, digest in defined.items()
+            if name not in is_assigned
             or (isinstance(vars(module).get(name), _PLAIN) and (wanted is None or name in wanted))}
         if (experiment := getattr(module, "experiment", None)) is not None:
             digests |= {name: digest_of(value) for name, value in functions_by_value(experiment).items()}
         found[Path(path).name] = found.get(Path(path).name, {}) | digests
     return found
+
+
+@lru_cache(maxsize=1 << 10)
+def _digests_of(source: str) -> tuple[dict[str, str], frozenset[str], frozenset[str]]:
+    """Return the digests of what a source defines at its top, by name; those of these names to which it
+    assigns; and the names that its functions read."""
+    tree = ast.parse(source)
+    nodes = {name: node for node in tree.body for name in _defined(node)}
+    digests = {name: hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16] for name, node in nodes.items()}
+    is_assigned = [name for name, node in nodes.items() if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return digests, frozenset(is_assigned), frozenset(_read_by_functions(tree))
 
 
 def functions_by_value(root: Any) -> dict[str, Any]:

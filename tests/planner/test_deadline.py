@@ -67,7 +67,7 @@ def test_the_limit_holds_on_the_largest_cluster(limit):
     if limit < 1:
         assert "no plan was found in" in found and "--time-limit" in found
     elif not isinstance(found, str):
-        assert 0 < found.result.lower_bound_seconds <= found.result.step_seconds
+        assert 0 <= found.result.lower_bound_seconds <= found.result.step_seconds
         assert set(found.reasons) == {call.name for call in problem.model_calls}
 
 

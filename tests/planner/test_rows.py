@@ -45,8 +45,8 @@ def scheduled(lengths, *, slots, blocks, size):
     while (step := scheduler.plan()) is not None:
         tables.advance()
         prefilled += sum(chunk.stop - chunk.start for chunk in step.chunks)
-        made[step.samples] += 1
-        scheduler.count(made[step.samples] >= lengths[step.samples])
+        made[step.rows] += 1
+        scheduler.count(made[step.rows] >= lengths[step.rows])
         num_steps += 1
     assert (made == lengths).all()
     return num_steps, prefilled / len(lengths) - PROMPT

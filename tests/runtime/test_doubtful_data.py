@@ -198,7 +198,6 @@ def _with_key(key, value):
     ("", WITH_TOOLS, [{"prompt": "Hi", "completion": "2", "tools": json.dumps([SCHEMA])}] * 2,
      "the column 'tools' has tools, and nothing reads it"),
     ("", CHATML, _with_key("tool_calls", [CALL]), "the key 'tool_calls', which nothing reads"),
-    ("", CHATML, _with_key("weight", 0), "the key 'weight', which nothing reads"),
     ("", LLAMA, _rows(), "the chat template ends turns with <|eot_id|>, no token of this tokenizer but 10"),
     ('chat_template_kwargs={"thinks": "False"}', CHATML + "{% if thinks %} {% endif %}", _rows(),
      "chat_template_kwargs 'thinks' is the text 'False', which a template takes for true"),

@@ -29,9 +29,6 @@ SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=Dataset
         ({"steps": 2.5}, "steps is 2.5: it must be a whole number"),
         ({"steps": True}, "steps is True: it must be a whole number"),
         ({"actor": "models/m"}, "actor is 'models/m': it must be a Role"),
-        ({"dataset": "d.jsonl"}, "dataset is 'd.jsonl': it must be a DatasetConfig"),
-        ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or an Evaluation or "
-              "a dict from text to a DatasetConfig or an Evaluation or None"),
         ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
         ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
         ({"filter_groups": 1}, "filter_groups is 1: it must be true or false"),
@@ -59,7 +56,9 @@ def test_wrong_types_are_named(changes, sentence):
         (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
         (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
         (lambda: Role(None), "model is None: it must be text"),
-        (lambda: DatasetConfig(3), "path is 3: it must be text or a tuple, each part text"),
+        (lambda: DatasetConfig(3), "path is of type int: it must be a file, a pattern, a hub name, several of "
+         "these, or rows: dicts in a list or a generator, a function that returns them, a frame of pandas or "
+         "polars, a table of pyarrow or a datasets.Dataset"),
         (lambda: DatasetConfig("d", max_rows="3"), "max_rows is '3': it must be a whole number"),
     ],
 )
