@@ -28,6 +28,7 @@ from realhf.execution_plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.planner import report
+from realhf.planner.call_group import check_pins
 from realhf.planner.comparisons import (
     Expense,
     LagComparison,
@@ -244,6 +245,7 @@ def _searched(
     signals = (signal.SIGINT, signal.SIGTERM)
     with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
         problem = _problem(experiment, options, cluster)
+        check_pins(problem)
         changes = _changes(problem, rates, options.what_if)
         _check_limits(options)
         if options.lost_hosts is not None and options.lost_hosts >= cluster.num_hosts:

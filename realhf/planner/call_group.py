@@ -429,6 +429,12 @@ def _costs(variants: Sequence[Variant]) -> tuple[float, ...]:
     return tuple(itertools.chain(*(variant.costs for variant in variants)))
 
 
+def check_pins(problem: Problem) -> None:
+    """Raise ValueError, which names the pin, if a call cannot have the layout that the user has fixed."""
+    for call in problem.model_calls:
+        _pinned(problem, [call])
+
+
 def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
     """Return the layout that the user has fixed for these calls, if any.
 

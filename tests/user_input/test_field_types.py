@@ -56,9 +56,12 @@ def test_wrong_types_are_named(changes, sentence):
         (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
         (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
         (lambda: Role(None), "model is None: it must be text"),
-        (lambda: DatasetConfig(3), "path is of type int: it must be a file, a pattern, a hub name, several of "
-         "these, or rows: dicts in a list or a generator, a function that returns them, a frame of pandas or "
-         "polars, a table of pyarrow or a datasets.Dataset"),
+        (
+            lambda: DatasetConfig(3),
+            "path is of type int: it must be a file, a pattern, a hub name, several of these, or rows: dicts "
+            "in a list or a generator, a function that returns them, a frame of pandas or polars, a table of "
+            "pyarrow or a datasets.Dataset",
+        ),
         (lambda: DatasetConfig("d", max_rows="3"), "max_rows is '3': it must be a whole number"),
     ],
 )
