@@ -364,7 +364,7 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class EnvironmentReplies:
-    """What has arrived from environments: samples that begin, and observations after turns of others."""
+    """The replies of environments: samples that begin, and observations after turns of others."""
 
     beginnings: tuple[Beginning, ...] = ()
     observations: tuple[Observation, ...] = ()
@@ -398,7 +398,7 @@ class TurnSource(ABC):
     @property
     @abstractmethod
     def method_seconds(self) -> tuple[float, int]:
-        """How long the methods of environments have taken so far, and how many have, as this rank knows."""
+        """Return the seconds of environments' methods so far and the number of methods, as this rank knows."""
 
     @abstractmethod
     def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
@@ -422,7 +422,7 @@ class TurnSource(ABC):
 
 
 class TurnSettings(NamedTuple):
-    """What environments must know about a generation."""
+    """The settings of a generation that environments must know."""
 
     seed: int
     max_new_tokens: int  # Of each turn.

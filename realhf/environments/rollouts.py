@@ -199,7 +199,7 @@ class Template:
 
 @dataclass
 class _Record:
-    """What an earlier round has recorded of a rollout, which its environment is now told again."""
+    """The record of a rollout from an earlier round, which its environment is now told again."""
 
     tokens: list[int]
     turns: list[dict[str, Any]]
@@ -248,7 +248,7 @@ class _Rollout:
 
     @property
     def turn_start(self) -> int:
-        """Where the turn begins that the model is in, or that comes next."""
+        """The place where the turn begins that the model is in, or that comes next."""
         return len(self.tokens) if self.open_turn is None else self.open_turn
 
     def note(self, turn: Turn, seconds: float) -> None:

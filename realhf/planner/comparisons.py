@@ -229,7 +229,7 @@ def _seconds(value: float | None) -> str:
 
 
 class Expense(NamedTuple):
-    """What a plan costs if each device of the cluster, busy or idle, costs so much per hour."""
+    """The cost of a plan if each device of the cluster, busy or idle, costs so much per hour."""
 
     per_device_hour: float
     num_devices: int

@@ -71,7 +71,7 @@ class Simulation:
 
 
 class PortTraffic(NamedTuple):
-    """What the seconds per step become where traffic of several activities meets at the port of a host.
+    """The seconds that a step takes where traffic of several activities meets at the port of a host.
 
     The step takes at least `least_seconds`, in which the port of the busiest host carries what passes it in
     `busiest_seconds` of every step. It takes about `most_seconds` if activities that overlap take turns.

@@ -27,7 +27,7 @@ _MOST_COUNTED = 24  # The most candidates of a group that are counted exactly, i
 
 
 class Simplicity(NamedTuple):
-    """What makes a plan simpler or less so; smaller is better."""
+    """The figures of how simple a plan is; smaller is better."""
 
     num_layouts: int
     num_hosts: int

@@ -64,13 +64,15 @@ class Turns:
 
     @property
     def num_returns(self) -> float:
-        """How often a rollout goes on after its environment has answered, on average."""
+        """Return how often a rollout goes on after its environment has answered, on average."""
         return max(0.0, self.counts.mean - 1.0)
 
     @cached_property
     def in_step(self) -> float:
-        """How much rows that have begun together stay together: 1 if all turns are equally long, and nearly 0
-        if rows soon end them at different times."""
+        """Return how much rows that have begun together stay together.
+
+        It is 1 if all turns are equally long, and nearly 0 if rows soon end them at different times.
+        """
         mean = self.lengths.mean
         variance = max(0.0, _squared(self.lengths) / mean**2 - 1)
         return 1 / (1 + 2 * self.counts.mean * variance)

@@ -1,4 +1,4 @@
-"""What a user's functions see after a step, and what they may change. Free of torch."""
+"""Events that a user's functions see after a step, with what they may change. Free of torch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class EventOf(TypedDict):
 
 
 class Event(EventOf):
-    """What a rank did in a stretch of time, as JSON: a line of timeline.jsonl, but for its step.
+    """The work of a rank in a stretch of time, as JSON: a line of timeline.jsonl, but for its step.
 
     `start` and `end` are in Unix seconds, sizes in bytes.
     """
