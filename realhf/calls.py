@@ -398,7 +398,7 @@ class TurnSource(ABC):
     @property
     @abstractmethod
     def method_seconds(self) -> tuple[float, int]:
-        """Return the seconds of environments' methods so far and the number of methods, as this rank knows."""
+        """Return the seconds of environments' methods so far and their number, as this rank knows."""
 
     @abstractmethod
     def turn_ended(self, sample: SampleId, tokens: list[int], *, finished: bool) -> None:
