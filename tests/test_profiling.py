@@ -19,13 +19,13 @@ from realhf.layout import ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.call_cost import CallCost
-from realhf.planner.profile import COLLECTIVES
+from realhf.planner.profile import COLLECTIVES, Profile, Table
 from realhf.planner.rates import Rates
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock, describe, measure_memory
 from realhf.profiling.engine_calls import DecodingRows, EngineCalls, MeasuredModel, Sizes, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.profiling.measure import Bench, whole_calls
+from realhf.profiling.measure import Bench, whole_calls, with_whole_calls
 from tests.models.test_shipped_models import NUM_PARAMS
 from tests.nn.tiny import build, hf_config
 from tests.samples import marked
@@ -207,6 +207,21 @@ def _whole_calls(world, strategy):
     sizes = Sizes(4, 12, 8, 1)
     model = MeasuredModel(NARROW, "float32", CALLS)
     return whole_calls(Clock(_two(world)), model, strategy, sizes, _Priced(this_machine(2)))
+
+
+def test_what_other_work_disturbed_is_measured_again():
+    """The first measurement of the parts is planted: they took a thousand times as long."""
+    model, sizes = MeasuredModel(NARROW, "float32", CALLS[1:]), Sizes(4, 12, 8, 1)
+    with patch.object(clock, "_REPETITIONS", FEW):
+        timer = Clock(World())
+        first = Bench(timer, model, ParallelStrategy(), sizes).entry()
+        slow = {name: Table(table.axes, (1000 * np.array(table.seconds)).tolist())
+                for name, table in first.tables.items()}
+        planted = dataclasses.replace(first, tables=slow)
+        profile = Profile("today", describe(World()), this_machine(1), models=[planted])
+        entry = with_whole_calls(profile, planted, timer, model, ParallelStrategy(), sizes)
+    assert entry.key == first.key and entry.whole_calls.keys() == {"train_step", "forward"}
+    assert entry.disturbance < 50 and entry.tables != slow
 
 
 @pytest.mark.parametrize(("max_rows", "second"), [(512, 0.1), (3, 0.1), (3, 10.0)])

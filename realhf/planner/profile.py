@@ -56,7 +56,8 @@ OF_MODEL = {
 
 
 _CONTINUED = 4.0  # See Table.reach.
-_FAR = 1.5  # Whole calls that take so many times longer, or shorter, than their parts were disturbed.
+DISTURBED = 1.5
+"""If whole calls take so many times longer, or shorter, than their parts, other work disturbed them."""
 NOISY = 0.1  # Median noise above which a profile is hardly of use.
 
 
@@ -150,6 +151,11 @@ class ModelTables:
     @property
     def key(self) -> tuple[Any, ...]:
         return (*(self.shape[name] for name in SHAPE), self.dtype)
+
+    @property
+    def disturbance(self) -> float:
+        """How many times longer, or shorter, whole calls took than their parts, at most; 1 without any."""
+        return max((_apart(ratio) for ratio in self.whole_calls.values()), default=1.0)
 
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
@@ -254,8 +260,8 @@ class Profile:
         ratios = [(ratio, kind, entry) for entry in self.models for kind, ratio in entry.whole_calls.items()]
         if not ratios:
             return None
-        ratio, kind, entry = max(ratios, key=lambda item: max(item[0], 1 / max(item[0], 1e-9)))
-        if max(ratio, 1 / max(ratio, 1e-9)) <= _FAR:
+        ratio, kind, entry = max(ratios, key=lambda item: _apart(item[0]))
+        if _apart(ratio) <= DISTURBED:
             return None
         where = f"{kind} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}"
         took = f"a whole call took {ratio:.2f} times as long as its parts ({where})"
@@ -289,6 +295,11 @@ def shape_of(config: ModelConfig) -> tuple[Any, ...]:
     """Return the values of SHAPE."""
     experts = tuple(0 if config.moe is None else getattr(config.moe, name) for name in _EXPERTS)
     return (*(getattr(config, name) for name in SHAPE if name not in _EXPERTS), *experts)
+
+
+def _apart(ratio: float) -> float:
+    """Return how many times larger or smaller than 1 a ratio is."""
+    return max(ratio, 1 / max(ratio, 1e-9))
 
 
 def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class ProfiledRates(Rates):
         if span.size == 1:
             return 0.0
         table = self._links.get(span.hosts, {}).get(name)
-        if table is not None and span.size in table.axes["ranks"]:
+        if table is not None and table.axes["ranks"][0] <= span.size <= table.axes["ranks"][-1]:
             seconds = table.at(span.size, num_bytes)
             if span.num_sharing == span.per_host:
                 return seconds

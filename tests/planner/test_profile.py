@@ -156,6 +156,7 @@ def test_what_was_not_measured_comes_from_the_roofline_and_is_said():
 def test_links_between_hosts_have_tables_of_their_own():
     r = rates()
     assert r.all_gather(500, Span(2, 1)) == 20 and r.all_gather(500, Span(8, 4)) == 35
+    assert r.all_gather(500, Span(4, 2)) == 20 + (35 - 20) / 3  # Between the measured two and eight.
     assert r.all_gather(500, Span(2, 2)) == 2 and r.all_to_all(500, Span(2, 2)) == 3
     assert (r.send(500, within_host=True), r.send(500, within_host=False)) == (1, 10)
     assert r.samples(500) == 11  # Its cluster has two hosts.
