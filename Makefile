@@ -6,6 +6,7 @@
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
 # make check                          ruff, mypy and the layering test
+# make docs                           builds the documentation as a site, site/index.html
 # make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
 #
 # This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead:
@@ -20,7 +21,7 @@ BENCH_STAMP := .venv-bench/.installed
 # Many tests start processes: they load compiled modules, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: setup bench-setup demo test test-all test-tenth test-families gpu-check check clean
+.PHONY: setup bench-setup demo test test-all test-tenth test-families gpu-check check docs clean
 
 setup: $(STAMP)
 
@@ -63,6 +64,9 @@ check: setup
 	$(BIN)/mypy realhf
 	$(PYTEST) tests/test_layering.py
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find realhf tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
