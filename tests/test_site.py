@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -25,6 +27,7 @@ from realhf.runtime.doubts import rules
 from tests.cli_tools import REPO
 
 SYMPTOMS = (REPO / "docs/troubleshooting.md").read_text()
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs realhf[docs]")
 
 
@@ -311,3 +314,20 @@ def test_every_page_of_the_site_is_in_the_navigation_and_is_found(site):
     assert not any(location.startswith("source/") for location in found)
     (entry,) = (entry for entry in index["docs"] if entry["location"] == "api/algorithms.html#realhf.GRPO")
     assert "Group Relative" in entry["text"] or "GRPO" in entry["title"]
+
+
+@needs_mkdocs
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(("words", "page"), (
+    ("clip_ratio", "troubleshooting"), ("ports of hosts", "cost-model"), ("CosineReward", "api/rewards")))
+def test_a_browser_finds_pages_without_a_network(site, tmp_path, words, page):
+    """The site is opened as files."""
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+               "--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND",
+               "--virtual-time-budget=20000", "--dump-dom",
+               f"{(site / 'index.html').as_uri()}?q={quote(words)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = done.stdout.split("md-search-result__list", 1)[1].split("</ol>", 1)[0]
+    assert f"{page}.html" in found
+    assert "CONSOLE" not in done.stderr
