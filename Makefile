@@ -9,9 +9,7 @@
 # make docs                           builds the documentation as a site, site/index.html
 # make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
 #
-# This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead:
-#   python3 -m venv .venv && .venv/bin/pip install torch && .venv/bin/pip install --no-build-isolation -e '.[gpu,dev]'
-#   touch .venv/.installed
+# This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead (docs/gpu.md).
 
 PYTHON ?= python3
 PIP_ARGS ?=

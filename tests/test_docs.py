@@ -208,6 +208,14 @@ def test_commands_work(command, workplace, capsys):
         assert code == 0, err
 
 
+def test_what_builds_the_package_without_isolation_is_installed_before():
+    """pip then installs nothing for the build: neither what it requires, nor what editable wheels need."""
+    before, _, _ = (DOCS / "gpu.md").read_text().partition("--no-build-isolation -e")
+    build = tomllib.loads((REPO / "pyproject.toml").read_text())["build-system"]
+    install = re.search(r"^.venv/bin/pip install (torch.*?) +#", before, re.M)
+    assert {*build["requires"], "editables"} <= set(install[1].split())
+
+
 def test_every_command_is_run_or_named_with_a_reason():
     others = {c for c in COMMANDS if not c.startswith("realhf ")}
     assert others == set(ELSEWHERE)
