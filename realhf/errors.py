@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import FunctionType
 
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
     "stdlib", "platstdlib", "purelib", "platlib")})
@@ -36,7 +37,16 @@ def cut(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value from a file as code for a message, with the middle of long ones left out."""
+    """Return a value as code for a message, with the middle of long ones left out.
+
+    Classes, functions and objects whose code says little are shown by name.
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    if type(value).__repr__ is object.__repr__:
+        return f"an object of the class {type(value).__name__}"
     return cut(repr(value))
 
 

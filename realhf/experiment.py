@@ -52,7 +52,7 @@ class Evaluation:
     """A sample counts as right if that reward is above this; None: what the reward itself says, else 0.5."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset", as_dataset(self.dataset))
+        object.__setattr__(self, "dataset", as_dataset(self.dataset, "Evaluation.dataset"))
         check_types(self, "Evaluation.")
         require(self.samples >= 1, "Evaluation.samples", self.samples, "be at least 1")
         require(self.max_rows >= 0, "Evaluation.max_rows", self.max_rows, "not be negative")
@@ -103,6 +103,8 @@ def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
     if isinstance(given, DatasetConfig):
         return {"": Evaluation(given)}
     sets = given if isinstance(given, Mapping) else {"": given}
+    if not sets:
+        raise ValueError("eval_dataset is an empty dict: it must have a set by name, or be None")
     evaluations = {}
     for name, entry in sets.items():
         if isinstance(given, Mapping) and not _SET_NAME.fullmatch(name):
@@ -326,9 +328,9 @@ class Experiment:
         def __setattr__(self, name: str, value: Any) -> None:
             """Set a field; rows in memory, and paths, become data sets."""
             if name in ("dataset", "eval_dataset"):
-                value = as_dataset(value)
+                value = as_dataset(value, name)
                 if isinstance(value, Mapping):
-                    value = {key: as_dataset(held_out) for key, held_out in value.items()}
+                    value = {key: as_dataset(held_out, set_field(key)) for key, held_out in value.items()}
             super().__setattr__(name, value)
 
     def roles(self) -> dict[str, Role]:

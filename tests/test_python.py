@@ -2,21 +2,25 @@
 
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 
 import realhf
 from realhf.python import save_experiment
 from realhf.user_input.files import code_fingerprints, execute_file
-from tests.cli_tools import REALHF, Command, read_jsonl, untimed
+from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed
 from tests.runtime.tiny import make_experiment, write_task
 
 CELL = '''
@@ -76,7 +80,7 @@ def test_a_run_is_started_interrupted_and_continued(task, tmp_path, capfd):
     assert "has changed" not in capfd.readouterr().err
     assert untimed(half / "metrics.jsonl") == untimed(whole.directory / "metrics.jsonl")
     frame = resumed.metrics
-    assert list(frame.index) == [0, 1, 2, 3]
+    assert list(frame["step"]) == [0, 1, 2, 3] and "step" in resumed.rollouts
     assert frame["reward/mean"].iloc[-1] == read_jsonl(half / "metrics.jsonl")[-1]["reward/mean"]
     assert {"prompt", "completion", "score"} <= set(resumed.rollouts.columns)
     assert len(resumed.evaluation()) == 10
@@ -132,5 +136,81 @@ def test_mistakes_are_one_sentence(task, tmp_path, monkeypatch):
         realhf.run(experiment(task), resume=True)
     with pytest.raises(realhf.UserError, match="no run directory"):
         realhf.load(tmp_path)
-    with pytest.raises(realhf.UserError, match="unknown override '--learning-rate'"):
+    with pytest.raises(realhf.UserError, match=r"run has no keyword 'learning_rate' \(here it is Role"):
         realhf.run(experiment(task), out="run", learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(("function", "keywords", "sentence"), [
+    ("run", {"otu": "x"}, r"run has no keyword 'otu' \(did you mean out\?\): legal are nproc, plan, out, "),
+    ("run", {"step": 3}, r"run has no keyword 'step' \(did you mean steps\?\)"),
+    ("check", {"nprocs": 2}, r"check has no keyword 'nprocs' \(did you mean nproc\?\): legal are .* cluster"),
+    ("plan", {"clusters": "a"}, r"plan has no keyword 'clusters' \(did you mean cluster\?\)"),
+    ("evaluate", {"rewards": "exact"}, r"evaluate has no keyword 'rewards' \(did you mean reward\?\)"),
+])
+def test_a_misspelt_keyword_is_named(task, function, keywords, sentence):
+    with pytest.raises(realhf.UserError, match=sentence):
+        getattr(realhf, function)(experiment(task), **keywords)
+
+
+@pytest.mark.parametrize(("function", "what", "sentence"), [
+    ("run", realhf.GRPO, r"run is given the class GRPO \(did you mean GRPO\(...\)\?\): it takes an "),
+    ("check", None, "check is given None: it takes an experiment"),
+    ("evaluate", {}, "evaluate is given {}: it takes a run, a model's directory, an experiment"),
+])
+def test_other_things_than_experiments_are_named(function, what, sentence):
+    with pytest.raises(realhf.UserError, match=sentence):
+        getattr(realhf, function)(what)
+
+
+def test_rows_of_memory_are_named_by_what_they_were(task):
+    rows = rows_of(task / "data.jsonl")
+    rows[3] |= {"prompt": 5}
+    for form, name in ((pandas.DataFrame(rows), "(a DataFrame)"), (rows, "(rows in memory)"),
+                       ((row for row in rows), "(rows in memory)")):
+        with pytest.raises(realhf.UserError, match=re.escape(f"dataset {name} row 3: prompt is 5: it must")):
+            realhf.check(experiment(task, dataset=form))
+    with pytest.raises(realhf.UserError, match=re.escape("eval_dataset (a DataFrame) row 3: prompt is 5")):
+        realhf.check(experiment(task, eval_dataset=pandas.DataFrame(rows)))
+
+
+TERMINAL = """
+import sys
+sys.path.insert(0, {repo!r})
+import realhf
+from tests.test_python import experiment
+from pathlib import Path
+task = Path({task!r})
+try:
+    realhf.run("missing.py", out="no")
+except realhf.UserError as error:
+    print("caught:", error, flush=True)
+print(realhf.run(experiment(task, steps=2, eval_dataset=None), out="run"), flush=True)
+"""
+
+
+def test_on_a_terminal_progress_is_in_place(task, tmp_path):
+    """The script's terminal gets what the command line shows on one, and each sentence once."""
+    (tmp_path / "script.py").write_text(TERMINAL.format(repo=str(REPO), task=str(task)))
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (40, 132))
+    environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=end,
+        stderr=end, start_new_session=True,
+    ) as process:
+        os.close(end)
+        shown = b""
+        while True:
+            try:
+                data = os.read(terminal, 1 << 16)
+            except OSError:
+                break
+            shown += data
+    text = shown.decode()
+    assert process.returncode == 0, text
+    assert "caught: experiment 'missing.py': " in text and text.count("experiment 'missing.py'") == 1
+    assert "\r\r" not in text
+    assert "\x1b[1A" in text or "\x1b[2K" in text  # The table moves up and is written again.
+    table = [line for line in text.splitlines() if re.search(r"reward +spread|reward.*seconds", line)]
+    assert table and "step 1/2:" not in text
+    assert "run run: 2 of 2 steps" in text

@@ -66,6 +66,9 @@ class PolicyLossConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss; with 0 the loss needs no reference."""
     kl_estimator: KLEstimator = "k3"  # The KL's estimate from a token's log-probs, see `kl.kl_estimate`.
+    kl_weighted: bool = False
+    """Whether the KL of a token is multiplied by rho. Then it and its gradient are unbiased, on samples of
+    older weights, too (DeepSeek-V3.2, arXiv:2512.02556)."""
     entropy_coef: float = 0.0  # Weight of the policy's entropy, in nats, by which the loss falls.
     average: Literal["sequence", "token", "prompt", "constant"] = "sequence"
     """`sequence`: mean over each response, then over responses (GRPO). `token`: over all tokens. `prompt`:
@@ -125,6 +128,7 @@ class PolicyLossConfig:
             ("importance_mode", "loss.importance_cap or loss.importance_floor is given", has_bound),
             ("constant_length", "loss.average is constant", self.average == "constant"),
             ("kl_estimator", "loss.kl_coef is above 0", self.kl_coef > 0),
+            ("kl_weighted", "loss.kl_coef is above 0", self.kl_coef > 0),
         ):
             default = type(self).__dataclass_fields__[name].default
             require(
@@ -265,7 +269,10 @@ class PolicyLoss(Loss):
             "approx_kl": (k3(proximal_T, logp_T.detach()) * weight_T).sum()}
         metrics |= mismatch_sums(proximal_T if recomputed else logp_T, generated_T, mask.values)
         if c.kl_coef:
-            kl = (kl_estimate(logp_T, batch["ref_logprobs"].values, c.kl_estimator) * mean_T).sum()
+            kl_T = kl_estimate(logp_T, batch["ref_logprobs"].values, c.kl_estimator)
+            if c.kl_weighted:
+                kl_T = kl_T * _ratios(logp_T - proximal_T, mask, of=c.ratio)
+            kl = (kl_T * mean_T).sum()
             loss = loss + c.kl_coef * kl
             metrics["ref_kl"] = kl.detach()
         if c.entropy_coef:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from realhf.data.memory_rows import names_files, write_rows
+from realhf.data.memory_rows import names_files, shown_path, write_rows
 from realhf.data.order import block_counts
 from realhf.user_input.field_types import check_types, require
 
@@ -88,7 +88,6 @@ class DatasetConfig:
         path = tuple(map(str, self.path)) if several else str(self.path)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "tools", tuple(self.tools))
-        require(not several or len(path) > 0, "path", "an empty list", "name a file")
         least = 0 if self.too_long == "drop" else 1
         require(
             self.max_prompt_tokens >= least, "max_prompt_tokens", self.max_prompt_tokens,
@@ -137,7 +136,8 @@ class DatasetMixture(DatasetConfig):
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, list | tuple):
-            object.__setattr__(self, "parts", tuple(as_dataset(part) for part in self.parts))
+            parts = tuple(as_dataset(part, f"parts[{i}]") for i, part in enumerate(self.parts))
+            object.__setattr__(self, "parts", parts)
         check_types(self)
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "weights", tuple(self.weights) or (1.0,) * len(self.parts))
@@ -153,18 +153,32 @@ class DatasetMixture(DatasetConfig):
         object.__setattr__(self, "max_prompt_tokens", max(part.max_prompt_tokens for part in self.parts))
 
 
-def as_dataset(rows: Any) -> Any:
-    """Return the config of rows in memory, or of a path; other values as they are."""
-    is_set = dataclasses.is_dataclass(rows) or isinstance(rows, Mapping) or rows is None
-    return rows if is_set else DatasetConfig(rows)
+def as_dataset(rows: Any, field: str) -> Any:
+    """Return the config of rows in memory, or of a path; other values as they are.
+
+    Raises ValueError, which names the field that has them, if they are no rows.
+    """
+    if dataclasses.is_dataclass(rows) or isinstance(rows, Mapping) or rows is None:
+        return rows
+    try:
+        return DatasetConfig(rows)
+    except ValueError as error:
+        raise ValueError(f"{field}{str(error).removeprefix('path')}") from error
 
 
 def dataset_name(config: DatasetConfig) -> str:
-    """Return the path of a data set for messages, with its configuration if it is on the hub."""
+    """Return the path of a data set, with its configuration if it is on the hub; the paths of a mixture."""
     if len(config.parts) > 1 or not config.path:
         return " + ".join(dataset_name(part) for part in config.parts) if config.parts != (config,) else ""
     path = config.path if isinstance(config.path, str) else ", ".join(config.path)
     return path if config.name is None else f"{path}/{config.name}"
+
+
+def shown_name(config: DatasetConfig) -> str:
+    """Return the path of a data set for messages, or what its rows in memory were."""
+    if len(config.parts) > 1:
+        return " + ".join(map(shown_name, config.parts))
+    return shown_path(config.path) if isinstance(config.path, str) else dataset_name(config)
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:

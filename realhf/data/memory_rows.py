@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
@@ -22,6 +23,7 @@ from uuid import UUID
 from realhf.user_input.files import open_regular
 
 _NAME = "rows-"
+_FILE = re.compile(rf"{_NAME}[0-9a-f]{{20}}(?:-(\w+))?\.(?:jsonl|parquet)")
 _LEGAL = (
     "a file, a pattern, a hub name, several of these, or rows: dicts in a list or a generator, a function "
     "that returns them, a frame of pandas or polars, a table of pyarrow or a datasets.Dataset")
@@ -36,7 +38,7 @@ def datasets_cache() -> Path:
 def names_files(path: Any) -> bool:
     """Return whether the `path` of a data set names files, and has no rows itself."""
     several = path if isinstance(path, list | tuple) else [path]
-    return all(isinstance(entry, str | os.PathLike) for entry in several)
+    return len(several) > 0 and all(isinstance(entry, str | os.PathLike) for entry in several)
 
 
 def is_of_memory(path: str) -> bool:
@@ -44,11 +46,18 @@ def is_of_memory(path: str) -> bool:
     return Path(path).name.startswith(_NAME) and Path(path).parent == datasets_cache() / "realhf"
 
 
+def shown_path(path: str) -> str:
+    """Return a path for messages. For rows that were given in memory, say what they were instead."""
+    if (of_memory := _FILE.fullmatch(Path(path).name)) is None:
+        return path
+    return f"(a {of_memory[1]})" if of_memory[1] else "(rows in memory)"
+
+
 def write_rows(rows: Any, *, most: int) -> str:
     """Write rows to a file, and return its path; `most` rows if that is above 0.
 
-    Tables of Arrow become parquet, which has their types, and all others JSONL. Raises ValueError if they are
-    no rows, or have values that JSON lacks.
+    Tables of Arrow become parquet, which has their types, and all others JSONL. The name of the file has the
+    class of a frame or table. Raises ValueError if they are no rows, or have values that JSON lacks.
     """
     directory = datasets_cache() / "realhf"
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,16 +68,19 @@ def write_rows(rows: Any, *, most: int) -> str:
         with os.fdopen(handle, "wb") as file:
             if table is not None:
                 import_module("pyarrow.parquet").write_table(table.slice(0, most or None), file)
+                count = table.num_rows
             else:
                 count = 0
                 for row in islice(_json_rows(rows), most or None):
                     file.write(json.dumps(row).encode() + b"\n")
                     count += 1
-                if not count:
-                    raise ValueError("path has no rows")
+            if not count:
+                raise ValueError(f"path is an empty {type(rows).__name__}: it must have at least one row")
         with open_regular(part) as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()[:20]
-        target = directory / f"{_NAME}{digest}{'.jsonl' if table is None else '.parquet'}"
+        is_frame = table is not None or hasattr(rows, "columns")
+        kind = f"-{type(rows).__name__}" if is_frame else ""
+        target = directory / f"{_NAME}{digest}{kind}{'.jsonl' if table is None else '.parquet'}"
         if target.exists():
             part.unlink()
         else:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realhf.data.dataset import DatasetConfig
-from realhf.data.memory_rows import datasets_cache
+from realhf.data.memory_rows import datasets_cache, shown_path
 from realhf.errors import UserError
 from realhf.user_input.files import (
     MAX_ROW_BYTES,
@@ -79,12 +79,13 @@ def open_files(config: DatasetConfig) -> list[RowFile]:
         names = list(group)
         opened = [file for path in names for file in _open_path(config, path)]
         if not on_hub and config.split != _ONLY_SPLIT:
-            opened = _part_of(opened, ", ".join(names), config.split)
+            opened = _part_of(opened, ", ".join(map(shown_path, names)), config.split)
         files += opened
     for field, value in (("name", config.name), ("revision", config.revision)):
         if value is not None and not any(map(is_of_hub, paths)):
+            first = shown_path(paths[0])
             raise UserError(
-                f"dataset.{field} is {value!r}: it must be left out, as {paths[0]!r} is not on the hub")
+                f"dataset.{field} is {value!r}: it must be left out, as {first!r} is not on the hub")
     return files
 
 
@@ -202,6 +203,11 @@ class RowFile(ABC):
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a row. Raises ValueError, which names file and line, if it is malformed."""
 
+    @property
+    def title(self) -> str:
+        """The file for messages; for rows that were given in memory, what they were."""
+        return shown_path(self.name)
+
     def place(self, number: int) -> str:
         """Return the line or row of the file, in words."""
         return f"row {number}"
@@ -249,6 +255,8 @@ class JsonlFile(RowFile):
         return self._parsed(line, self._line_number(number))
 
     def place(self, number: int) -> str:
+        if self.title != self.name:  # The user knows rows, and no file.
+            return f"row {number}"
         return f"line {self._line_number(number)}"
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
@@ -409,11 +417,11 @@ class ArrowFile(RowFile):
         batch = self._batches[which]
         row = batch.slice(number - int(self._ends[which]) + batch.num_rows, 1)
         if batch.nbytes > MAX_ROW_BYTES:
-            _require_short(row.nbytes, f"dataset {self.name} {self.place(number)}")
+            _require_short(row.nbytes, f"dataset {self.title} {self.place(number)}")
         try:
             return row.to_pylist()[0]
         except (ValueError, OSError, OverflowError) as error:  # The bytes of a value are not of its type.
-            raise UserError(f"dataset {self.name} {self.place(number)} cannot be read: {error}") from error
+            raise UserError(f"dataset {self.title} {self.place(number)} cannot be read: {error}") from error
 
     def place(self, number: int) -> str:
         return f"row {self._start + number}"

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation, pair_fault
-from realhf.data.dataset import SOURCE, DatasetConfig, completion_columns, dataset_name, needed_columns
+from realhf.data.dataset import (
+    SOURCE,
+    DatasetConfig,
+    completion_columns,
+    dataset_name,
+    needed_columns,
+    shown_name,
+)
 from realhf.data.memory_rows import json_form
 from realhf.data.row_files import LARGE_BYTES, Fingerprint, RowFile, is_of_hub, open_files
 from realhf.errors import UserError, described
@@ -77,7 +84,7 @@ class DatasetRows:
     @property
     def name(self) -> str:
         """The files of the data set, in words."""
-        shown = ", ".join(file.name for file in self._files[:3])
+        shown = ", ".join(file.title for file in self._files[:3])
         return f"{shown}, ..." if len(self._files) > 3 else shown
 
     @property
@@ -141,7 +148,7 @@ class DatasetRows:
         """Return the place of a row in its file for messages, with the file if there are several."""
         which, local = self._locate(number)
         line = self._files[which].place(local)
-        return line if len(self._files) == 1 else f"{line} of {self._files[which].name}"
+        return line if len(self._files) == 1 else f"{line} of {self._files[which].title}"
 
     @property
     def fingerprints(self) -> list[Fingerprint]:
@@ -208,7 +215,7 @@ class DatasetRows:
 
 
 def _place_in(file: RowFile, number: int) -> Callable[[], str]:
-    return lambda: f"dataset {file.name} {file.place(number)}"
+    return lambda: f"dataset {file.title} {file.place(number)}"
 
 
 def mapped(config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]) -> dict[str, Any] | None:
@@ -283,7 +290,7 @@ def load_rows(
             require_pure(rows, [number for number, _ in mapped_rows])
         loaded += [row for _, row in mapped_rows]
     if not loaded:
-        raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
+        raise ValueError(f"dataset {shown_name(config)}: the map function leaves out every row")
     return loaded
 
 

@@ -16,7 +16,7 @@ from realhf.data.dataset import (
     DatasetConfig,
     column_of,
     completion_columns,
-    dataset_name,
+    shown_name,
 )
 from realhf.data.doubtful_rows import DoubtfulRows, compared_text
 from realhf.data.light_tokenizer import TokenizerPanicError, panics_as_errors
@@ -427,7 +427,7 @@ class TokenizedRows:
 
     def _why_none(self) -> str:
         """Return in words why no row is left."""
-        where = f"dataset {dataset_name(self.config)}"
+        where = f"dataset {shown_name(self.config)}"
         if self.counts.unmapped and not self.num_tokenized:
             return f"{where}: the map function leaves out every row"
         if self.counts.long_completions:
@@ -439,7 +439,7 @@ class TokenizedRows:
 
     def _lacks_template(self, texts: RowTexts) -> str:
         """Return the message that a row's prompt becomes a chat, but the tokenizer has no chat template."""
-        where = f"dataset {dataset_name(self.config)}"
+        where = f"dataset {shown_name(self.config)}"
         lacks = "and the tokenizer has no chat template"
         if not isinstance(texts.own_prompt, str):
             return f"{where} has chat prompts, {lacks}: give prompts as text, or add one to it"

@@ -102,6 +102,10 @@ class Worker:
             return self._loop
 
 
+class _UnusableClass(UserError):
+    """A fault of a user's class, with which no rollout can succeed: it ends the run."""
+
+
 class _Object:
     """An object of a user's class, made with the first job."""
 
@@ -204,7 +208,8 @@ class _Object:
             self._environment = self._worker.make()
             self._name = type(self._environment).__name__
             if not callable(getattr(self._environment, "step", None)):
-                raise UserError(f"{self._name} has no method step(message), which an environment must have")
+                raise _UnusableClass(
+                    f"{self._name} has no method step(message), which an environment must have")
             self._is_async = inspect.iscoroutinefunction(self._environment.step)
             if not callable(getattr(self._environment, "start", None)):
                 return None
@@ -243,7 +248,7 @@ class _Object:
                 return
             if job["do"] == "start":
                 start = checked_start(value, self._row, where, prompt_key=self._worker.prompt_key)
-                tools = [schema_of(tool) for tool in start.tools]
+                tools = [_schema(tool, where) for tool in start.tools]
                 made = {"messages": json_form(start.messages), "tools": json_form(tools)}
             elif job["do"] == "state":
                 made = {"state": json_form(value)}
@@ -282,13 +287,21 @@ class _Object:
         if job["do"] == "close":
             self._end(seconds, sentence)
         else:
+            event = "refused" if isinstance(error, _UnusableClass) else "failed"
             self._worker.send(
-                self._sample, "failed", sentence=sentence, seconds=seconds, no_memory=no_memory, ends=True)
+                self._sample, event, sentence=sentence, seconds=seconds, no_memory=no_memory, ends=True)
 
     def _end(self, seconds: float, sentence: str = "") -> None:
         self._worker.forget(self._sample)
         self._jobs.put(None)
         self._worker.send(self._sample, "closed", sentence=sentence, seconds=seconds)
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    try:
+        return schema_of(tool)
+    except UserError as error:
+        raise _UnusableClass(f"{where} returned Start.tools with one that has no schema: {error}") from error
 
 
 async def _then(first: Awaitable[Any], value: Any) -> Any:

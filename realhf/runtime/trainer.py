@@ -273,6 +273,8 @@ class Trainer:
             if self._is_main and stopped_after is not None:
                 self._stop_tracking("stopped")
             summary = self._finish() if self._is_main and stopped_after is None else {}
+        if summary:
+            self._require_samples()
         return RunResult(list(self._journal.history) if self._is_main else [], summary, stopped_after)
 
     @contextmanager
@@ -404,16 +406,20 @@ class Trainer:
             with self._process.doing(f"export of {name}"):
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 
+    def _require_samples(self) -> None:
+        """Raise UserError if no step of the run had a sample to train on."""
+        history = self._journal.history
+        if history and all(metrics.get("reward/failed") == 1 for metrics in history):
+            raise UserError(
+                "the rewards or environments of all samples have failed in every step "
+                f"({self._context.step}): nothing has been trained, and the model is as it was at the start")
+
     def _finish(self) -> dict[str, Any]:
         steps = self._context.step
         history = self._journal.history
         if self._wishes.stops is not None:
             why = f"the run ends after step {steps}: {self._wishes.stops}"
             print(f"realhf: {why}", file=sys.stderr, flush=True)
-        if history and all(metrics.get("reward/failed") == 1 for metrics in history):
-            warn(
-                f"the rewards or environments of all samples have failed in every step ({steps}): nothing "
-                "has been trained, and the model is as it was at the start")
         summary: dict[str, Any] = {
             **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,

@@ -4,7 +4,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -15,6 +15,7 @@ from realhf.user_input.other_libraries import keyword_hint
 from realhf.user_input.suggest import did_you_mean
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None"}
+_UNIONS = (types.UnionType, typing.Union)
 
 
 def check_types(config: Any, prefix: str = "") -> None:
@@ -32,9 +33,30 @@ def check_types(config: Any, prefix: str = "") -> None:
         where = f"{prefix}{field.name}"
         hint = hints[field.name]
         if not _is_legal(value, hint):
-            raise ValueError(f"{where} is {shown(value)}: it must be {_describe(hint)}")
+            meant = _wrapped(value, hint)
+            raise ValueError(f"{where} is {shown(value)}: it must be {_describe(hint)}{meant}")
         if is_dataclass(value) and not isinstance(value, type):
             check_types(value, f"{where}.")
+
+
+def _wrapped(value: Any, hint: Any) -> str:
+    """Return " (did you mean X?)" if an object of settings was probably meant, else an empty string.
+
+    It is one of the class that was given, or one whose first field is the value.
+    """
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    if any(isinstance(value, type) and issubclass(value, kind) for kind in kinds):
+        return f" (did you mean {value.__name__}(...)?)"
+    for kind in kinds:
+        first = typing.get_type_hints(kind)[fields(kind)[0].name]
+        options = typing.get_args(first) if typing.get_origin(first) in _UNIONS else (first,)
+        takes_function = any(typing.get_origin(option) is Callable for option in options)
+        if takes_function and not isinstance(value, str | int | float | Mapping | Sequence):
+            made = value if isinstance(value, type | types.FunctionType) else type(value)
+            return f" (did you mean {kind.__name__}({made.__name__})?)"
+        if isinstance(value, str | int | float) and _is_legal(value, first):
+            return f" (did you mean {kind.__name__}({shown(value)})?)"
+    return ""
 
 
 def require(legal: bool, name: str, value: Any, rule: str) -> None:
@@ -142,7 +164,7 @@ def _in_a_part(kind: Any, name: str) -> str:
 def _is_legal(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     options = typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
+    if origin in _UNIONS:
         return any(_is_legal(value, option) for option in options)
     if origin is typing.Literal:
         return value in options
@@ -171,7 +193,7 @@ def _is_legal_tuple(value: Any, options: Sequence[Any]) -> bool:
 def _describe(hint: Any) -> str:
     origin = typing.get_origin(hint)
     options = typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
+    if origin in _UNIONS:
         return " or ".join(_describe(option) for option in options)
     if origin is typing.Literal:
         return " or ".join(repr(option) for option in options)

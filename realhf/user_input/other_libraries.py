@@ -91,6 +91,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
     "importance_sampling_level": Ours(("loss.ratio",), "sequence_mean is TRL's sequence"),
     **dict.fromkeys(("beta", "kl_loss_coef"), Ours(("loss.kl_coef",))),
     "kl_loss_type": Ours(("loss.kl_estimator",)),
+    "use_bias_correction_kl": Ours(("loss.kl_weighted",)),
     "use_kl_loss": Ours(("loss.kl_coef",), "above 0, there is a reference"),
     "kl_ctrl.kl_coef": Ours(("reward_kl.kl_coef",)),
     "use_kl_in_reward": Ours(("reward_kl.kl_coef",), "above 0, the reward has the KL"),

@@ -1,4 +1,4 @@
-"""The options of TRL that docs/coming-from.md names are TRL's."""
+"""The options of TRL that docs/coming-from-trl.md names are TRL's."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from realhf.calls import LEARNING_RATES
 from tests.cli_tools import REPO
 from tests.docs_pages import fences
 
-PAGE = REPO / "docs/coming-from.md"
+PAGE = REPO / "docs/coming-from-trl.md"
 SETTING = re.compile(r"`([\w.]+)=([^`]+)`")
 SAME = {
     "num_generations": "group_size", "max_grad_norm": "actor.optimizer.max_grad_norm",
@@ -38,7 +38,7 @@ ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dat
 def test_options_exist():
     from trl import rewards
 
-    page = PAGE.read_text().partition("## Coming from verl")[0]
+    page = PAGE.read_text()
     first_cells = "\n".join(re.findall(r"^\| (.+?) \|", page, re.M))
     named = {word for code in re.findall(r"`([^`]+)`", first_cells)
              for word in re.findall(r"^([a-z_]+)(?==|$)", code)}
@@ -62,7 +62,7 @@ def _ours(experiment: GRPO, name: str) -> Any:
 
 def _section() -> tuple[list[list[str]], str, str]:
     """Return the rows of the table of defaults, the text below it, and the settings that equal TRL's."""
-    (section,) = re.findall(r"^### Defaults that differ\n(.+?)^### ", PAGE.read_text(), re.M | re.S)
+    (section,) = re.findall(r"^## Defaults that differ\n(.+?)^## ", PAGE.read_text(), re.M | re.S)
     rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\| `.+", section, re.M)]
     (snippet,) = (text for _, text in fences(PAGE) if "as_in_trl = GRPO(" in text)
     return rows, section.rpartition("|")[2], snippet

@@ -57,12 +57,13 @@ def _theirs(trainer, batch, **settings):
         "use_adaptive_entropy": False, "epsilon_low": 0.2, "epsilon_high": 0.2, "loss_type": "grpo",
         "current_gradient_accumulation_steps": 1, "delta": None, "max_completion_length": 11,
         "vllm_importance_sampling_correction": True, "completion_mask": mask, "importance": None,
+        "weighs_kl": False,
     }
     settings = defaults | settings
     mask = settings.pop("completion_mask")
     importance = settings.pop("importance")
     args = SimpleNamespace(
-        delta=settings.pop("delta"), use_bias_correction_kl=False, steps_per_generation=1,
+        delta=settings.pop("delta"), use_bias_correction_kl=settings.pop("weighs_kl"), steps_per_generation=1,
         sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
     stand_in = SimpleNamespace(
         **settings, args=args, accelerator=reduced, model=SimpleNamespace(training=True),
@@ -106,6 +107,13 @@ CASES = {
         {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1},
         {"average": "token", "clip_high": 0.28, "kl_coef": 0.1},
     ),
+    "weighted KL": ({"beta": 0.3, "weighs_kl": True}, {"kl_coef": 0.3, "kl_weighted": True}),
+    "weighted KL of responses": (
+        {"beta": 0.3, "weighs_kl": True, "importance_sampling_level": "sequence"},
+        {"kl_coef": 0.3, "kl_weighted": True, "ratio": "sequence_mean"}),
+    "luspo": (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"ratio": "sequence_mean", "average": "constant", "constant_length": 1}),
     "two-sided": ({"delta": 1.5}, {"dual_clip": 1.5}),
     "dr-grpo": ({"loss_type": "dr_grpo"}, {"average": "constant", "constant_length": 11}),
     "gspo": (

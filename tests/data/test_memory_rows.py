@@ -65,8 +65,10 @@ def test_an_experiment_takes_rows_where_it_takes_a_data_set():
 
 @pytest.mark.parametrize("rows, sentence", [
     (5, "path is of type int: it must be a file"),
-    ([], "path is an empty list"),
-    (iter(()), "path has no rows"),
+    ([], "path is an empty list: it must have at least one row"),
+    (iter(()), "path is an empty tuple_iterator: it must"),
+    (pandas.DataFrame({"prompt": []}), "path is an empty DataFrame: it must"),
+    (datasets.Dataset.from_list(FLAT).select([]), "path is an empty Dataset: it must"),
     ([{"prompt": "1"}, "2"], "path: row 1 is of type str: it must be a dict"),
     ([{"prompt": object()}], "path: row 0 has a value of type object; store it as text"),
     (datasets.DatasetDict({"train": datasets.Dataset.from_list(FLAT)}),

@@ -81,7 +81,7 @@ def test_patterns_and_lists_of_files_are_read_in_order(tmp_path, tokenizer):
         load_rows(DatasetConfig(f"{tmp_path}/*.jsonl"), ["prompt_ids"])
     with pytest.raises(UserError, match=r"dataset.path '.*/\*.csv': no file matches"):
         read_rows(DatasetConfig(f"{tmp_path}/*.csv"))
-    with pytest.raises(ValueError, match="path is an empty list: it must name a file"):
+    with pytest.raises(ValueError, match="path is an empty list: it must have at least one row"):
         DatasetConfig([])
 
 

@@ -165,6 +165,20 @@ class Keeps:
         self.count = state["count"]
 
 
+def vague(x):
+    return x
+
+
+class BadTool:
+    """Its tool has neither types nor a docstring."""
+
+    def start(self, row, seed):
+        return Start(tools=[vague])
+
+    def step(self, message):
+        return Turn(done=True)
+
+
 class NoStep:
     pass
 

@@ -180,10 +180,10 @@ def test_a_step_of_another_arity_is_refused(example, capsys):
     assert "step_error" in capsys.readouterr().err
 
 
-def test_a_run_in_which_everything_failed_says_so_at_its_end(example, capsys):
+def test_a_run_in_which_everything_failed_has_failed(example, capsys):
     execute_file(example, name="guess_number_once")
     Path("mine.py").write_text(FAILING.format(parameters="self, message", body="raise KeyError('door')"))
-    assert main(["run", "mine.py", "--out", "out", "--nproc", "1"]) == 0
+    assert main(["run", "mine.py", "--out", "out", "--nproc", "1"]) == 2
     assert "all samples have failed in every step (1): nothing has been trained" in capsys.readouterr().err
 
 

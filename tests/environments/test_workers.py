@@ -204,7 +204,12 @@ def test_starts_fail_with_a_reason_too():
         assert reply(workers).stop == "step_timeout"
     with started(players.NoStep) as workers:
         workers.start(0, PROMPT, 0)
-        assert reply(workers).sentence == "NoStep has no method step(message), which an environment must have"
+        with pytest.raises(UserError, match=r"NoStep has no method step\(message\), which an"):
+            reply(workers)
+    with started(players.BadTool) as workers:  # check finds it in the same way.
+        workers.start(0, PROMPT, 0)
+        with pytest.raises(UserError, match=r"BadTool.start returned Start.tools with one .*: tool vague: "):
+            reply(workers)
 
 
 def test_much_printing_changes_nothing_and_close_may_fail():

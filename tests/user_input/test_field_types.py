@@ -19,6 +19,12 @@ from realhf import (
 )
 from realhf.user_input.field_types import check_types, explain_keyword
 
+
+class Guess:
+    def step(self, message):
+        return None
+
+
 SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=DatasetConfig("d.jsonl"))
 
 
@@ -28,7 +34,17 @@ SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=Dataset
         ({"group_size": "4"}, "group_size is '4': it must be a whole number"),
         ({"steps": 2.5}, "steps is 2.5: it must be a whole number"),
         ({"steps": True}, "steps is True: it must be a whole number"),
-        ({"actor": "models/m"}, "actor is 'models/m': it must be a Role"),
+        ({"actor": "models/m"}, "actor is 'models/m': it must be a Role (did you mean Role('models/m')?)"),
+        ({"actor": Role}, "actor is the class Role: it must be a Role (did you mean Role(...)?)"),
+        ({"sampling": SamplingConfig},
+         "sampling is the class SamplingConfig: it must be a SamplingConfig (did you mean "
+         "SamplingConfig(...)?)"),
+        ({"environment": Guess},
+         "environment is the class Guess: it must be an Environment or None (did you mean "
+         "Environment(Guess)?)"),
+        ({"environment": Guess()},
+         "environment is an object of the class Guess: it must be an Environment or None (did you mean "
+         "Environment(Guess)?)"),
         ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
         ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
         ({"filter_groups": 1}, "filter_groups is 1: it must be true or false"),
@@ -53,7 +69,8 @@ def test_wrong_types_are_named(changes, sentence):
             lambda: PolicyLossConfig(average="x"),
             "loss.average is 'x': it must be 'sequence' or 'token' or 'prompt' or 'constant'",
         ),
-        (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
+        (lambda: Role("m", optimizer=1e-3),
+         "optimizer is 0.001: it must be an OptimizerConfig or None (did you mean OptimizerConfig(0.001)?)"),
         (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
         (lambda: Role(None), "model is None: it must be text"),
         (
