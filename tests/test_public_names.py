@@ -86,7 +86,8 @@ FUNCTIONS = {
     "num_pairs": "(batch: Batch) -> int",
     "split_pairs": "(values_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]",
     "check": "(experiment: Experiment | str | Path, *, nproc: int | None = None, "
-             "plan: ExecutionPlan | str | Path | None = None, cluster: str | Path | None = None) -> Checked",
+             "plan: ExecutionPlan | str | Path | None = None, cluster: str | Path | None = None, "
+             "**options: Any) -> Checked",
     "load": "(directory: str | Path) -> TrainingRun",
     "plan": "(experiment: Experiment | str | Path, **options: Any) -> ExecutionPlan",
     "run": "(experiment: Experiment | str | Path, *, nproc: int | None = None, "

@@ -9,9 +9,11 @@ Suffixes of tensors name their dims: T packed tokens, S sequences, P pairs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite, log
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from realhf.algorithms.held_out import held_out_loss, scored_completions
@@ -27,7 +29,7 @@ from realhf.calls import (
     Scores,
     TrainStep,
 )
-from realhf.data.dataset import IS_CHOSEN
+from realhf.data.dataset import DATASET_ROW, IS_CHOSEN
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.reward import RewardFunctions
@@ -188,7 +190,7 @@ class DPOLoss(Loss):
     precomputed_ref: bool = False
     """Whether the rows have the reference's log-probs, as sums over the tokens of each completion, in the
     columns `ref_chosen_logps` and `ref_rejected_logps` (TRL's `precompute_ref_log_probs`). Then no reference
-    model takes part."""
+    model takes part. `realhf reference` writes such rows."""
     function: Any = None
     """A function of one's own in the place of the variant: it returns the loss of each pair, and names what
     it reads as parameters, such as `chosen_logps` (docs/algorithms.md). It may also be a Loss. `loss=f` in an
@@ -322,6 +324,19 @@ class DPO(Experiment):
         forward = _log_probs("actor", "logprobs")
         return graph_of(*self._references(), forward, held_out_loss(own_or(self.loss), inputs), *answers)
 
+    def reference_pass(self, target: str) -> ReferencePass:
+        """Return what computes the reference's log-probs of all rows, and writes them to a file.
+
+        Raises ValueError if the loss has no reference, or has its log-probs in the rows already.
+        """
+        require(
+            isinstance(self.loss, DPOLoss) and self.loss.needs_ref, "loss", type(self.loss).__name__,
+            "be a DPOLoss with a reference, and without precomputed_ref")
+        require(len(self.dataset.parts) == 1, "dataset", "a mixture", "be a single data set")
+        return ReferencePass(
+            actor=self.actor, ref=self.ref or initial_reference(self.actor), loss=self.loss, target=target,
+            dataset=self.dataset, eval_dataset=self.dataset, seed=self.seed, tokenizer=self.tokenizer_dir())
+
     def _references(self) -> tuple[FunctionCall, ...]:
         return (_log_probs("ref", "ref_logprobs"),) if self.loss.needs_ref else ()
 
@@ -331,6 +346,41 @@ class DPO(Experiment):
             router_z_loss_coef=self.router_z_loss_coef)
         inputs = (*SEQUENCE, *self.loss.columns)
         return FunctionCall("actor_train", inputs=inputs, role="actor", work=work)
+
+
+@dataclass(frozen=True)
+class StoredSums:
+    """A host function that writes the sums of log-probs of each pair to a file, with its row's number."""
+
+    target: str
+
+    def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        sums = response_sums(batch["ref_logprobs"].values.double(), batch["response_mask"])
+        chosen, rejected = split_pairs(sums, batch)
+        rows = [batch[DATASET_ROW][i] for i in pair_indices(batch)[0]]
+        with Path(self.target).open("w") as file:
+            for row, *values in zip(rows, chosen.tolist(), rejected.tolist(), strict=True):
+                file.write(json.dumps({"row": row, **dict(zip(_PRECOMPUTED, values, strict=True))}) + "\n")
+        return {}, {"pairs": float(len(rows))}
+
+
+@dataclass
+class ReferencePass(DPO):
+    """One pass of the reference over the rows, which writes its log-probs to `target` and trains nothing."""
+
+    target: str = ""
+
+    def roles(self) -> dict[str, Role]:
+        assert self.ref is not None
+        return {"ref": self.ref}
+
+    def graph(self) -> DataflowGraph:
+        return self.eval_graph()
+
+    def eval_graph(self) -> DataflowGraph:
+        inputs = ("response_mask", IS_CHOSEN, DATASET_ROW, "ref_logprobs")
+        store = FunctionCall("store", inputs=inputs, work=HostFunction(StoredSums(self.target)))
+        return graph_of(*self._references(), store)
 
 
 @dataclass

@@ -457,8 +457,9 @@ def _dpo_loss(run: Imported) -> None:
         run.carry("loss.sft_coef", float(share), "loss_weights", "loss_type")
     if main[0] == "sigmoid" or run.has("label_smoothing"):
         run.carry("loss.label_smoothing", float(run["label_smoothing"]), "label_smoothing")
-    run.leave("the reference computes them; realhf reads those that rows have (loss.precomputed_ref)",
-              "precompute_ref_log_probs")
+    run.explain(
+        "`realhf reference EXP.py -o ROWS` writes rows with them, for DPOLoss(precomputed_ref=True)",
+        "precompute_ref_log_probs")
 
 
 def _rest(run: Imported) -> None:

@@ -10,7 +10,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from realhf.cli import check, import_settings, init, merge, plan, profile, realloc, rollouts, run, scaling
+from realhf.cli import (
+    check,
+    import_settings,
+    init,
+    merge,
+    plan,
+    profile,
+    realloc,
+    reference,
+    rollouts,
+    run,
+    scaling,
+)
 from realhf.cli import eval as evaluate
 from realhf.cli.launch import is_worker
 from realhf.cli.overrides import repeated
@@ -20,7 +32,7 @@ from realhf.user_input.suggest import nearest
 COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
     "eval": evaluate, "rollouts": rollouts, "merge": merge, "init": init,
-    "import": import_settings}
+    "import": import_settings, "reference": reference}
 """Modules with HELP, EXAMPLES, `add_arguments` and `main(options, other words)`."""
 _OTHER_COMMANDS = {
     "train": "run", "start": "run", "resume": "run", "sft": "run", "grpo": "run", "validate": "check",

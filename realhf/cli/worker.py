@@ -168,6 +168,15 @@ def evaluate(job: Job, *, show: Callable[[Mapping[str, Any], Path], None]) -> in
     return worker.code
 
 
+def compute(job: Job) -> int:
+    """Run the graphs of the held-out rows once on all ranks, and return the exit code."""
+    with _reporting(job) as worker:
+        world = worker.connect(job.timeout_seconds)
+        require_equal_programs(world, job.program)
+        run_evaluations(job.program, world)
+    return worker.code
+
+
 def profile(job: ProfileJob) -> int:
     """Measure the machine on all ranks and return the exit code."""
     with _reporting(job) as worker:

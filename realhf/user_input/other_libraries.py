@@ -109,7 +109,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
         ("loss.importance_cap",), "with loss.proximal recomputed"),
     "vllm_importance_sampling_clip_min": Ours(
         ("loss.importance_floor",), "with loss.proximal recomputed"),
-    "precompute_ref_log_probs": Ours(("loss.precomputed_ref",), "rows have the sums of log-probs"),
+    "precompute_ref_log_probs": Ours(("loss.precomputed_ref",), "`realhf reference` writes such rows"),
     "simpo_gamma": Ours(("loss.gamma",)),
     **{name: Ours((f"loss.{name}",)) for name in ("desirable_weight", "undesirable_weight")},
     **dict.fromkeys(("rpo_alpha", "loss_weights"), Ours(("loss.sft_coef",), "the weight of the SFT term")),

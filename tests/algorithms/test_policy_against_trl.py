@@ -109,11 +109,14 @@ CASES = {
     ),
     "weighted KL": ({"beta": 0.3, "weighs_kl": True}, {"kl_coef": 0.3, "kl_weighted": True}),
     "weighted KL of responses": (
-        {"beta": 0.3, "weighs_kl": True, "importance_sampling_level": "sequence"},
-        {"kl_coef": 0.3, "kl_weighted": True, "ratio": "sequence_mean"}),
+        {"beta": 0.3, "weighs_kl": True, "importance_sampling_level": "sequence", "epsilon_low": 0.03,
+         "epsilon_high": 0.04},
+        {"kl_coef": 0.3, "kl_weighted": True, "ratio": "sequence_mean", "clip_low": 0.03, "clip_high": 0.04}),
     "luspo": (
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"ratio": "sequence_mean", "average": "constant", "constant_length": 1}),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.03,
+         "epsilon_high": 0.04},
+        {"ratio": "sequence_mean", "clip_low": 0.03, "clip_high": 0.04, "average": "constant",
+         "constant_length": 1}),
     "two-sided": ({"delta": 1.5}, {"dual_clip": 1.5}),
     "dr-grpo": ({"loss_type": "dr_grpo"}, {"average": "constant", "constant_length": 11}),
     "gspo": (
