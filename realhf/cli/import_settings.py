@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from realhf.cli.import_trl import KINDS, imported_from_trl
 from realhf.cli.import_verl import flattened, imported_from_verl
 from realhf.cli.imported import Code, Imported, UnknownValue, number
 from realhf.errors import UserError, naming
 from realhf.user_input.files import read_text
+from realhf.user_input.shipped import load_yaml
 from realhf.user_input.suggest import did_you_mean
 
 HELP = "write an experiment from the settings of TRL or verl"
@@ -118,10 +117,7 @@ def _trainer(named: str | None, given: Mapping[str, Any] | None = None) -> str:
 
 
 def _yaml(path: str) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    document = load_yaml(path, lambda settings: settings, what="settings")
     if not isinstance(document, dict):
         raise UserError(f"{path} must have settings, and is {type(document).__name__}")
     return document
@@ -168,15 +164,16 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     """Return what a word stands for: a number, a truth value, a list or a dict, or the text itself."""
-    if text[:1] in ("[", "{"):
+    if text[:1] not in ("[", "{"):
+        return number(text.strip("'\""))
+    for read in (json.loads, ast.literal_eval):
         try:
-            return json.loads(text)
-        except ValueError:
-            try:
-                return yaml.safe_load(text)
-            except yaml.YAMLError:
-                return text
-    return number(text.strip("'\""))
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    if text[0] == "[" and text[-1] == "]":  # As hydra writes lists, without quotation marks.
+        return [number(part.strip().strip("'\"")) for part in text[1:-1].split(",") if part.strip()]
+    return text
 
 
 def _from_shell(source: str, words: list[str], options: Namespace) -> Imported:

@@ -237,7 +237,7 @@ def test_settings_of_verl(task, tmp_path, estimator, capsys):
         "    return {'score': len(solution_str) / 9 + (data_source == 'x') * (ground_truth == '2')}\n")
     group = [] if estimator != "remax" else ["actor_rollout_ref.rollout.n=1"]
     words = [f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.model.path={task}",
-             f"data.train_files={data}", f"data.val_files=['{data}']", f"critic.model.path={task}",
+             f"data.train_files={data}", f"data.val_files=[{data}]", f"critic.model.path={task}",
              f"custom_reward_function.path={tmp_path}/scores47.py",
              "actor_rollout_ref.actor.clip_ratio_high=0.28", "+data.unheard_of=yes", *group]
     ours = imported([tmp_path / "ppo.yaml", *words], tmp_path / "mine.py")
