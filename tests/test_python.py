@@ -212,5 +212,5 @@ def test_on_a_terminal_progress_is_in_place(task, tmp_path):
     assert "\r\r" not in text
     assert "\x1b[1A" in text or "\x1b[2K" in text  # The table moves up and is written again.
     table = [line for line in text.splitlines() if re.search(r"reward +spread|reward.*seconds", line)]
-    assert table and "step 1/2:" not in text
+    assert table and "step 1/2: reward" not in text
     assert "run run: 2 of 2 steps" in text
